@@ -67,7 +67,7 @@ def test_a_worker_gets_the_gpus_that_torch_counts_here(
 def test_what_cannot_be_told_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "list_gpus", dict)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b2")
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=GPU-b2: which GPUs these are cannot be told"):
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=GPU-b2: which GPUs these are cannot be determined"):
         numbers_of([0])
 
 

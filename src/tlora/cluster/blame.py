@@ -96,7 +96,7 @@ class Blame:
     # -- the file ------------------------------------------------------------------------------------------------------
 
     def recall(self, directory: Path, note: Callable[[str], None]) -> None:
-        """Go on with what an earlier controller held against its jobs; `note` is told where that is damaged."""
+        """Restore what an earlier controller held against its jobs; a damaged file is reported to `note`."""
         path = directory / FILE
         if path.exists():
             try:

@@ -55,7 +55,7 @@ class _Ended:
 
 
 class Crew:
-    """`workers` by the first of their GPUs. `inbox` may be given None to wake the one who listens."""
+    """`workers` by the first of their GPUs. Putting None into `inbox` wakes the thread in `listen`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Crew:
         self._of_strangers, self._of_workers = Refusals(note), Refusals(note)  # apart: no flood of strangers hides a worker's refusal
         self.workers: dict[int, RemoteWorker] = {}
         self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
-        self._unheard: list[Heard | _Ended] = []  # what came before anybody listened
+        self._unheard: list[Heard | _Ended] = []  # what came before the first `listen`
         self._sessions: dict[Session, RemoteWorker] = {}
         self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or said to be at something new
@@ -96,8 +96,8 @@ class Crew:
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
     def find(self, records: Mapping[tuple[int, ...], ProcessIdentity]) -> None:
-        """Wait for the workers of an earlier controller to dial again; those that do not are killed. Their reports are for `listen`: who
-        waits here cannot yet say what follows from them.
+        """Wait for the workers of an earlier controller to dial again; those that do not are killed. Their reports are kept for
+        `listen`: the caller cannot act on them yet.
         """
         deadline = time.monotonic() + _FOUND_SECONDS
         waiting = dict(records)
@@ -116,8 +116,8 @@ class Crew:
             supervise(gpus, self._log(gpus), identity).kill()
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
-        """A new worker for those GPUs; None where the system gives no process or no file now, and for a while after one that was started
-        here was refused: who wants it comes again.
+        """Start a worker on those GPUs. None if the system has no process or file to spare now, and for a while after a worker that was
+        started here was refused: the caller tries again later.
         """
         if time.monotonic() < self._not_before.get(gpus, 0.0):
             return None

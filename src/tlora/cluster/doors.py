@@ -1,7 +1,6 @@
 """Where workers come in: the unix socket, where the kernel says who they are, and a TCP port with TLS, where they have to show it.
 
-A door gives connections and what admits each of them; that is called by a thread of the connection's own, so that nobody who dawdles keeps
-others waiting.
+A door yields connections, each with the function that admits it, which runs in a thread of its own: a slow peer delays no other.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Peer:
 
 
 Admit = Callable[[Line], Peer]
-"""Raises AdmissionError, whose reason the other end is told; OSError for a connection that is ended without a word."""
+"""Raises AdmissionError, whose reason is sent to the peer; OSError for a connection that is closed silently."""
 
 
 class Door(Protocol):

@@ -81,7 +81,7 @@ def _mend(path: Path) -> float:
 
 
 def _seconds(line: bytes) -> float | None:
-    """Its time; None where it is no whole line of a log."""
+    """The line's time; None if it is not a complete line of a log."""
     try:
         seconds = json.loads(line)["seconds"]
         return float(seconds) if type(seconds) in (int, float) and math.isfinite(seconds) else None

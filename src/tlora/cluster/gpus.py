@@ -115,5 +115,7 @@ def numbers_of(indices: Sequence[int]) -> tuple[int, ...]:
         return tuple(indices)
     if max(indices) >= len(there):
         wanted = os.environ["CUDA_VISIBLE_DEVICES"]
-        raise ConfigError(f"CUDA_VISIBLE_DEVICES={wanted}: which GPUs these are cannot be told. Name them by the numbers of nvidia-smi")
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={wanted}: which GPUs these are cannot be determined. Name them by the numbers of nvidia-smi"
+        )
     return tuple(there[index] for index in indices)

@@ -28,7 +28,7 @@ SAVE_SECONDS = 60.0  # between two saves of observations that change no predicti
 
 
 class LearnedCosts:
-    """The file in `directory`. `note` is told where it is damaged, or cannot be written."""
+    """The file in `directory`. `note` gets a line if it is damaged or cannot be written."""
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
         self._path, self._note = directory / FILE, note
@@ -36,7 +36,7 @@ class LearnedCosts:
         self._of: dict[str, str] = {}  # base -> what its observations are of
         self._saved_at = -math.inf
         self._saved_corrections = -1
-        self._saved: dict[str, Learned] = {}  # with ages on a clock that stands
+        self._saved: dict[str, Learned] = {}  # with ages as of the save
         self._broken = False
 
     def teach(self, cost: CostModel, base: str, of: str, now: float) -> None:

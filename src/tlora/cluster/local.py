@@ -1,7 +1,7 @@
 """The cluster of one machine: a worker process per group of GPUs, and jobs that users submit, cancel, hold and release at any time.
 
-It owns the clock and the store; `crew.py` has the workers. What each of them shall have is the reconciler's decision, who trains where the
-scheduler's, and how a micro-batch runs the worker's (`engine/worker.py`). Workers outlive it: the next back end on the store finds them.
+It owns the clock and the store; `crew.py` has the workers. The scheduler decides which job trains where, the reconciler what each worker
+gets, the worker (`engine/worker.py`) how a micro-batch runs. Workers outlive the back end: the next one on the store finds them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LocalBackend:
     """
 
     def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None, door: TlsDoor | None = None) -> None:
-        """`note` is told of connections that are refused and workers that are given up. `door`, of the same store, lets workers in over TCP
+        """`note` gets a line for each refused connection and lost worker. `door`, of the same store, lets workers in over TCP
         too, and is closed with this. Raises ConfigError, CheckpointError.
         """
         self._machine = machine
@@ -250,7 +250,7 @@ class LocalBackend:
     def poll(self) -> list[Event]:
         """Empty, with all workers ended, when it is stopped, or sealed and every job has arrived and ended.
 
-        Who calls it has recorded what the last call returned: only now workers may forget that they reported it.
+        The caller must have recorded what the last call returned: only now workers may forget that they reported it.
         """
         if self._found:
             self._found = False
@@ -259,7 +259,7 @@ class LocalBackend:
             if self._stopped or (self._sealed and not self._asked and not self._reconciler.open):
                 self.close()
                 return []
-            self._crew.acknowledge()  # nothing is left of which the caller has not been told
+            self._crew.acknowledge()  # the caller has got everything
             self._listen()
             self._pass_time()
             self._settle()
@@ -321,7 +321,7 @@ class LocalBackend:
                 self._reconciler.adopt(group)
                 self._events.append(GroupFound(group, jobs, tuple(worker.jobs[name].steps for name in names)))
         self._events.append(Tick())
-        self._pass_time()  # before anybody listens: a worker may tell the end of a job that is in no group any more
+        self._pass_time()  # before the first `listen`: a worker may report the end of a job that left its group
         self._settle()
 
     def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:

@@ -59,8 +59,8 @@ class Reconciler:
         self.events: list[Event] = []  # to be taken by the back end
         self._last_attempt = epoch * NUMBERS_PER_EPOCH
         self._unready: set[str] = set()  # groups whose last change is not through
-        self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and beside whom a job could not join
-        self._speeds: dict[str, BaseSpeed] = {}  # of bases, as told last
+        self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and with which jobs a job could not join
+        self._speeds: dict[str, BaseSpeed] = {}  # of bases, as last reported
         self.blame = Blame()
         self._arrived: set[str] = set()  # jobs that were submitted, also those that have ended
         self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and that have not arrived here
@@ -142,7 +142,7 @@ class Reconciler:
                 pass
 
     def lose(self, worker: RemoteWorker, reason: str) -> None:
-        """Its process has ended. If it was not told to stop, its group is lost with it, for `reason`."""
+        """Its process has ended. Unless it was stopped, its group is lost with it, for `reason`."""
         del self.workers[worker.gpu]
         if worker.stopping:
             return
@@ -154,7 +154,7 @@ class Reconciler:
             self.events.append(GroupLost(group.group_id, reason))
 
     def step(self) -> None:
-        """Tell each worker what it shall have, as far as others let go of it. What must wait for a report is told when that has come."""
+        """Send each worker its desired state, as far as others have let go of it; the rest follows when the awaited reports are here."""
         for group in self.groups.values():
             there = [worker for worker in self.workers.values() if worker.overlaps(group.gpus)]
             base = self._base_models[group.base_model]
@@ -222,11 +222,11 @@ class Reconciler:
                 self.events.append(GroupReady(group.group_id))
 
     def _is_refused(self, job_id: str, group: JobGroup, worker: RemoteWorker) -> bool:
-        """As long as the plan is the one and nobody has gone of those beside whom it could not join."""
+        """True while the plan is the same and all jobs with which it could not join are still there."""
         if job_id not in self._refused:
             return False
-        plan, beside = self._refused[job_id]
-        if plan == group.plan and beside and beside <= worker.jobs.keys():
+        plan, jobs = self._refused[job_id]
+        if plan == group.plan and jobs and jobs <= worker.jobs.keys():
             return True
         del self._refused[job_id]
         return False

@@ -1,4 +1,4 @@
-"""What a controller knows of one worker: what it was told, what it has said, and what of that is new. No sockets, no clock."""
+"""What a controller knows of one worker: what it has sent, what it has heard, and which reports are new. No sockets, no clock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RemoteWorker:
     def __init__(
         self, gpus: tuple[int, ...], load: Load | None, process: Process, epoch: int, lease_seconds: float = LEASE_SECONDS
     ) -> None:
-        """`load` is None for a worker that came by itself, until it is told what to load."""
+        """`load` is None for a worker that came by itself, until the controller has chosen what it loads."""
         self.gpus, self.load, self.process = gpus, load, process
         self.incarnation: str | None = None
         self.loaded = self.stopping = self.doomed = False
@@ -122,7 +122,7 @@ class RemoteWorker:
         self._say_want()
 
     def _say_want(self) -> None:
-        """As long as nothing is decided, one that was found goes on as it is, and one that has nothing to load waits: both are answered."""
+        """Until something is decided, an adopted worker trains on, and one without a load waits: both are answered."""
         self._say(self._want if self._is_decided else Taken(self._intake.told))
 
     @property
@@ -136,7 +136,7 @@ class RemoteWorker:
     # -- what it says --------------------------------------------------------------------------------------------------
 
     def attach(self, hello: Hello, send: Send) -> None:
-        """A connection of its has begun. It is told what is wanted."""
+        """The worker has connected: send it what is wanted."""
         if self.incarnation is None:
             self.incarnation, self._intake = hello.incarnation, Intake(hello.last_seq)
             self.loaded, self.found = hello.loaded, hello.group
@@ -180,7 +180,7 @@ class RemoteWorker:
         return held is not None and held.attempt == attempt
 
     def hear_alive(self, alive: Alive) -> None:
-        """Answered, so that the worker knows that it is heard; what it has missed is told again."""
+        """Answer, so that the worker knows that it is heard, and repeat what it has missed."""
         self.pulse = alive
         self._say(Taken(self._intake.told))
         if alive.generation != self._want.generation:

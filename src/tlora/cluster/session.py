@@ -43,7 +43,7 @@ Heard = Arrived | Spoke | Gone
 
 
 class Session:
-    """`inbox` gets what is heard, in its order, `Gone` last."""
+    """`inbox` gets all messages in order, and `Gone` last."""
 
     def __init__(self, connection: Connection, admit: Admit, inbox: queue.SimpleQueue[Heard]) -> None:
         self._admit, self._line, self._inbox = admit, Line(connection), inbox
@@ -70,7 +70,7 @@ class Session:
         self._line.end()
 
     def _read(self) -> None:
-        reason, told = "", True
+        reason, refuse = "", True
         try:
             reason = self._converse()
         except TimeoutError:
@@ -78,10 +78,10 @@ class Session:
         except AdmissionError as error:
             reason = str(error)
         except OSError as error:  # a stranger
-            reason, told = str(error), False
+            reason, refuse = str(error), False
         except ValueError as error:
             reason = f"a line that is none of protocol {PROTOCOL}: {_first_line(error)}"
-        if reason and told:
+        if reason and refuse:
             self._line.send(controller_line(Refusal(reason)))
         self._inbox.put(Gone(self, reason))
         self.ended.set()

@@ -34,7 +34,7 @@ def begin_reign(directory: Path, *, continues: bool) -> Reign:
         epoch, started = int(before["epoch"]) + 1, float(before["started_unix_seconds"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} is damaged ({error}): which workers are of this cluster cannot be told. End them, then remove the file"
+            f"{path} is damaged ({error}): which workers are of this cluster cannot be determined. End them, then remove the file"
         ) from None
     reign = Reign(epoch, started if continues else time.time())
     durable.write_file(path, json.dumps({"epoch": reign.epoch, "started_unix_seconds": reign.started_unix_seconds}) + "\n")
@@ -42,7 +42,7 @@ def begin_reign(directory: Path, *, continues: bool) -> Reign:
 
 
 def lock_store(directory: Path) -> int:
-    """A lock on the directory itself, which no worker inherits: a killed controller holds nothing. Raises ConfigError where it is held."""
+    """Lock the directory itself; no worker inherits the lock, so a killed controller holds none. Raises ConfigError if it is held."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,7 +41,7 @@ def write_record(directory: Path, gpus: tuple[int, ...], identity: ProcessIdenti
 
 
 def read_records(directory: Path) -> dict[tuple[int, ...], ProcessIdentity]:
-    """GPUs -> the worker that an earlier controller had there, where it is still alive."""
+    """GPUs -> the worker of an earlier controller on them, if it is still alive."""
     found: dict[tuple[int, ...], ProcessIdentity] = {}
     for path in directory.glob("gpu*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):

@@ -39,7 +39,7 @@ from tlora.worker_protocol import Load, Measured
 
 PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch, about
 MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
-MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take, as far as can be told; it is left out else
+MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take by estimate; else it is left out
 _SAMPLE_TOKENS = 127  # no multiple of 64: its attention is that of mixed lengths
 _WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches
 _TIMED = {"cuda": 5, "cpu": 3}

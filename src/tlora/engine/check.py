@@ -128,8 +128,7 @@ def check(
     what each of them would do. `gpu`: plan for this model of GPU (`planning/gpu_models.py`) instead of what is here; `gpus` is then a
     number of them.
 
-    Without a base model only its own problem and data files that are not there can be told. Raises ConfigError for a choice of devices
-    that there is not.
+    Without a base model only that problem and missing data files can be reported. Raises ConfigError for devices that do not exist.
     """
     if gpu is None:
         ranks = rank_devices(gpus, device)

@@ -50,7 +50,7 @@ class Sampling:
 @dataclass(frozen=True)
 class AdaptedModel:
     """A base, its tokenizer and one adapter that fits. `raw`: the adapter was trained on plain text, without a chat template.
-    `notes`: which template is used, and what a person should know beside.
+    `notes`: which template is used, and what else the user should know.
     """
 
     model: Any

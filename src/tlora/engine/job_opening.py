@@ -39,8 +39,8 @@ def open_run(
     """The job's run, and the state to join with, on the host in `dtype`: of its newest whole checkpoint in `directory` with `resume`,
     else its start, which may have been made ahead. `directory` is made, and gets its `job.json`.
 
-    Raises TloraError, for a job with problems as for a checkpoint that is not its own, and whatever damaged files make their readers
-    raise: call it behind the wall.
+    Raises TloraError, for a job with problems and for a checkpoint of another job, and any error that readers raise for damaged files:
+    call it in `attempt`.
     """
     name = job.spec.name
     durable.make_directory(directory)

@@ -16,7 +16,7 @@ class Patience:
     """A `store.room.WaitsForRoom` for as long as the worker shall live. Safe in several threads."""
 
     def __init__(self, pulse: Pulse, note: Callable[[str], None]) -> None:
-        """`note` is told of it now and then; `pulse` beats on: whoever waits for a writer does not hang."""
+        """`note` gets a line now and then; `pulse` beats on, so that a wait for a writer is not taken for a hang."""
         self.pulse, self._note = pulse, note
         self._ending = threading.Event()
         self._noted: dict[str, float] = {}  # by job

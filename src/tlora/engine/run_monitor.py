@@ -1,4 +1,4 @@
-"""Watches a run: rates and shares over the last seconds for whoever looks on, and a row of `run.jsonl` about every second."""
+"""Watches a run: rates and shares over the last seconds for the display, and a row of `run.jsonl` about every second."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
 
 @dataclass(frozen=True)
 class _Moment:
-    """When somebody looks, and tokens per second of each job over the window before."""
+    """The time of a look, and tokens per second of each job over the window before it."""
 
     seconds: float
     rates: Mapping[str, float]

@@ -96,7 +96,7 @@ def load(
 ) -> Loaded:
     """Plan all jobs on an outline of the base, then load it, and measure what it takes of the memory.
 
-    `assigned` is called before any data is read, and may wait for somebody else to tokenize it.
+    `assigned` is called before any data is read, and may wait for another process to tokenize it.
     """
     if place.type == "cuda" and place.index is not None:
         torch.cuda.set_device(place)  # kernels are launched on the current device
@@ -146,12 +146,12 @@ def load(
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:
-    """Beside a GPU there are cores to spare, so that it loads its libraries while this process loads its own: 3 s of 30."""
+    """A data worker that loads its libraries while this process loads its own: saves 3 s of 30 where a GPU leaves cores idle."""
     return start_worker() if place.type == "cuda" else nullcontext()
 
 
 def launch_facts(loaded: Loaded, device: torch.device) -> dict[str, Any]:
-    """What `run.json` tells of a run beside its order."""
+    """The facts on a run in `run.json` besides its order."""
     model, threads = loaded.model, loaded.threads
     kernels = {"kernels": model.kernels_on(device, model.deterministic)} if device.type == "cuda" else {}
     return (
@@ -254,7 +254,7 @@ class Session:
         self._monitor.update(self.driver, self.waiting, now_due=not self.driver.group.runs)
 
     def write_hashes(self) -> None:
-        """The base's sha256 have become known: into `run.json`, and beside each job."""
+        """Write the base's sha256, known by now, into `run.json` and each job's directory."""
         if isinstance(failed := attempt(self._record, "running"), Failure):  # a full disk: the run's end writes it once more
             self._monitor.note(failed.reason)
         for directory in self._opened:

@@ -1,4 +1,4 @@
-"""From what a worker shall have to what its trainer is told: one step at a time, and what the trainer's reports mean for that.
+"""Turns a worker's desired state into commands for its trainer, one step at a time, and accounts for the trainer's reports.
 
 Starts nothing, reads no clock and waits for nothing. Who trains where is decided elsewhere.
 """
@@ -34,7 +34,7 @@ class Settler:
         self._over: dict[str, int] = {}  # the last attempt of each job that is over here
         self._shared: Share | None = None
         self._found: dict[type, Measured | Memory] = {}  # of the base and the GPUs, which each controller hears
-        self._settled = (0, 0)  # epoch and generation that were told to be settled
+        self._settled = (0, 0)  # epoch and generation that were reported as settled
 
     def hear_want(self, want: Want) -> bool:
         """False, with nothing done, where an older controller says it."""

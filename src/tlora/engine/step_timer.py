@@ -19,6 +19,6 @@ class StepTimer:
         """Steps in all, and the mean seconds of each since the last time; None where there was none."""
         if self._steps == self._told:
             return None
-        told = self._steps, (self._at - self._told_at) / (self._steps - self._told)
+        report = self._steps, (self._at - self._told_at) / (self._steps - self._told)
         self._told, self._told_at = self._steps, self._at
-        return told
+        return report

@@ -55,7 +55,7 @@ class TokenCounts:
     tail: Packing = Packing()
 
     def count(self, packed: MicroBatch, computed: int, left_tokens: int) -> None:
-        """Enter a micro-batch that took `computed` tokens with padding; `left_tokens` were on offer beside it."""
+        """Enter a micro-batch that took `computed` tokens with padding; `left_tokens` more were on offer."""
         made = Packing(packed.tokens, computed, packed.budget, 1)
         if packed.tokens + left_tokens < packed.budget:
             self.tail += made

@@ -169,7 +169,7 @@ def _say_what_begins(order: Order, plan: RunPlan, serving: ServingFiles) -> None
 
 
 def resolve_run(jobs: Jobs, settings: dict[str, Any]) -> RunSpec:
-    """One RunSpec out of whatever `train` was given. Raises ConfigError."""
+    """One RunSpec from any form of `train`'s arguments. Raises ConfigError."""
     if isinstance(jobs, str | os.PathLike):
         jobs = read_jobs_file(jobs)
     given: dict[str, Any] = jobs.model_dump(exclude_unset=True) if isinstance(jobs, RunSpec) else {"jobs": list(jobs)}

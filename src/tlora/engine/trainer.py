@@ -1,9 +1,9 @@
-"""What a worker does with its GPU: loads a base once and trains the jobs that come and go, as it is told.
+"""What a worker does with its GPU: loads a base once and trains the jobs that its commands add and remove.
 
-Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); who trains with whom is decided elsewhere,
-and how a worker is told is `worker.py`'s. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares with the
-others. A job joins and leaves between two micro-batches; its data and its state are made ready beside,
-while the others train, and files are written beside.
+Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); which jobs train together is decided
+elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares
+with the others. A job joins and leaves between two micro-batches; its data and state are prepared, and files written, while the others
+train.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
 
 REPORT_SECONDS = 1.0  # between two reports of a job's steps
-CLAIM_SECONDS = 30.0  # for whoever had a job before to let go of its directory
+CLAIM_SECONDS = 30.0  # for a job's previous worker to release its directory
 _BASE = "base"  # about which the ranks of a worker meet
 STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
 
@@ -146,14 +146,14 @@ class Trainer:
         self._group.begin = self._begin
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()
-        self._unwanted: set[str] = set()  # of those: told to leave before they were in
+        self._unwanted: set[str] = set()  # of those: removed before they had joined
         self._paces: dict[str, StepTimer] = {}
         self._reported = 0.0
         self._has_computed = self._has_stepped = False
         send(Loaded())
 
     def go_on(self) -> None:
-        """Until told to stop; then all jobs have been checkpointed."""
+        """Train until stopped; then all jobs have been checkpointed."""
         try:
             self._driver.train(self._obey_all, self._look)
         finally:
@@ -170,7 +170,7 @@ class Trainer:
 
     def _look(self, _: object) -> None:
         self._has_computed = True
-        self._has_stepped |= any(not run.leads for run in self._group.runs.values())  # whose steps are told elsewhere
+        self._has_stepped |= any(not run.leads for run in self._group.runs.values())  # whose steps another rank reports
         self._pulse.begin("training")
         self._tell_steps()
         self._tell_ended()
@@ -270,7 +270,7 @@ class Trainer:
         return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
 
     def _put_off(self, name: str, reason: str) -> None:
-        """The job cannot join now. Nobody else notices."""
+        """The job cannot join now. No other job is affected."""
         self._paces.pop(name, None)
         self._let_end(name)
         self._send(Refused(name, reason))
@@ -328,7 +328,7 @@ class Trainer:
         elif not self._memory.fits(opened.run):
             self._put_off(
                 name,
-                f"beside {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({gib(self._limit_bytes)})",
+                f"next to {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({gib(self._limit_bytes)})",
             )
         elif not self._parts.waits(opened):
             self._begin_with(opened)
@@ -363,13 +363,13 @@ class Trainer:
 
     @property
     def _training_clock(self) -> float:
-        """Stands while the measurement computes: the pace of jobs is told as it is without."""
+        """A clock that stops while the measurement computes, so that the reported pace of jobs excludes it."""
         return time.monotonic() - self._calibration.spent_seconds
 
     def _tell_pace(self, name: str) -> None:
-        told = self._paces[name].take()
-        if told is not None:
-            self._send(Stepped(name, *told))
+        pace = self._paces[name].take()
+        if pace is not None:
+            self._send(Stepped(name, *pace))
 
     # -- going ---------------------------------------------------------------------------------------------------------
 

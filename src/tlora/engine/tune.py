@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TOKENS, JOBS, RANK = 8192, 8, 16
 MARGIN = 0.02  # of the rule's time: less may be noise, and a table changes bits
 _ROUNDS = 12
-_CALLS = {"forward": 3, "input_gradient": 3, "shrink": 20, "sum": 20}  # in one CUDA graph: what the kernels take, whatever the host does
+_CALLS = {"forward": 3, "input_gradient": 3, "shrink": 20, "sum": 20}  # in one CUDA graph: the kernels' time, independent of the host's
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def tune(
         raise ConfigError(f"tune knows candidates for bfloat16 and float16, and this base is {str(found)[6:]}. Give --dtype bfloat16")
     begun, gpu = time.perf_counter(), tuned_as(torch.cuda.get_device_name(place))
     path = out or table_path(user_directory(), gpu)
-    write_choices(path, gpu, [])  # what cannot be written or read is told before the work
+    write_choices(path, gpu, [])  # fails before the work if the file cannot be written or read
     launches = launches_of(base)
     choices: list[Choice] = []
     for number, (key, widths) in enumerate(launches.items(), 1):
@@ -216,7 +216,7 @@ def write_choices(path: Path, gpu: str, choices: Sequence[Choice]) -> None:
 
 
 def write_rows(path: Path, gpu: str, rows: Mapping[Key, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """A table as `kernels/tile_files.py` reads it, atomically; a row is `describe`'s with whatever was measured.
+    """A table as `kernels/tile_files.py` reads it, atomically; a row is `describe`'s with all that was measured.
 
     Raises CheckpointError where it cannot be written.
     """
@@ -232,8 +232,8 @@ def _natural(line: str) -> list[Any]:
 
 def choice_text(choice: Choice) -> str:
     """forward 4096 -> 14336: 1350.1 us by rule, 1310.0 us with 128x256x64 s3 w8."""
-    told = f"{key_text(choice.key)}: {1e6 * choice.rule_seconds:.1f} us by rule"
-    return told if choice.tile == choice.rule else f"{told}, {1e6 * choice.seconds:.1f} us with {tile_text(choice.tile)}"
+    text = f"{key_text(choice.key)}: {1e6 * choice.rule_seconds:.1f} us by rule"
+    return text if choice.tile == choice.rule else f"{text}, {1e6 * choice.seconds:.1f} us with {tile_text(choice.tile)}"
 
 
 def key_text(key: Key) -> str:

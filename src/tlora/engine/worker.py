@@ -154,10 +154,10 @@ def versions() -> dict[str, str]:
 
 
 def serve(entrance: Entrance, gpus: tuple[int, ...], see_gpus: SeeGpus | None = None) -> int:
-    """Do as the controller there wants, until told to stop. The exit status: 143 after SIGTERM, as a shell expects. `see_gpus` is called
-    before torch is imported, where there is something to load on GPUs.
+    """Work for the controller there until it sends a stop. Returns the exit status: 143 after SIGTERM, as a shell expects. `see_gpus` is
+    called before torch is imported, if there is something to load on GPUs.
 
-    Raises ConfigError where nobody listens, or who does is not to be trusted, or does not want this worker; then all is saved.
+    Raises ConfigError if nothing listens there, or the controller cannot be trusted or refuses this worker; then all is saved.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
     open_caches(note)
@@ -189,7 +189,7 @@ def serve(entrance: Entrance, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
 
 
 def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
-    """Until told to stop. With several GPUs, a process for each of them trains."""
+    """Train until stopped. With several GPUs, a process for each of them trains."""
     if len(gpus) > 1:
         from tlora.engine.team.leader import Leader
 
@@ -216,7 +216,7 @@ def open_trainer(
         torch.set_num_threads(1)  # bits depend on their number, and workers on one CPU are like GPUs of their own
     elif load.device != "cuda":
         torch.cuda.set_device(load.device)  # kernels are launched on the current device
-    logging.disable_progress_bar()  # the last line of the log is what is told of a worker that has died
+    logging.disable_progress_bar()  # the last line of the log is reported for a worker that has died
     logging.set_verbosity_error()
     return Trainer(load, inbox, send, patience, seat, expected)
 

@@ -40,7 +40,7 @@ def listen(directory: Path) -> tuple[socket.socket, str]:
 
 
 def forget(address: str) -> None:
-    """Nobody listens there or dials it any more: the socket is removed, and its directory where that holds nothing else."""
+    """Remove a socket that is no longer in use, and its directory if that is empty then."""
     place = _path_in(address).parent
     with contextlib.suppress(OSError):
         (place / SOCKET).unlink(missing_ok=True)
@@ -50,13 +50,13 @@ def forget(address: str) -> None:
 def connect(address: str) -> socket.socket:
     """To the unix socket of a controller of this user.
 
-    Raises OSError where nobody listens, and ConfigError for what is no address, a socket that is not this user's alone, and a controller
-    that is another's.
+    Raises OSError if nothing listens there, and ConfigError for an invalid address, a socket that others may use, and a controller of
+    another user.
     """
     path = _path_in(address)
     private = path.parent.stat()
     if private.st_uid != os.geteuid() or stat.S_IMODE(private.st_mode) & 0o077:
-        raise ConfigError(f"{path.parent} is not this user's alone, so whoever listens there cannot be trusted. Make it mode 0700")
+        raise ConfigError(f"{path.parent} is not this user's alone, so a process that listens there cannot be trusted. Make it mode 0700")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(str(path))

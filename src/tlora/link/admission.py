@@ -1,7 +1,7 @@
 """How a worker that comes over TCP shows that it may: what is said before its Hello, and the worker's part of it.
 
 It says its token and which process it is (`Entry`). The controller has put a file with a random number into the store and names it
-(`Challenge`); the worker answers with that number and puts one of its own beside it (`Proof`). So both know that they see the same
+(`Challenge`); the worker answers with that number and puts one of its own next to it (`Proof`). So both know that they see the same
 directory, and that the other may write there: the files' owner is one user. The controller's part is `cluster/doors.py`.
 """
 
@@ -55,7 +55,7 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`number` is what the challenge's file holds, `answer` what was written beside it; else `problem` says why not."""
+    """`number` is the content of the challenge's file, `answer` what the worker wrote next to it; else `problem` says why not."""
 
     number: str = ""
     answer: str = ""

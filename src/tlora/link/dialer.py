@@ -19,13 +19,13 @@ from tlora.link.outbox import Outbox
 from tlora.worker_protocol import Alive, Hello, Refusal, Report, Taken, Want, parse_controller_line, worker_line
 
 BEAT_SECONDS = 5.0
-_SEND_SECONDS = 10  # for the controller to read: one that does not is as good as gone
+_SEND_SECONDS = 10  # for the controller to read: one that does not counts as lost
 _AGAIN_SECONDS = 10.0  # without an answer, after which reports are sent once more
 _REDIAL_SECONDS = (0.1, 1.0)  # the first pause and the longest
 
 
 class Client(Protocol):
-    """Who dials. All of it may be called from any thread."""
+    """The side that dials. All methods may be called from any thread."""
 
     def hello(self, last_seq: int) -> Hello: ...
     def alive(self) -> Alive: ...
@@ -100,7 +100,7 @@ class Dialer:
                 except AdmissionError as error:
                     self._be_refused(str(error))
                     return
-                except (OSError, ValueError) as error:  # nobody listens, the place is gone, or is another's: until the lease ends
+                except (OSError, ValueError) as error:  # no listener, no such place, or another user's: retried until the lease ends
                     if isinstance(error, ValueError) and str(error) != said:
                         said = str(error)
                         note(f"trains on, and dials again: {said}")

@@ -42,7 +42,7 @@ def find_entrance(connect_to: str, fingerprint: str | None, token_file: Path | N
     tcp_place(address)
     if fingerprint is None:
         raise ConfigError(
-            f"--connect {address}: needs --fingerprint, or the token would go to whoever listens there. `tlora worker-token` prints it, on "
+            f"--connect {address}: needs --fingerprint, or the token could go to an impostor. `tlora worker-token` prints it, on "
             "the controller's machine"
         )
     where = f"--token-file {token_file}" if token_file is not None else f"${TOKEN}"
@@ -57,8 +57,8 @@ def find_entrance(connect_to: str, fingerprint: str | None, token_file: Path | N
 def dial(entrance: Entrance, send_seconds: int) -> Line:
     """A line on which Hello may follow.
 
-    Raises OSError where nobody listens, ConfigError for an end that is not to be trusted, and AdmissionError, one of these, where the
-    controller does not want this worker.
+    Raises OSError if nothing listens there, ConfigError for a peer that cannot be trusted, and AdmissionError, a subclass, if the
+    controller refuses this worker.
     """
     if not is_tcp(entrance.address):
         return Line(connect(entrance.address), send_seconds)

@@ -12,7 +12,7 @@ _BYTES = 1 << 16  # of a file at most
 
 
 class FlightRecorder:
-    """Written without a sync: what the kernel has survives the process. Where it cannot be written, nothing is known."""
+    """Written without fsync: the kernel's copy survives the process. If it cannot be written, nothing is recorded."""
 
     def __init__(self, directory: Path, name: str = "") -> None:
         """`name` tells the processes of one worker apart (`flight_name`)."""

@@ -31,13 +31,13 @@ class Line:
     """One end of a connection. `send` and `close` may be called from any thread; one thread reads."""
 
     def __init__(self, connection: Connection, send_seconds: int = 0) -> None:
-        """`send_seconds`: for the other end to read what is sent, before the connection ends; 0: as long as it takes."""
+        """`send_seconds`: the time the peer has to read a message before the connection is closed; 0: unlimited."""
         self._socket, self._lock = connection, threading.Lock()
         self._read = bytearray()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
 
     def send(self, line: bytes) -> None:
-        """A line with its end. If the other end is gone, or does not read, the connection ends, and the reader is told by that."""
+        """Send a line and its end. If the peer is gone or does not read, the connection is closed, which the reader notices."""
         with self._lock:
             try:
                 self._socket.sendall(line)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 def note(line: str) -> None:
-    """If it can be written: a full disk keeps nobody from training, nor a worker from saving its jobs and ending."""
+    """Write `line` to the log if that is possible: a full disk must not stop training, nor a worker that saves its jobs and ends."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 

@@ -50,7 +50,7 @@ class Outbox:
         return bool(self._waiting) and len(self._under_way) < MOST_UNDER_WAY
 
     def ends(self) -> list[HeldJob]:
-        """Jobs whose end is told here and not taken yet."""
+        """Jobs whose end is reported here but not acknowledged yet."""
         reports = [said.report for said in self._under_way] + [report for _, report in self._waiting]
         ends = [report for report in reports if isinstance(report, JobEnd)]
         return [HeldJob(end.job_id, end.attempt, end.steps if isinstance(end, Left) else 0, resident=False) for end in ends]
@@ -60,7 +60,7 @@ class Intake:
     """The other end: which reports of one incarnation are new. They are taken in their order, each once."""
 
     def __init__(self, last_seq: int = 0) -> None:
-        """`last_seq`: the last that an earlier controller has taken. `told` is the last that was acknowledged."""
+        """`last_seq`: the last number that an earlier controller has taken. `told` is the last one that was acknowledged."""
         self.seq = self.told = last_seq
         self._asked_again = False
 
@@ -81,5 +81,5 @@ class Intake:
 
 
 def with_attempt(report: Report, attempt: int) -> Report:
-    """The report as one of that attempt, where it speaks of a job."""
+    """The report with that attempt's number, if it is about a job."""
     return replace(report, attempt=attempt) if isinstance(report, JobReport) else report

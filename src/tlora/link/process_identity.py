@@ -24,7 +24,7 @@ class ProcessIdentity:
 
     @property
     def is_alive(self) -> bool:
-        """A zombie, which nobody has waited for, has ended."""
+        """Whether it still runs. A zombie, which its parent has not waited for, has ended."""
         found = _stat(self.pid)
         return found is not None and found[1] == self.start_ticks and found[0] not in "ZX" and self.boot == boot_id()
 
@@ -79,7 +79,7 @@ def identify(pid: int) -> ProcessIdentity | None:
 
 
 def wait_for_session(session: int, deadline: float | None) -> bool:
-    """Whether all processes of a session, whose leader has ended, are gone by `deadline` (of `time.monotonic`). They end by themselves."""
+    """Whether all processes of a session, whose leader has ended, have ended by `deadline` (of `time.monotonic`). None is killed."""
     while _has_members(session):
         if deadline is not None and time.monotonic() >= deadline:
             return False

@@ -1,7 +1,7 @@
 """The one way in which a long-lived Python process is started, watched and ended for good: ranks, workers, the data worker, intake.
 
-Knows nothing of what the process computes. A child is waited for by the kernel's own notice; a process of somebody else's (a launcher's
-rank, the worker of an earlier controller) is known by its identity, and its end is noticed by a pidfd.
+Knows nothing of what the process computes. A child is waited for; a process that was started elsewhere (a launcher's rank, the worker of
+an earlier controller) is known by its identity, and its end is noticed by a pidfd.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Log = Path | IO[bytes]
 
 
 class SupervisedProcess:
-    """`log` gets what it and its libraries print; None where that is not known."""
+    """`log` gets what it and its libraries print; None if the log is unknown."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class SupervisedProcess:
         return ended and (not self._whole_session or wait_for_session(self.pid, deadline))
 
     def kill(self, timeout_seconds: float | None = None) -> None:
-        """End it, and wait until it is gone: it writes nothing from then on."""
+        """Kill it and wait for its end: it writes nothing from then on."""
         if self._child is not None:
             self._child.kill()
         elif self.identity is not None:

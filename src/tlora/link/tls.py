@@ -88,7 +88,7 @@ class TlsStream:
                 self._incoming.write_eof()
 
     def _flush(self) -> None:
-        """Waits for nobody where there is nothing to send: who sends much has taken it out already."""
+        """Send what is pending. Takes no lock if there is nothing: a concurrent sender has sent it then."""
         if self._outgoing.pending:
             with self._order:
                 with self._state:
@@ -114,7 +114,7 @@ def server_context(certificate: Path) -> ssl.SSLContext:
     """`certificate`: a PEM file with the key in it. Raises OSError, of which ssl.SSLError is one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # nobody resumes
+    context.num_tickets = 0  # TLS sessions are never resumed
     context.load_cert_chain(certificate, password="")  # one with a password is an error, not a question
     return context
 
@@ -122,7 +122,7 @@ def server_context(certificate: Path) -> ssl.SSLContext:
 def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
     """To a controller whose certificate has this fingerprint; nothing of ours has been sent before that is known.
 
-    Raises OSError where nobody listens, ConfigError for whoever speaks no TLS or has another certificate.
+    Raises OSError if nothing listens there, ConfigError if the peer speaks no TLS or has another certificate.
     """
     where = tcp_address(*place)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -136,7 +136,7 @@ def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
         found = stream.peer_fingerprint
         if not hmac.compare_digest(found, fingerprint):
             raise ConfigError(
-                f"{where} has the certificate {found}, and {fingerprint} was given: it is another controller, or somebody is in between. "
+                f"{where} has the certificate {found}, and {fingerprint} was given: it is another controller, or an interceptor. "
                 "Nothing was sent. Compare with what `tlora worker-token` prints on the controller's machine"
             )
         return stream

@@ -21,7 +21,7 @@ from tlora.supermodel.load import find_directory
 
 
 def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, started: Crew | None) -> Results:
-    """As `train`, on one process for each of the `devices`; `started`: those processes, if somebody has started them ahead.
+    """As `train`, on one process for each of the `devices`; `started`: those processes, if they were started ahead.
 
     A run is begun again, as far as the base fits on what is left, where the loss of a GPU has ended one that shared its base, or
     came before the training of one whose ranks read each other's memory.

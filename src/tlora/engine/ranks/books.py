@@ -1,4 +1,4 @@
-"""What the owner of a run knows of its jobs by the ranks' reports, as one picture for whoever watches."""
+"""Folds the ranks' reports into one view of the run's jobs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Books:
         """`rates`: tokens per second of jobs that have their home elsewhere."""
         self._shown[rank], self._rates[rank] = progress, rates
         for job in progress.jobs:
-            if job.name not in self.results and job.status not in ("done", "failed", "stopped"):  # ends are told by results
+            if job.name not in self.results and job.status not in ("done", "failed", "stopped"):  # results report ends
                 self._rows[job.name] = replace(job, gpu=rank)
 
     def end(self, rank: int, result: JobResult) -> None:

@@ -17,7 +17,7 @@ from tlora.link.supervisor import LOOK_SECONDS, SupervisedProcess, start_process
 from tlora.sharing.multicast import NO_MULTICAST
 
 RANK = "tlora.engine.ranks.rank"
-_MOST_AHEAD = 64  # ranks that are started before anybody has looked how many GPUs there are
+_MOST_AHEAD = 64  # ranks that are started before the number of GPUs is known
 _HELLO_SECONDS = 600.0  # for a rank's first word: its libraries may come over a slow network
 _GONE_SECONDS = 60.0  # for a rank to exit after its last word
 
@@ -36,7 +36,7 @@ class Lost:
 
 
 class Crew:
-    """`count` ranks, of which those in `hellos` have come, those in `found` have told of their device, and those in `ready` have
+    """`count` ranks, of which those in `hellos` have connected, those in `found` have reported their device, and those in `ready` have
     loaded the base.
     """
 
@@ -123,7 +123,7 @@ class Crew:
         return f"has said nothing for {_HELLO_SECONDS:g} s since its start"
 
     def _heard(self, rank: int, report: Report | None) -> list[tuple[int, Report | Lost]]:
-        if rank in self.lost:  # it is gone, and its jobs are elsewhere
+        if rank in self.lost:  # it is lost, and its jobs are elsewhere
             return []
         match report:
             case None:
@@ -146,7 +146,7 @@ class Crew:
         return [(rank, report)]
 
     def _lose(self, rank: int, reason: str) -> list[tuple[int, Report | Lost]]:
-        """Its line has ended, or its process has, or stands still."""
+        """Its connection or its process has ended, or it hangs."""
         process = self._processes.get(rank)
         if process is None:  # a launcher's, which never came
             self.lost[rank] = Lost(reason)

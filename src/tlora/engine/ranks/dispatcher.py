@@ -1,4 +1,4 @@
-"""Keeps the books of a run on several GPUs: which rank has which job, and what each is told when something has happened.
+"""Assigns a run's jobs on several GPUs: which rank has which job, and which command each rank gets after an event.
 
 Pure: reports come in as calls, commands go out in `commands`. A job that waits goes to whichever rank has room; a rank that has nothing
 left takes a job from the fullest one if that shortens the end; the jobs of a lost rank go to the others. A job that spans several ranks
@@ -19,7 +19,7 @@ from tlora.engine.ranks.placement import MOVE_SECONDS, Placement, best_move
 class _Rank:
     waiting: list[str] = field(default_factory=list[str])
     running: dict[str, float] = field(default_factory=dict[str, float])  # seconds that each still needs
-    leaving: set[str] = field(default_factory=set[str])  # told to let go, and not answered
+    leaving: set[str] = field(default_factory=set[str])  # asked to release, not answered yet
     following: dict[str, float] = field(default_factory=dict[str, float])  # the same of jobs that have their home elsewhere
     has_room: bool = False
     is_full: bool = False  # its waiting jobs found no room when it last looked
@@ -35,7 +35,7 @@ class _Rank:
 
     @property
     def dry(self) -> bool:
-        """It has nothing to compute, whatever waits."""
+        """Whether it has nothing to compute now; jobs may still wait."""
         return not self.running and not self.following
 
 

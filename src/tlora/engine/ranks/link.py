@@ -1,6 +1,6 @@
 """The line between the owner of a run and its ranks: a Unix socket of `multiprocessing.connection`, authenticated by a key of the run.
 
-Only processes of one user on one host can meet here: the socket lies in a directory that nobody else may enter.
+Only processes of one user on one host can meet here: no other user may enter the socket's directory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Line:
             send_handle(self._connection, file, pid)
 
     def end(self) -> None:
-        """From any thread: who reads at either end hears that the line has ended. It stays open for its own reader, which would else read
-        from a file that is closed, or is another's by then.
+        """From any thread: the readers at both ends see the end of the line. It stays open for its own reader, which would else read from
+        a closed file or one that was opened since under the same number.
         """
         with self._lock, contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as both_ways:
             both_ways.shutdown(socket.SHUT_RDWR)
@@ -138,7 +138,7 @@ class Meeting:
 def connect(address: str, hear: Callable[[Command | None], None]) -> Callable[[Hello], Line]:
     """A rank's end, to be opened with its Hello; `hear` is called by a thread with each command, and with None when the line has ended.
 
-    Raises ConfigError where nobody listens at `address`.
+    Raises ConfigError if nothing listens at `address`.
     """
     path, _, key = address.rpartition(":")
     try:

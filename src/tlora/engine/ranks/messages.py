@@ -1,7 +1,7 @@
 """What the process that owns a run and its ranks say to each other: one frozen value a message, sent as it is by `link.py`.
 
-A rank trains some of the run's jobs on one GPU. It is given jobs, and may be told to let one go; it tells what it has room for and what
-has become of its jobs. All ranks are processes of one host and of one version.
+A rank trains some of the run's jobs on one GPU. It is given jobs, and may have to release one; it reports its free memory and what has
+become of its jobs. All ranks are processes of one host and of one version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tlora.batching.replicas import Span
 from tlora.engine.watcher import RunProgress
 from tlora.job import RunSpec
 
-if TYPE_CHECKING:  # ranks are started before anybody has loaded torch
+if TYPE_CHECKING:  # ranks are started before torch is loaded
     from tlora.store.job_result import JobResult
 
 WAITS = {
@@ -154,7 +154,7 @@ Note = Published | Fetched | Sent | Faulty
 
 
 def addressees(note: Published | Fetched | Sent, sender: int, span: Span) -> tuple[int, ...]:
-    """Who hears it of the ranks that compute the job."""
+    """The receivers among the ranks that compute the job."""
     return (span.home,) if isinstance(note, Fetched) else tuple(rank for rank in span.ranks if rank != sender)
 
 
@@ -176,7 +176,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Found:
-    """The device that the rank was told to use: what it is, and the bytes that a run may take of it."""
+    """The device that the rank has to use: what it is, and the bytes that a run may take of it."""
 
     device: str
     limit_bytes: int
@@ -194,7 +194,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Shown:
-    """How its jobs stand, and tokens per second of those that have their home elsewhere; about four times a second."""
+    """The progress of its jobs, and tokens per second of those whose home rank is another; about four times a second."""
 
     progress: RunProgress
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -241,7 +241,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Broken:
-    """The rank cannot go on. `kind`: the error's class in `tlora.errors`, where it is one of those that a user can mend."""
+    """The rank has failed. `kind`: the error's class in `tlora.errors`, if it is one that a user can mend."""
 
     reason: str
     kind: str = ""

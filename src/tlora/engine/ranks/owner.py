@@ -1,6 +1,6 @@
 """The process that owns a run on several GPUs: it starts a rank for each, gives them jobs, shows what they do, and writes the run's files.
 
-It computes nothing itself, and takes nothing of a GPU. What a rank does is `rank.py`'s; who gets which job is `dispatcher.py`'s.
+It computes nothing itself and uses no GPU memory. What a rank does is `rank.py`'s; which rank gets which job is `dispatcher.py`'s.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Owner:
             order.watcher.note(line)
         model = SuperModel(base)
         self._hear()
-        preparation = Preparation(lambda told: self._stage(f"tokenizing {told.key}: {told.rows:,} rows, {told.share:.0%}"), data_worker)
+        preparation = Preparation(lambda done: self._stage(f"tokenizing {done.key}: {done.rows:,} rows, {done.share:.0%}"), data_worker)
         planned = plan_jobs(to_plan(run, order.ended), model, preparation, Path(run.output_dir) if resume else None)
         open_jobs = tuple(job for job in planned if job.spec.name not in order.ended)
         lines = job_warnings(open_jobs) + ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in open_jobs if job.data])
@@ -250,7 +250,7 @@ class Owner:
         self._crew.wake()
 
     def _finish(self, received: Sequence[int]) -> Results:
-        """All ranks are gone."""
+        """All ranks have ended."""
         self._interrupted = bool(received)
         order, dispatcher = self._order, self._dispatcher
         assert dispatcher is not None
@@ -347,7 +347,7 @@ class Owner:
             case Bye(waited):
                 self._see_waits(rank, waited)
                 if not self._stopping:
-                    self._lose(rank, Lost("was told to end by SIGTERM"))
+                    self._lose(rank, Lost("was asked to end by SIGTERM"))
             case Ended(result) if result.status == "stopped" and not self._stopping:
                 pass  # with its rank, which says Bye next: the job goes on elsewhere
             case Ended(result) if dispatcher is not None:
@@ -359,9 +359,9 @@ class Owner:
 
     def _see_waits(self, rank: int, waited: Mapping[str, float]) -> None:
         self._facts["gpus"][str(rank)] |= waited
-        told = [f"{duration_text(seconds)} {WAITS[what]}" for what, seconds in waited.items() if seconds >= _TOLD_SECONDS]
-        if told:
-            self._order.watcher.note(f"GPU {rank} has waited {' and '.join(told)}")
+        waits = [f"{duration_text(seconds)} {WAITS[what]}" for what, seconds in waited.items() if seconds >= _TOLD_SECONDS]
+        if waits:
+            self._order.watcher.note(f"GPU {rank} has waited {' and '.join(waits)}")
 
     def _show(self, rank: int, shown: Shown) -> None:
         self._books.show(rank, shown.progress, shown.rates)
@@ -387,7 +387,7 @@ class Owner:
             return  # of which more is heard
         if lost.broken is not None and lost.broken.kind:
             self._raise(lost)
-        told = f"GPU {rank} is lost before training: {lost.reason}"
+        message = f"GPU {rank} is lost before training: {lost.reason}"
         if self._crew.launched_elsewhere:
-            raise RankError(f"{told}. Launch all ranks again")
-        raise LostBeforeTrainingError(told)
+            raise RankError(f"{message}. Launch all ranks again")
+        raise LostBeforeTrainingError(message)

@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def told(self) -> str:
-        """`excess` for a person."""
+        """`excess` in words."""
         return f"{self.excess:.0%} above what no placement can beat" if self.excess >= 0.005 else "no placement can be shorter"
 
 
@@ -73,7 +73,7 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
 def _spread(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int]) -> tuple[dict[str, Span], list[float]]:
     """Where the jobs of several replicas lie, and the seconds that each GPU computes of them."""
     spans: dict[str, Span] = {}
-    fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that have their home there, whoever computes them
+    fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that have their home there, on any rank
     wide = [name for name in seconds if replicas.get(name, 1) > 1 and gpus > 1]
     for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
         count = replicas[name]

@@ -1,7 +1,7 @@
 """One rank of a run: `python -m tlora.engine.ranks.rank`. It loads the base on its GPU and trains the jobs that it is given.
 
 The address of the run's owner comes on stdin, its number in RANK. It is the session of a run in one process (`engine/session.py`), with
-its jobs from the owner instead of from the file, and what it has to say told to the owner instead of shown.
+its jobs from the owner instead of from the file, and its messages sent to the owner instead of shown.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class RemoteGuard:
                 pass
 
     def check(self) -> bool:
-        told, self._told = self._told, True
-        return not told and bool(self._facts)
+        reported, self._told = self._told, True
+        return not reported and bool(self._facts)
 
     def wait_for_verdict(self) -> None:
         """Raises ModelError for a base that is not the one that the run began with."""
@@ -214,7 +214,7 @@ class Rank:
                 return False
 
     def _wait(self) -> Command | None:
-        """The next command. Until it comes, jobs are told whose files have been written."""
+        """The next command. Until it comes, jobs whose files have been written are reported."""
         records = self._driver.records
 
         def look() -> bool:
@@ -320,7 +320,7 @@ class _Orphaned:
 
 
 def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
-    """Train for the owner at `address` until told to stop. Returns the exit status."""
+    """Train for the owner at `address` until it sends a stop. Returns the exit status."""
     inbox: Inbox = queue.SimpleQueue()
     signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
     for number in (signal.SIGINT, signal.SIGHUP):  # they reach a whole terminal; what follows is the owner's decision

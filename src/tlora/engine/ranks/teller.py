@@ -1,4 +1,4 @@
-"""Notes that are told once the device has done what they tell of, in the order in which they were given."""
+"""Sends notes once the device has done the work that they report, in the order in which they were given."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Teller:
             self._untold.append(self._thread.submit(self._tell_now, done, make))
 
     def flush(self, *, wait: bool = False) -> None:
-        """Raises what telling has failed with; with `wait` all is told afterwards."""
+        """Send the notes that are due, all of them with `wait`. Raises the error of a send that failed."""
         while self._untold and (wait or self._untold[0].done()):
             self._untold.popleft().result()
 

@@ -72,7 +72,7 @@ class Leader:
         threading.Thread(target=self._pass_on, args=(inbox,), name="commands", daemon=True).start()
 
     def go_on(self) -> None:
-        """Until told to stop; then all jobs have been checkpointed, and the ranks are gone. Raises RankError when one is lost."""
+        """Run until stopped; then all jobs have been checkpointed and all ranks have ended. Raises RankError when a rank is lost."""
         crew = self._crew
         try:
             crew.start()
@@ -101,7 +101,7 @@ class Leader:
             case Leave(name):
                 if (job := self._jobs.get(name)) is not None and not job.leaving:
                     job.leaving = True
-                    if not job.parting:  # else it was told already
+                    if not job.parting:  # else the command was sent already
                         self._crew.send(job.span.home, command)
             case Share(budget):
                 each = replace(command, token_budget=max(1, budget // len(self._gpus)))
@@ -125,7 +125,7 @@ class Leader:
             case Lost(reason):
                 self._lose(rank, reason)
             case Hello():
-                self._crew.going.add(rank)  # from now on it is told to stop, and not killed
+                self._crew.going.add(rank)  # from now on it is stopped by a command, not killed
                 device = f"{self._load.device}:{rank}" if self._load.device == "cuda" else self._load.device
                 load = replace(self._load, calibrate=self._load.calibrate and rank == 0)  # all GPUs of a group are alike
                 self._crew.send(rank, Enter(load, device, self._crew.store, os.getpid(), self._expected))

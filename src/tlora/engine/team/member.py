@@ -1,6 +1,6 @@
 """One rank of a worker with several GPUs: `python -m tlora.engine.team.member`. A trainer whose commands come from the worker's process.
 
-The address comes on stdin, its number in RANK. It ends with the worker's process, however that ends: nobody else knows of it.
+The address comes on stdin, its number in RANK. It ends with the worker's process, however that ends: no other process knows it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BEAT_SECONDS = 1.0
 
 
 def serve(address: str, number: int, count: int) -> int:
-    """Train for the worker at `address` until told to stop. Returns the exit status."""
+    """Train for the worker at `address` until it sends a stop. Returns the exit status."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     pulse = Pulse("loading")
     patience = Patience(pulse, note)
@@ -69,12 +69,12 @@ def serve(address: str, number: int, count: int) -> int:
 
 
 def _beat(line: Line, pulse: Pulse) -> None:
-    told = None
+    last_beat = None
     while True:
         beat = Beat(pulse.phase, pulse.count, pulse.in_flight)
-        if beat != told:
+        if beat != last_beat:
             line.send(beat)
-        told = beat
+        last_beat = beat
         time.sleep(BEAT_SECONDS)
 
 

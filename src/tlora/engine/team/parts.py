@@ -85,7 +85,7 @@ class Parts:
         return self._spans.get(job_id)
 
     def waits(self, opened: driver.Opened) -> bool:
-        """Whether a job that could begin here has to wait for other ranks, which are told. One that was at its end before has not."""
+        """Whether a job that could begin here has to wait for other ranks, which get a message. A job that had ended before has not."""
         run = opened.run
         name = run.spec.name
         if name not in self._spans or run.progress.finished:
@@ -108,7 +108,7 @@ class Parts:
         return bool(self._waiting or self._follows)
 
     def end(self, job_id: str) -> None:
-        """The job has ended here or gone: nobody hears of it any more."""
+        """The job has ended here or left: no more messages about it are sent."""
         if self._spans.pop(job_id, None) is not None:
             self.exchange.flush()
             self.exchange.dissolve(job_id)
