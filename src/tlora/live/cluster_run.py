@@ -92,11 +92,11 @@ def train_on_cluster(
     jobs_here = run.model_copy(update={"output_dir": str(out / "jobs")})
     jobs_here = pin_dtype(pin_base(jobs_here, resume=True), places[0], True, watcher.note)
     durable.make_directory(out / "jobs")
-    load_config(jobs_here.base_model)  # or it is refused only when it has been downloaded
+    load_config(jobs_here.base_model)  # else it is refused only after its download
     fetch_base(jobs_here.base_model, watcher.stages(jobs_here.jobs))
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()
-        guard.wait_for_verdict()  # jobs that go on do so over the base that they began with
+        guard.wait_for_verdict()  # resumed jobs must continue over the base that they began with
         with TlsDoor(out / "workers", place) if place is not None else nullcontext() as door:
             if door is not None:
                 watcher.note(f"workers may come to {door.address} over TLS; `tlora worker-token {out}` makes a token for them")
@@ -151,7 +151,7 @@ class _Run:
 
     @cached_property
     def _base(self) -> Base:
-        """Its outline."""
+        """The base's outline."""
         base = outline(self._run.base_model, self._run.dtype, self._run.base_precision)
         for line in check_unused(self._run.base_model, base.model.config, self._run.unused_weights):
             self._watcher.note(line)
@@ -162,7 +162,7 @@ class _Run:
         return count_base(SuperModel(self._base), torch.device(self._places[0]), self._run.layout)
 
     def _least_gpus(self) -> int:
-        """On which the base fits, in parts if it has to; of one that fits on none a worker says so."""
+        """The number of GPUs on which the base fits, in parts if it has to. If it fits on none, a worker reports that."""
         if len(self._places) == 1:
             return 1
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
@@ -172,7 +172,7 @@ class _Run:
         return count or 1
 
     def _profile(self) -> dict[str, ProfiledJob]:
-        """Of the jobs that are to be trained; the others are done, or have failed."""
+        """Profile the jobs that are to be trained; the others are done or have failed."""
         rows = tuple(JobProgress(job.name, "preparing", job.r) for job in self._run.jobs)
         open_jobs = [job for job in self._run.jobs if job.name not in self._ended]
         if not open_jobs:
@@ -235,13 +235,13 @@ class _Run:
             self._watcher.progress(self._picture.progress(self._seconds))
 
     def _see_fault(self, reason: str) -> None:
-        """Each once: the policy is asked again at the next event, and may fail in the same way."""
+        """Note each fault once: the policy is asked again at the next event, and may fail in the same way."""
         if reason not in self._faults:
             self._faults.add(reason)
             self._watcher.note(f"{self._policy} could not decide ({reason}); what runs goes on, and it is asked again at the next event")
 
     def _fail(self, spec: JobSpec, reason: str) -> None:
-        """Unless its worker has written why itself."""
+        """Write the job's failure, unless its worker has written it."""
         directory = Path(self._run.output_dir) / spec.name
         self._ended[spec.name] = refuse(spec, directory, reason, swept(spec, self._run.jobs), self._watcher.note)
 

@@ -35,7 +35,7 @@ _TAIL_BYTES = 16384  # of metrics.jsonl: holds the rows of its last steps, with 
 
 
 class Picture:
-    """`rows` by job. `failed`: why, of those that the scheduler or the back end gave up."""
+    """`rows` by job. `failed`: the reasons for jobs that the scheduler or the back end gave up."""
 
     def __init__(self, run: RunSpec, profiles: Mapping[str, JobProfile], earlier: Mapping[str, JobResult] = MappingProxyType({})) -> None:
         """`run`: its `output_dir` has a directory for each job. `earlier`: jobs that were done before."""
@@ -102,7 +102,7 @@ class Picture:
                 self._change(name, gpu=None, parts_on=(), status="queued", tokens_per_second=0.0, eta_seconds=None)
 
     def _losses(self, name: str) -> dict[str, Any]:
-        """Of the end of the job's metrics."""
+        """The losses in the last rows of the job's metrics."""
         rows: list[dict[str, Any]] = []
         losses: dict[str, Any] = {}
         with suppress(OSError, ValueError, TypeError):

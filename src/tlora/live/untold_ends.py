@@ -1,4 +1,4 @@
-"""Jobs that ended while no controller was there: the log of events must say so once."""
+"""Jobs that ended while no controller ran: the event log must record their ends once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlora.protocol import JobFinished
 
 
 def not_told(names: Iterable[str], events: Path) -> list[str]:
-    """Those of `names` of whose end the log of events says nothing: they ended while no controller was there."""
+    """Those of `names` whose end is missing in the event log: they ended while no controller ran."""
     left = dict.fromkeys(names)
     mark = f'"{JobFinished.__name__}"'
     if left and events.is_file():

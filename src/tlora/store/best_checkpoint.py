@@ -20,10 +20,10 @@ _ADAPTER = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 def settle_best(spec: JobSpec, directory: Path, p: TrainingProgress, note: Callable[[str], None]) -> TrainingProgress:
-    """`p` with a best evaluation whose checkpoint is whole, or with none.
+    """`p` with a best evaluation whose checkpoint is intact, or with none.
 
-    If that of `p` is gone and the job's directory still holds its adapter, the checkpoint gets that back; otherwise the best of the
-    evaluations with a whole checkpoint takes its place.
+    If the best checkpoint of `p` is missing and the job's directory still holds its adapter, the adapter is copied back; otherwise the
+    best of the evaluations with an intact checkpoint replaces it.
     """
     if not spec.load_best_model_at_end or p.best_step < 0:
         return p
@@ -53,7 +53,7 @@ def _checkpoint(directory: Path, step: int) -> Path:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """As far as it is handed over."""
+    """Whether the files that are handed over are intact."""
     return checkpoint.is_dir() and find_damage(checkpoint, only=_ADAPTER) is None
 
 
@@ -63,7 +63,7 @@ def _copy_adapter(directory: Path, scratch: Path) -> None:
 
 
 def _eval_losses(directory: Path, last: int) -> dict[int, float]:
-    """Of the evaluations up to the step `last`, by step."""
+    """Finite losses of the evaluations up to the step `last`, by step."""
     losses: dict[int, float] = {}
     with suppress(OSError):
         for line in (directory / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -30,12 +30,12 @@ _SMALL_FILES_BYTES = 64 << 10  # config, manifest, state, and what file systems 
 
 
 def adapter_bytes(layout: AdapterLayout, element_bytes: int) -> int:
-    """What the files of an adapter take on a disk."""
+    """The size of an adapter's files on disk."""
     return layout.numel * element_bytes + _SMALL_FILES_BYTES
 
 
 def checkpoint_bytes(layout: AdapterLayout, element_bytes: int) -> int:
-    """What a checkpoint takes: the adapter and its two moments."""
+    """The size of a checkpoint on disk: the adapter and its two moments."""
     return adapter_bytes(layout, element_bytes) + 2 * layout.numel * element_bytes
 
 
@@ -60,7 +60,7 @@ def save(
 
 
 def load(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> tuple[AdapterState, TrainingProgress]:
-    """What `save` wrote, on the host. Raises CheckpointError or ModelError when it does not belong to `layout`."""
+    """Read what `save` wrote, to the host. Raises CheckpointError or ModelError when it does not belong to `layout`."""
     durable.verify(directory)
     progress, counters = _read_state(directory / STATE_FILE)
     moments = _read_moments(directory / OPTIMIZER_FILE, layout)
@@ -102,7 +102,7 @@ def _read_state(path: Path) -> tuple[TrainingProgress, dict[str, int]]:
 
 
 def export_bytes(checkpoint: Path) -> int:
-    """What `export` writes at most: where the file system has no hard links."""
+    """The most bytes that `export` writes: on a file system without hard links."""
     weights = checkpoint / WEIGHTS_FILE
     return (weights.stat().st_size if weights.is_file() else 0) + _SMALL_FILES_BYTES
 

@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.05
 
 
 class HeldError(CheckpointError):
-    """The job's directory is another process' for now, or a later attempt's."""
+    """The job's directory is held by another process, or belongs to a later attempt."""
 
 
 class Claim:
@@ -31,7 +31,7 @@ class Claim:
         self._path, self._number, self._handle = path, number, handle
 
     def check(self, _: str = "") -> None:
-        """To be called before anything is put in place (`durable.Failpoint`). Raises HeldError for a job that was handed over."""
+        """Call before any file is put in place (`durable.Failpoint`). Raises HeldError for a job that was handed over."""
         number = _number_in(self._path)
         if number != self._number:
             raise HeldError(
@@ -48,8 +48,8 @@ class Claim:
 def take_claim(jobs: Path, name: str, number: int, wait_seconds: float) -> Claim:
     """The claim on the directory of the job `name` in `jobs`, for its attempt `number`.
 
-    Raises HeldError where another process still has it after so many seconds, or a later attempt has begun; CheckpointError where nothing
-    can be written.
+    Raises HeldError if another process still holds it after `wait_seconds`, or a later attempt has begun; CheckpointError if the claim
+    cannot be written.
     """
     durable.make_directory(jobs / CLAIMS)
     path = jobs / CLAIMS / name
@@ -76,8 +76,8 @@ def _lock(handle: int, path: Path, wait_seconds: float) -> None:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 owner = path.read_text(encoding="ascii", errors="replace").split()[1:2]
-                who = f"process {owner[0]}" if owner else "another process"
-                raise HeldError(f"the directory of {path.name} is held by {who}, which has not ended") from None
+                holder = f"process {owner[0]}" if owner else "another process"
+                raise HeldError(f"the directory of {path.name} is held by {holder}, which has not ended") from None
             time.sleep(_LOOK_SECONDS)
 
 

@@ -37,7 +37,7 @@ class DiskReserve:
         self._bytes = self._allocate(min(sum(needs.values()), max(_MOST_BYTES, *needs.values(), 0))) if needs else 0
 
     def _allocate(self, wanted: int) -> int:
-        """Half of what is free at most: a reserve must not be what fills the disk. Without room for it there is none."""
+        """Reserve at most half of the free space, so that the reserve does not fill the disk; nothing if there is no room."""
         try:
             wanted = min(wanted, shutil.disk_usage(self._path.parent).free // 2)
             with self._path.open("xb") as file:
@@ -61,13 +61,13 @@ class DiskReserve:
 
     @contextmanager
     def saving_alone(self) -> Iterator[None]:
-        """Waits for the saves that are under way, and keeps others from beginning."""
+        """Wait for the saves that are under way, and block new ones."""
         with self._changed:
             self._changed.wait_for(lambda: not self._saves)
             yield
 
     def keep(self, directory: Path, checkpoints: set[str], *, ended: bool = False) -> None:
-        """Of the job's checkpoints only these must stay; once it has `ended`, not even they, but they are the last to go."""
+        """Keep only these checkpoints of the job; once it has `ended`, they too may be removed, but last."""
         with self._lock:
             self._kept[directory] = checkpoints
             if ended:
@@ -79,8 +79,8 @@ class DiskReserve:
             self._kept.pop(directory, None)
 
     def remove_older(self) -> str:
-        """Inside `saving_alone`: remove the checkpoints that no resume needs, or, where there are none, those of jobs that have ended.
-        What was done, in words; empty when there was nothing to remove.
+        """Inside `saving_alone`: remove the checkpoints that no resume needs, or, if there are none, those of jobs that have ended.
+        Returns what was done, in words; empty if there was nothing to remove.
         """
         with self._lock:
             removed = [durable.remove_checkpoints(directory, kept) for directory, kept in self._kept.items()]
@@ -93,7 +93,7 @@ class DiskReserve:
             return "the checkpoints of jobs that are done made room for what it must keep" if any(removed) else ""
 
     def full(self, error: OSError) -> None:
-        """A save that a later one can replace found no space. Noted once, until a save succeeds again."""
+        """A save that a later one can replace found no space: noted once, until a save succeeds again."""
         if not self._told:
             kept = f"{self._bytes / 2**20:,.0f} MiB are kept back for the jobs' last ones. " if self._bytes else ""
             self._note(f"{error}. The jobs go on without checkpoints; each is tried again when the next is due. {kept}")
@@ -104,8 +104,8 @@ class DiskReserve:
         self._told = False
 
     def release(self, name: str, size: int) -> str:
-        """Give the disk `size` bytes for a save of the job's that nothing will make up for, or all that is left. What was done, in words;
-        empty when nothing is left.
+        """Free `size` bytes, or all that is left, for a save that no later one can replace. Returns what was done, in words; empty if
+        nothing is left.
         """
         with self._lock:
             if not self._bytes:
@@ -115,7 +115,7 @@ class DiskReserve:
             return "what it must keep goes where room was kept for it"
 
     def ended(self, name: str) -> None:
-        """The job writes nothing more: give its reserve back."""
+        """The job writes nothing more: free its reserve."""
         with self._lock:
             self._needs.pop(name, None)
             self._shrink(min(self._bytes, sum(self._needs.values())))

@@ -1,4 +1,4 @@
-"""What an order that is resumed has to take over from the one that it began with, where a jobs file leaves it open."""
+"""Values that a resumed order takes from the order that it began with, where the jobs file leaves them open."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tlora.job import DataSource, JobSpec, Sources
 
 
 def in_terms_of_today(job: JobSpec) -> JobSpec:
-    """An order as it was recorded, perhaps by a version without `eval_seed`: that drew evaluation rows by the job's seed, and read
-    directories whole.
-    """
+    """A recorded order in today's terms. Before `eval_seed`, evaluation rows were drawn by the job's seed, and directories read whole."""
     data = job.data
     if "eval_seed" in data.model_fields_set:
         return job
@@ -48,7 +46,7 @@ def pinned(job: JobSpec, earlier: JobSpec) -> JobSpec:
 
 
 def _pin_sources(path: str | Sources, now: Sources, before: Sources) -> str | Sources:
-    """`path`, whose sources are `now`; those of `before` if nothing else differs."""
+    """`path`, whose sources are `now`, with the sources of `before` where these differ only in what is left open."""
     if len(now) != len(before):
         return path
 

@@ -25,8 +25,8 @@ _BLOCK_BYTES = 4096
 _MOST_BLOCKS = 512  # per base: 512 reads take 3 ms from memory, and about 0.1 s from an NVMe drive
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 _PIECE_BYTES = 4 << 20  # per call: hashing and reading release Python's lock, and each call takes it once more
-_NICE = 19  # the least: training takes what it wants of every core
-_NO_FUNCTION = ("transformers_version", "_name_or_path")  # of config.json: what says nothing about what the model computes
+_NICE = 19  # the lowest: training has priority on every core
+_NO_FUNCTION = ("transformers_version", "_name_or_path")  # of config.json: entries that do not change what the model computes
 
 Identity = tuple[int, int, int, int, int]
 
@@ -166,7 +166,7 @@ class BaseGuard:
         return self._quick or ""
 
     def facts(self) -> dict[str, Any]:
-        """For `run.json`: what is known by now. Of a base that turned out to be another, what the earlier run had."""
+        """The fingerprint for `run.json`, as far as it is known; the earlier run's if the base turned out to be another."""
         if self._quick is None or self._problem is not None:
             fingerprint = self._earlier
         else:
@@ -265,6 +265,6 @@ class BaseGuard:
 
 
 def read_fingerprint(content: Mapping[str, Any]) -> Fingerprint | None:
-    """What `run.json` has of its base; None for a run of a version that did not record it."""
+    """The base's fingerprint in `run.json`; None for a run of a version that did not record it."""
     saved = content.get("base_files")
     return Fingerprint(str(saved["quick"]), dict(saved["sha256"])) if isinstance(saved, dict) else None

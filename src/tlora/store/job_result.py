@@ -51,7 +51,7 @@ class JobResult:
 
 
 def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_steps: int) -> JobResult:
-    """What `progress` says of a job in `directory`, as of one that was stopped there."""
+    """The result of a job in `directory` that was stopped at `progress`."""
     p, best = progress, spec.load_best_model_at_end
     return JobResult(
         name=spec.name,
@@ -74,7 +74,7 @@ def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_
 
 
 def saved_result(spec: JobSpec, directory: Path, total_steps: int = 0) -> JobResult:
-    """What the newest whole checkpoint says of a job that is not running: "stopped" there. Without one, at step 0."""
+    """The result of a job that is not running: "stopped" at its newest intact checkpoint, or at step 0 without one."""
     checkpoint = durable.find_verified(directory)
     progress = attempt(read_progress, checkpoint) if checkpoint is not None else TrainingProgress()
     if isinstance(progress, Failure):
@@ -83,7 +83,7 @@ def saved_result(spec: JobSpec, directory: Path, total_steps: int = 0) -> JobRes
 
 
 def read_result(directory: Path) -> JobResult | None:
-    """What `result.json` there says; None where there is none, or none that can be read. Keys of other versions are passed over."""
+    """The job's `result.json`; None if it is missing or unreadable. Keys of other versions are ignored."""
     known = {each.name for each in fields(JobResult)}
     try:
         content = read_object(directory / RESULT_FILE)
@@ -93,7 +93,7 @@ def read_result(directory: Path) -> JobResult | None:
 
 
 def is_finished(directory: Path) -> bool:
-    """Whether a job is done there, and its adapter is there."""
+    """Whether the job in `directory` is done and its adapter is there."""
     result = read_result(directory)
     return result is not None and result.status == "done" and all((directory / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
 
@@ -101,7 +101,7 @@ def is_finished(directory: Path) -> bool:
 def write_result(
     directory: Path, result: JobResult, note: Callable[[str], None], failpoint: durable.Failpoint = durable.no_failpoint
 ) -> None:
-    """`result.json`; where it cannot be written, the result still goes back to the caller."""
+    """Write `result.json`; if that fails, the caller still has the result."""
     path = directory / RESULT_FILE
 
     def write() -> None:

@@ -28,7 +28,7 @@ WANDB_ID = "wandb-run-id"
 
 
 def finite(value: float | None) -> float | None:
-    """JSON has no NaN: what is not finite is written as null."""
+    """`value`, or None if it is not finite: JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -39,7 +39,7 @@ def finite_mean(values: Sequence[float]) -> float:
 
 
 def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each metric over the steps that have it, where it is finite; NaN where it never is."""
+    """The mean of each metric's finite values over the steps; NaN if it has none."""
     by_name: dict[str, list[float]] = {name: [] for step in steps for name in step}
     for step in steps:
         for name, value in step.items():
@@ -85,16 +85,16 @@ class _Client:
 
 
 def _open_client(name: str, job: JobSpec, directory: Path, step: int) -> _Client:
-    """`step`: the last that the job has taken. What a killed process has reported of later ones is not reported twice."""
+    """`step`: the last one that the job has taken. Later steps that a killed process has reported are not reported twice."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else 0)
         return _Client(partial(_add_scalars, writer), writer.close)
     client = importlib.import_module(name)  # wandb and trackio share this interface
-    own = _options_of_wandb(directory) if name == "wandb" else {}  # trackio goes on by itself, and lacks them
+    own = _options_of_wandb(directory) if name == "wandb" else {}  # trackio resumes by itself, and lacks these options
     run = client.init(project=directory.parent.name, name=job.name, group="tlora", config=job.model_dump(), **own)
-    first = getattr(run, "starting_step", 0)  # of a run that goes on: wandb refuses steps before it
+    first = getattr(run, "starting_step", 0)  # of a resumed run: wandb refuses earlier steps
 
     def log(values: dict[str, float], step: int) -> None:
         if step >= first:
@@ -104,7 +104,7 @@ def _open_client(name: str, job: JobSpec, directory: Path, step: int) -> _Client
 
 
 def _options_of_wandb(directory: Path) -> dict[str, Any]:
-    """One run for each job: `init` would end the run that this process has going, which is another job's, and begin a new one at each
+    """One run for each job: by default `init` would end this process' current run, which is another job's, and begin a new one at each
     resume. Its files go into the job's directory unless WANDB_DIR is set.
     """
     path = directory / WANDB_ID

@@ -49,8 +49,8 @@ def model_card(
     result: dict[str, Any],
     directory: Path,
 ) -> str:
-    """`report` is that of the training set, where it has one, `result` the job's; `directory` holds its `prompt.json`. Contains file names,
-    never paths, and of the settings those that the job reads.
+    """The card's text. `report` is the training set's, if it has one, `result` the job's; `directory` holds `prompt.json`. The card names
+    files, never paths, and those settings that affect the job.
     """
     public = is_hub_id(base_model)
     shown = base_model if public else Path(base_model).name
@@ -76,7 +76,7 @@ def model_card(
 
 @cache
 def library_versions() -> dict[str, str]:
-    """Of torch and transformers, as they are installed."""
+    """The installed versions of torch and transformers."""
     return {name: version(name) for name in ("torch", "transformers")}
 
 

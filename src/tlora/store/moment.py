@@ -1,4 +1,4 @@
-"""A job's state at the moment at which it is to be written, while its group goes on."""
+"""A copy of a job's state for a save, while its group trains on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Moment:
     after: torch.Event | None = None
 
     def on_host(self) -> Moment:
-        """Brought there by the calling thread, while the device goes on."""
+        """The same state on the host, copied by the calling thread while the device works on."""
         if self.after is None:
             return self
         state = self.state

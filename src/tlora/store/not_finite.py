@@ -10,7 +10,7 @@ from tlora.job import JobSpec
 
 
 def skipped_step(report: Stepped) -> str | None:
-    """Of the first optimizer step of a job that changed nothing."""
+    """The note on the first optimizer step that was skipped."""
     if report.progress.skipped_steps != 1 or report.stats.applied:
         return None
     what = "gradient" if math.isfinite(report.loss) else "loss"
@@ -21,7 +21,7 @@ def skipped_step(report: Stepped) -> str | None:
 
 
 def evaluation(spec: JobSpec, report: Evaluated) -> str | None:
-    """Of an evaluation without a finite loss."""
+    """The note on an evaluation without a finite loss."""
     if math.isfinite(report.loss):
         return None
     kept = ["it is never the best"] if spec.load_best_model_at_end else []
@@ -30,7 +30,7 @@ def evaluation(spec: JobSpec, report: Evaluated) -> str | None:
 
 
 def at_the_end(spec: JobSpec, report: Ended) -> Iterator[str]:
-    """The sum of it."""
+    """The summary at the job's end."""
     p = report.progress
     if p.skipped_steps:
         yield (

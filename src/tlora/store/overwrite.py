@@ -59,8 +59,8 @@ def _refuse_link(path: Path) -> None:
 
 
 def remove_run(directory: Path, jobs: Collection[str]) -> list[str]:
-    """Remove an earlier run with these `jobs` from `directory`, all but `run.json`; what is kept there, as relative paths. A checkpoint
-    with kept files is renamed `kept-checkpoint-…`, or the next run would take it for its own. Raises ConfigError as `check_links`.
+    """Remove an earlier run with these `jobs` from `directory`, all but `run.json`. Returns the kept files as relative paths. A checkpoint
+    with kept files is renamed `kept-checkpoint-…`, so that the next run does not use it. Raises ConfigError as `check_links`.
     """
     check_links(directory, jobs)
     for job in jobs:
@@ -86,7 +86,7 @@ def _own_files(job: Path) -> Iterator[Path]:
 
 
 def _files_of(path: Path) -> re.Pattern[str] | None:
-    """The names of our files in a directory of a job, if it has the name of one of ours."""
+    """The names of the files that we write into a directory of this name inside a job's."""
     return next((files for name, files in _DIRECTORIES.items() if path.is_dir() and name.fullmatch(path.name)), None)
 
 
@@ -102,7 +102,7 @@ def _remove_empty(directory: Path) -> bool:
 
 
 def _kept(directory: Path, jobs: Collection[str]) -> Iterator[Path]:
-    """In jobs' directories file by file; of others there only their name."""
+    """What is kept: each file in jobs' directories, of other directories only the name."""
     for path in _entries(directory):
         if path.name in jobs and path.is_dir():
             yield from (inner for inner in sorted(path.rglob("*")) if inner.is_symlink() or not inner.is_dir())

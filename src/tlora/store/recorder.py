@@ -1,4 +1,4 @@
-"""What one job leaves on disk: its rows of metrics, its checkpoints, its adapter and its result."""
+"""Writes one job's files: its rows of metrics, its checkpoints, its adapter and its result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RunContext:
 
 
 class Recorder:
-    """Writes for one job into `directory`. `settings`: its values of the fields that a sweep varies, for its result."""
+    """Writes one job's files into `directory`. `settings`: its values of the fields that its sweep varies, for its result."""
 
     def __init__(self, run: JobRun, directory: Path, context: RunContext, tracker: Tracker, settings: Mapping[str, Any]) -> None:
         self._run, self._directory, self._context, self._tracker, self._settings = run, directory, context, tracker, settings
@@ -64,9 +64,9 @@ class Recorder:
         self._unlogged_metrics: list[Mapping[str, float]] = []  # of the steps that this process has taken
         self._written: TrainingProgress | None = None  # of the newest checkpoint that is known to be whole; the writing thread's
         self._stepped: Stepped | None = None
-        self._told_of_evaluation = False  # that one has no finite loss
+        self._told_of_evaluation = False  # whether an evaluation without a finite loss was noted
         self._broke: BaseException | None = None  # an error that is not the job's own, from a background write
-        if (directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it goes on, which was verified
+        if (directory / f"checkpoint-{run.progress.step}").is_dir():  # the one from which it resumes, which was verified
             self._written = run.progress
             context.reserve.keep(directory, self._needed_by_resume(run.progress))
 
@@ -84,7 +84,7 @@ class Recorder:
                 self._save(report)
 
     def _log_step(self, report: Stepped) -> None:
-        """A row for every `logging_steps` optimizer steps; its loss is the mean over them."""
+        """Write a row for every `logging_steps` optimizer steps; its loss is the mean over them."""
         run, self._stepped = self._run, report
         self._unlogged = (*self._unlogged, report.loss)
         self._unlogged_metrics.append(report.metrics)
@@ -128,7 +128,7 @@ class Recorder:
         self._context.fence(self._directory)
 
     def _write(self, row: dict[str, Any]) -> None:
-        if isinstance(attempt(self._fence, ""), Failure):  # the job is another worker's: so are its rows
+        if isinstance(attempt(self._fence, ""), Failure):  # the job belongs to another worker now, and so do its rows
             return
         self._rows.write(row)
         self._tracker.log(row)
@@ -162,7 +162,7 @@ class Recorder:
         return self._queue(lambda: self._write_failure(on_host(moment), reason))
 
     def hand_over(self) -> Future[Outcome]:
-        """The adapter of a job that was finished before this run: its last checkpoint stands."""
+        """Export the adapter of a job that was finished before this run; its last checkpoint stays."""
         return self._queue(partial(self._write_adapter, self._run.progress))
 
     def _queue(self, action: Callable[[], Written]) -> Future[Written]:
@@ -282,7 +282,7 @@ class Recorder:
         self._context.reserve.keep(self._directory, self._needed_by_resume(p), ended=True)
 
     def _write_adapter_alone(self, moment: Moment) -> None:
-        """Where a last checkpoint has no room, its adapter may have, which is a third of it."""
+        """Write the adapter alone: it is a third of the last checkpoint, for which there was no room."""
         run, state = self._run, moment.state
         if self._exported_step(moment.progress) != moment.progress.step:
             self._export(moment.progress)
@@ -318,7 +318,7 @@ class Recorder:
         raise full
 
     def drop(self) -> None:
-        """The job has not begun: nothing is written of it."""
+        """The job has not begun: write nothing."""
         self._context.reserve.forget(self._directory)
         self._tracker.close()
 
@@ -340,7 +340,7 @@ class Recorder:
         return result
 
     def _compare_with_start(self) -> None:
-        """Say it where training has made nothing better."""
+        """Note it if training has improved nothing."""
         spec, p = self._run.spec, self._run.progress
         if spec.load_best_model_at_end and p.best_eval is not None and p.eval_first is not None and p.best_eval >= p.eval_first:
             self._context.note(
@@ -349,7 +349,7 @@ class Recorder:
             )
 
     def _write_card(self, result: JobResult) -> None:
-        """One that was edited stays."""
+        """Write the model card, unless it was edited."""
         run, path = self._run, self._directory / CARD_FILE
 
         def write() -> None:

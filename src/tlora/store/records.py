@@ -11,7 +11,7 @@ from tlora.store.recorder import Outcome, Recorder
 
 
 class Records:
-    """Listens to a group. `ending` are jobs that take no more steps and whose files are being written, `results` those that have ended."""
+    """Receives a group's reports. `ending`: jobs after their last step whose files are being written; `results`: those that have ended."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -20,15 +20,15 @@ class Records:
         self.results: dict[str, JobResult] = {}
 
     def add(self, name: str, recorder: Recorder) -> None:
-        """Before the job joins."""
+        """Call before the job joins."""
         self._recorders[name] = recorder
 
     def drop(self, name: str) -> None:
-        """A job that did not join after all: it has no result."""
+        """The job does not join after all: it has no result."""
         self._recorders.pop(name).drop()
 
     def hand_over(self, name: str) -> None:
-        """A job that was finished before does not join: it hands its adapter over once more."""
+        """A job that was finished before does not join; its adapter is exported once more."""
         self.ending[name] = self._recorders[name].hand_over()
 
     def listen(self, report: Report) -> None:
@@ -45,12 +45,12 @@ class Records:
                 self._recorders[report.job_id].listen(report)
 
     def see_ended(self, *, wait: bool = False) -> None:
-        """Give the jobs their results whose files are written by now, or, with `wait`, all that take no more steps."""
+        """Set the results of the jobs in `ending` whose files are written by now, or, with `wait`, of all of them."""
         errors: list[BaseException] = []
         for name, written in list(self.ending.items()):
             if wait or written.done():
                 error = written.exception()
-                del self.ending[name]  # not before: a wait that is interrupted begins anew
+                del self.ending[name]  # last: an interrupted wait begins anew
                 if error is None:
                     self._end(name, *written.result())
                 else:

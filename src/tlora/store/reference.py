@@ -1,4 +1,4 @@
-"""The adapter that a job's objective compares with, kept in the job's directory as it was at the start: `adapter_path` may change or go."""
+"""The adapter that a job's objective compares with, copied into the job's directory at the start: `adapter_path` may change or vanish."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def has_reference(directory: Path) -> bool:
 
 
 def read_reference(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> Tensor:
-    """What `write_reference` kept, on the host. Raises CheckpointError where it is gone or damaged."""
+    """Read what `write_reference` kept, to the host. Raises CheckpointError if it is missing or damaged."""
     path = directory / REFERENCE_DIRECTORY
     if not path.is_dir():
         raise CheckpointError(

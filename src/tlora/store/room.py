@@ -15,7 +15,7 @@ WaitsForRoom = Callable[[str, OSError], bool]
 
 
 def with_room(job: str, step: Callable[[], _Result], wait: WaitsForRoom | None) -> _Result | Failure:
-    """`attempt(step)`, again and again while the disk is full and `wait` says so; without `wait` once."""
+    """`attempt(step)`, repeated while the disk is full and `wait` returns True; once without `wait`."""
     while True:
         result = attempt(step)
         error = result.error if isinstance(result, Failure) else None

@@ -36,7 +36,7 @@ _FREE_TO_CHANGE = {*_NO_NUMBER, *_LENGTH}  # by --resume
 
 
 def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
-    """Say early what `hold_run_directory` would refuse, and change nothing. Raises ConfigError."""
+    """Raise early the ConfigErrors of `hold_run_directory`, without changing anything."""
     directory = Path(run.output_dir)
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -81,7 +81,7 @@ def _no_run(directory: Path) -> ConfigError:
 
 
 def _check_overwrite(run: RunSpec, directory: Path) -> None:
-    """Raises ConfigError where files that are not the earlier run's would be deleted, or written over."""
+    """Raises ConfigError if files that do not belong to the earlier run would be deleted or overwritten."""
     earlier = _earlier_jobs(directory)
     if not (earlier or (directory / "run.json").is_file()):
         raise _no_run(directory)
@@ -97,8 +97,8 @@ def _check_overwrite(run: RunSpec, directory: Path) -> None:
 
 
 def _earlier_jobs(directory: Path) -> set[str]:
-    """Those that `run.json` names; where it is lost or damaged, those whose own directory says so. Raises ConfigError where a damaged
-    `run.json` is all that there is: it may be another program's.
+    """The jobs that `run.json` names; if it is lost or damaged, those with a `job.json` in their directory. Raises ConfigError if a
+    damaged `run.json` is all that there is: it may be another program's.
     """
     path = directory / "run.json"
     try:
@@ -135,7 +135,7 @@ def pin_base(run: RunSpec, resume: bool) -> RunSpec:
 
 
 def pin_dtype(run: RunSpec, device: str | None, resume: bool, note: Callable[[str], None]) -> RunSpec:
-    """`run` with the dtype that `auto` means on `device`, as in `settle_dtype`: on a resume what it meant where the run began.
+    """`run` with the dtype that `auto` means on `device`, as in `settle_dtype`; on a resume with the dtype that the run began in.
 
     Raises ConfigError and ModelError.
     """
@@ -157,8 +157,8 @@ def pin_dtype(run: RunSpec, device: str | None, resume: bool, note: Callable[[st
 
 
 def pin_data(run: RunSpec) -> RunSpec:
-    """`run`, to be resumed, with what its jobs took before where that is left open: commits of hub data sets, the seed of the evaluation
-    rows. The order of a job that is another one by now, or cannot be read, pins nothing: what is wrong with it is said when it is opened.
+    """`run`, to be resumed, with the values that its jobs used before where the jobs file leaves them open: commits of hub data sets, the
+    seed of the evaluation rows. A recorded order that differs otherwise, or cannot be read, pins nothing: opening the job reports it.
     """
     earlier = [attempt(earlier_order, Path(run.output_dir) / job.name) for job in run.jobs]
     pairs = zip(run.jobs, earlier, strict=True)
@@ -166,7 +166,7 @@ def pin_data(run: RunSpec) -> RunSpec:
 
 
 def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
-    """What `run.json` has of the base's files, on a resume of a run that recorded them. Raises ConfigError for a damaged one."""
+    """The base's fingerprint in `run.json`, on a resume of a run that recorded it. Raises ConfigError for a damaged file."""
     path = Path(run.output_dir) / "run.json"
     if not (resume and path.is_file()):
         return None
@@ -179,7 +179,7 @@ def earlier_base(run: RunSpec, resume: bool) -> Fingerprint | None:
 
 @dataclass(frozen=True)
 class HeldDirectory:
-    """`lock` is the open file that keeps other runs out: a process that has it too, or a copy of it, keeps them out as well."""
+    """`lock` is the open file that keeps other runs out; each process that inherits it, or a copy of it, keeps them out too."""
 
     path: Path
     lock: int
@@ -187,9 +187,9 @@ class HeldDirectory:
 
 @contextmanager
 def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callable[[str], None]) -> Iterator[HeldDirectory]:
-    """Make `output_dir`, or take up an earlier run's, and hold it until the end. Raises ConfigError.
+    """Make `output_dir`, or reuse an earlier run's, and hold it until the end. Raises ConfigError.
 
-    Called when everything else is known to be right: what `overwrite` deletes is deleted here.
+    Call it after all other checks: what `overwrite` deletes is deleted here.
     """
     check_run_directory(run, resume, overwrite)
     directory = Path(run.output_dir)
@@ -207,7 +207,7 @@ def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callab
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[int]:
-    """Keep other runs out of `directory`; gives the open file that does. Raises ConfigError where one is in it."""
+    """Lock `directory` against other runs and return the open lock. Raises ConfigError if a run holds it."""
     try:
         handle = os.open(directory, os.O_RDONLY)
     except OSError as error:
@@ -286,8 +286,8 @@ def check_same_job(directory: Path, job: JobSpec) -> None:
 
 
 def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
-    """The same for all jobs of a run, which is then not the run that was interrupted. New jobs may be added, others left out for now. A
-    job whose `job.json` cannot be read fails by itself, when it is opened.
+    """`check_same_job` for all jobs of a run. New jobs may be added, others left out for now. A job whose `job.json` cannot be read fails
+    alone, when it is opened.
     """
     changes_by_job = [attempt(_changes, directory / job.name, job) for job in jobs]
     if changed := [change for changes in changes_by_job if not isinstance(changes, Failure) for change in changes]:
@@ -295,9 +295,9 @@ def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
 
 
 def earlier_order(directory: Path) -> JobSpec | None:
-    """The order whose checkpoints, or whose finished adapter, lie in `directory`. Raises ConfigError for a damaged `job.json`.
+    """The order whose checkpoints or finished adapter are in `directory`. Raises ConfigError for a damaged `job.json`.
 
-    Without either the job starts anew: what an earlier run recorded of it does not matter.
+    None without either: the job starts anew, regardless of an earlier run's records of it.
     """
     path = directory / "job.json"
     if not path.exists() or not (any(directory.glob("checkpoint-*")) or is_finished(directory)):
@@ -312,7 +312,7 @@ def earlier_order(directory: Path) -> JobSpec | None:
 
 
 def _changes(directory: Path, job: JobSpec) -> list[str]:
-    """In what `job` differs from the order whose checkpoints or adapter lie in `directory`. Raises ConfigError as `earlier_order`."""
+    """How `job` differs from the order whose checkpoints or adapter are in `directory`. Raises ConfigError as `earlier_order`."""
     earlier = earlier_order(directory)
     if earlier is None:
         return []
@@ -323,7 +323,7 @@ def _changes(directory: Path, job: JobSpec) -> list[str]:
 
 
 def _fields(job: JobSpec) -> dict[str, Any]:
-    """As they are written: those of `data` by names of their own."""
+    """An order's fields as a jobs file names them, those of `data` one by one."""
     fields = json.loads(job.model_dump_json())
     return {key: value for key, value in fields.items() if key != "data"} | {f"data.{key}": value for key, value in fields["data"].items()}
 
@@ -339,12 +339,12 @@ def write_job_file(directory: Path, job: JobSpec, without: Collection[str] = ())
 
 
 def names_reference(directory: Path) -> bool:
-    """Whether the job in `directory` began with a version that asks what its reference is: for earlier ones it was the bare base."""
+    """Whether the job in `directory` began with a version that has a reference setting; before, the reference was the bare base."""
     return REFERENCE_KEY in read_object(directory / "job.json")
 
 
 def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget: bool = False) -> None:
-    """`run.json`: the resolved run with its status and the versions it ran with. Jobs of earlier runs there stay in its list."""
+    """Write `run.json`: the resolved run with its status and versions. Jobs of earlier runs in the directory stay in its list."""
     path = directory / "run.json"
     versions = library_versions() | {"tlora": __version__, "python": platform.python_version()}
     content = json.loads(run.model_dump_json()) | {"versions": versions} | facts
@@ -359,8 +359,8 @@ def write_run_file(directory: Path, run: RunSpec, facts: dict[str, Any], forget:
 
 
 def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None:
-    """The job's newest whole checkpoint; its metrics are cut back to it. None, and no metrics, when there is none. Raises ConfigError for
-    a finished job without one, which would be trained over.
+    """The job's newest intact checkpoint; its metrics are cut back to it. None, and no metrics, if there is none. Raises ConfigError for a
+    finished job without one, which would be overwritten.
     """
     durable.clean(directory)
     checkpoint, notes = durable.newest_verified(directory)
@@ -387,7 +387,7 @@ def find_checkpoint(directory: Path, note: Callable[[str], None]) -> Path | None
 
 
 def cut_rows(path: Path, keep: Callable[[dict[str, Any]], bool], note: Callable[[str], None]) -> None:
-    """Leave the rows that `keep` accepts. Rows that cannot be read are left out and counted in a note."""
+    """Keep only the rows that `keep` accepts. Unreadable rows are dropped and counted in a note."""
     kept, damaged = durable.truncate_rows(path, keep)
     if damaged:
         rows = "1 row is" if damaged == 1 else f"{damaged} rows are"

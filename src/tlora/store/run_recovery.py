@@ -21,21 +21,20 @@ Facts = Mapping[str, Any]
 
 
 def base_facts(run: RunSpec, tiles: str | None, base_files: Facts) -> dict[str, Any]:
-    """What decides a job's numbers and stands in `run.json` alone otherwise. `base_files` as `BaseGuard.facts` returns it."""
+    """The facts that decide a job's numbers and would otherwise be in `run.json` alone. `base_files` as `BaseGuard.facts` returns it."""
     settings = json.loads(run.model_dump_json(include=set(_SETTINGS)))
     return settings | ({"tiles": tiles} if tiles else {}) | dict(base_files)
 
 
 def write_base_file(directory: Path, facts: Facts) -> None:
-    """`base.json` in a job's directory. Raises CheckpointError."""
+    """Write `base.json` into a job's directory. Raises CheckpointError."""
     durable.write_file(directory / BASE_FILE, json.dumps(facts, indent=1) + "\n")
 
 
 def restore_run_file(run: RunSpec, note: Callable[[str], None]) -> None:
-    """Where an earlier run's `run.json` is lost or damaged, make it again from its jobs' `base.json`; the damaged one is set aside.
+    """Rebuild a lost or damaged `run.json` of an earlier run from its jobs' `base.json`; the damaged one is set aside.
 
-    Does nothing where `run.json` is whole, or where no job in `output_dir` was begun. Raises ConfigError where the jobs do not tell, or
-    disagree.
+    Does nothing if `run.json` is intact, or no job in `output_dir` was begun. Raises ConfigError if the jobs lack the facts, or disagree.
     """
     directory = Path(run.output_dir)
     path = directory / "run.json"
@@ -53,7 +52,7 @@ def restore_run_file(run: RunSpec, note: Callable[[str], None]) -> None:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a `run.json`."""
+    """The reason why a `run.json` cannot be used."""
     if not path.exists():
         return f"{path} is lost"
     try:
@@ -97,7 +96,7 @@ def _first(error: Exception) -> str:
 
 
 def _common_facts(facts_by_job: Mapping[str, Facts], damage: str) -> dict[str, Any]:
-    """What all jobs say. The sha256 of the base become known while a run goes on: a job that ended before has none."""
+    """The facts that all jobs have in common. The base's sha256 become known during a run: a job that ended before has none."""
     common: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, facts in facts_by_job.items():
@@ -122,7 +121,7 @@ def _comparable(facts: Facts) -> dict[str, Any]:
 
 
 def _read_spec(job: Path) -> JobSpec | None:
-    """What the job was ordered as. A damaged `job.json` fails its job by itself, when it is opened."""
+    """The job's recorded order. A damaged `job.json` fails its job alone, when it is opened."""
     try:
         return job_spec_in(read_object(job / "job.json"))
     except (OSError, ValueError):

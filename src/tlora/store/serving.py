@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPT_FILE = "prompt.json"
-_LINKED_BYTES = 64 << 10  # the least of a file that adapters share: smaller ones are those that people edit
+_LINKED_BYTES = 64 << 10  # the smallest file that adapters share: people edit the smaller ones
 _TEMPLATE_FILE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 TemplateOrigin = Literal["job", "base", "tlora"]
 _SAID: dict[str | None, str] = {
@@ -42,7 +42,7 @@ _SAID: dict[str | None, str] = {
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How the samples of a job began: `template` is where their chat template came from, None for plain text or token ids."""
+    """The format of a job's samples: `template` is where their chat template came from, None for plain text or token ids."""
 
     format: str  # of the rows, as a job's `format`
     template: TemplateOrigin | None
@@ -75,7 +75,7 @@ class ServingFiles:
             return {str(path.relative_to(scratch)): path.read_bytes() for path in files}
 
     def write(self, directory: Path, spec: JobSpec, report: DataReport, note: Callable[[str], None]) -> None:
-        """Into the job's directory; `report` is of its rows. What cannot be written costs a note: the adapter is worth more."""
+        """Write the files into the job's directory; `report` is of its rows. A failure is only noted: the adapter matters more."""
         try:
             for name, content in self._contents(spec, report).items():
                 self._store(name, content, directory / name)
@@ -83,7 +83,7 @@ class ServingFiles:
             note(f"{spec.name}: its tokenizer and chat template are not saved beside its adapter: {error}")
 
     def _store(self, name: str, content: bytes, path: Path) -> None:
-        """At `path`, by a rename: what was linked to the file that it replaces stays as it is."""
+        """Put the file at `path` by a rename: hard links to the file that it replaces keep their content."""
         if not _holds(path, content):
             durable.make_directory(path.parent)
             stored = self._stored.get(name)
@@ -94,8 +94,8 @@ class ServingFiles:
         self._stored[name] = path
 
     def warn(self, jobs: Sequence[tuple[JobSpec, DataReport]]) -> list[str]:
-        """Of jobs (with the report of their rows) that get a template which is neither theirs nor the base's, and of a name of the base
-        that may be another's. Raises ModelError.
+        """Warn of jobs (with the report of their rows) whose template is neither their own nor the base's, and of an ambiguous name of
+        the base. Raises ModelError.
         """
         naming = naming_warning(self._base_model)
         warnings = [naming] if naming else []
@@ -104,10 +104,10 @@ class ServingFiles:
         names = [spec.name for spec, report in jobs if not spec.data.chat_template and not _trains_plain(spec.data, report)]
         if not names:
             return warnings
-        who = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return [
             *warnings,
-            f"{who}: the base model has no chat template, so tlora's plain one is used (### User: ...). chat_template sets another",
+            f"{listed}: the base model has no chat template, so tlora's plain one is used (### User: ...). chat_template sets another",
         ]
 
     def _contents(self, spec: JobSpec, report: DataReport) -> dict[str, bytes]:
@@ -134,7 +134,7 @@ def _trains_plain(data: DataConfig, report: DataReport) -> bool:
 
 
 def is_plain(data: DataConfig, data_format: str) -> bool:
-    """Whether samples are plain text or token ids. Raises DataError and OSError where only a row could tell, and there is none."""
+    """Whether samples are plain text or token ids. Raises DataError and OSError if that depends on the rows and none can be read."""
     if data_format in ("chat", "sharegpt", "alpaca", "query_response"):
         return False
     if data_format in ("text", "segments", "tokenized"):
@@ -146,7 +146,7 @@ def is_plain(data: DataConfig, data_format: str) -> bool:
 
 
 def read_prompt(directory: Path) -> PromptFormat | None:
-    """What `prompt.json` says there; None where there is none. Raises ModelError for a broken one."""
+    """The `prompt.json` in `directory`; None if there is none. Raises ModelError for a broken one."""
     path = directory / PROMPT_FILE
     try:
         prompt = PromptFormat(**json.loads(path.read_text(encoding="utf-8")))
@@ -159,7 +159,7 @@ def read_prompt(directory: Path) -> PromptFormat | None:
 
 @dataclass(frozen=True)
 class Prompting:
-    """What a prompt goes through: `template` as for `open_encoder`, `raw` for plain text; `said` names it for a person."""
+    """How prompts are rendered: `template` as for `open_encoder`, `raw` for plain text; `said` describes it to the user."""
 
     tokenizer: Any
     template: str | None
@@ -169,7 +169,7 @@ class Prompting:
 
 
 def find_prompting(directory: Path, base_model: str) -> Prompting:
-    """As the adapter in `directory`, or the job whose checkpoint it is, was trained. Raises ModelError.
+    """How prompts are rendered for the adapter in `directory`: as in its training, or its job's. Raises ModelError.
 
     The files in the adapter's directory decide; without them, the job's order; without that, the base.
     """
@@ -199,7 +199,7 @@ def find_prompting(directory: Path, base_model: str) -> Prompting:
 
 
 def _trained_on(directory: Path) -> DataConfig | None:
-    """The data that the job of this adapter, or of this checkpoint of it, was trained on; None for an adapter from elsewhere."""
+    """The data that the job of this adapter or checkpoint was trained on; None for an adapter from elsewhere."""
     for file in (directory / "job.json", directory.parent / "job.json"):
         try:
             return DataConfig.model_validate(json.loads(file.read_text(encoding="utf-8"))["data"])

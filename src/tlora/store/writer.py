@@ -32,7 +32,7 @@ class Writer:
         self._threads = 0
 
     def write(self, job: str, action: Callable[[], Written]) -> Future[Written]:
-        """What `action` returns or raises, once it is through; writes of one `job` come one after another. Waits until fewer than
+        """A future of what `action` returns or raises; the writes of one `job` run one after another. Waits until fewer than
         `_MOST_BEHIND` have not begun; the write happens even if the caller is interrupted in that wait.
         """
         future: Future[Written] = Future()
