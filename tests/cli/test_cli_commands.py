@@ -97,6 +97,7 @@ def test_help_loads_no_model_library():
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.slow
 def test_commands_load_no_plots_before_they_write_a_page(tmp_path: Path):
     """A forked command begins with the modules of all commands (`tests/forked.py`)."""
     probe = "import sys\nprint(*sorted({'plotly', 'tlora.cli.result_view', 'tlora.engine.train'} & set(sys.modules)), file=sys.stderr)"

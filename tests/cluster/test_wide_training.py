@@ -233,6 +233,7 @@ def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -> None:
     """Its jobs train on while there is none: no step is taken twice."""
 

@@ -152,6 +152,7 @@ def test_a_prompt_is_answered_in_float32(half: Path, file: str, tmp_path: Path, 
     assert model.model.dtype == torch.float32 and line(half, "bfloat16") in model.notes
 
 
+@pytest.mark.slow
 def test_a_worker_computes_in_what_auto_means_on_its_device(
     made: Orders, half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

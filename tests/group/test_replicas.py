@@ -103,6 +103,7 @@ def test_it_is_the_job_without_replicas_up_to_rounding(sets: Sets) -> None:
 EVALUATED = {"path": "-", "eval_path": "-"}
 
 
+@pytest.mark.slow
 def test_neighbours_and_budgets_change_no_bit_of_either(sets: Sets, heard: list[Report]) -> None:
     """One neighbour takes seven micro-batches for each of its batches, another one; one is evaluated, one spans too."""
     others = [

@@ -167,7 +167,7 @@ def assert_same_bits(found: Bits, expected: Bits, where: str) -> None:
 @pytest.mark.parametrize(
     ("widths", "ranks", "dropout"),
     [
-        ((48,), (8,), 0.3),
+        pytest.param((48,), (8,), 0.3, marks=pytest.mark.slow),
         (QKV, (8, 0, 20), 0.0),
         *(pytest.param(*shape, marks=pytest.mark.soak) for shape in MORE_SHAPES if not ON_GPU),
     ],

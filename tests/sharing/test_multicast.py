@@ -54,6 +54,7 @@ def test_in_each_command_and_what_it_starts(monkeypatch: pytest.MonkeyPatch, cap
     assert is_off()
 
 
+@pytest.mark.slow
 def test_in_the_ranks_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench import shared_base
 

@@ -54,7 +54,7 @@ def message_of(rank: int, store: str, what: str) -> str:
     [
         ("dies", "rank 1 has died while the base was loaded"),
         pytest.param("fails", "rank 1 failed (MemoryError: no room)", marks=pytest.mark.slow),
-        ("differs", "rank 1 has a base of layout 1, and rank 0 has 0. Start all ranks alike"),
+        pytest.param("differs", "rank 1 has a base of layout 1, and rank 0 has 0. Start all ranks alike", marks=pytest.mark.slow),
     ],
 )
 def test_who_waits_for_a_rank_that_is_lost_hears_why(what: str, expected: str, ranks: Ranks, tmp_path: Path) -> None:

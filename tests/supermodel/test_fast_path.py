@@ -160,7 +160,7 @@ def check_family(family: str, job_ids: str, **changes: Any) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.slow) for name in QUICK])
 def test_a_family_equals_the_reference_path_and_itself_alone(family: str) -> None:
     check_family(family, "ab", **QUICK[family])
 
