@@ -1,4 +1,4 @@
-"""Reads records from Parquet files and Arrow streams, some at a time, and gives their values as Python has them."""
+"""Reads records from Parquet files and Arrow streams in batches, as Python values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BUFFER_BYTES = 1 << 16
 
 
 def read_parquet(file: Path) -> Iterator[tuple[pa.RecordBatch, float]]:
-    """Records, and the share of them that has been read with these. Raises DataError."""
+    """Yield batches of records, each with the share of all records read so far. Raises DataError."""
     if file.stat().st_size == 0:
         return
     try:
@@ -48,7 +48,7 @@ def _small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def records_of(batch: pa.RecordBatch, file: Path, before: int) -> list[dict[str, object]]:
-    """The values of each record; `before` it there are so many in the file. Raises DataError."""
+    """The values of each record; `before`: the number of records before them in the file. Raises DataError."""
     try:
         return [{column: _without_absent(value) for column, value in row.items()} for row in batch.to_pylist()]
     except UnicodeDecodeError as error:

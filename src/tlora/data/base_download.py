@@ -27,7 +27,7 @@ _BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|jinja|txt|model|tiktoken)|additional
 
 @dataclass(frozen=True)
 class _Lacking:
-    """What the hub's cache lacks of a base. `files` are those to fetch, `needed` their bytes, `total` the bytes of all that is read."""
+    """Files of a base that the hub's cache lacks: `files` to fetch, `needed` their bytes, `total` the bytes of all files that are read."""
 
     files: tuple[str, ...]
     needed: int
@@ -35,10 +35,10 @@ class _Lacking:
 
 
 def fetch_base(base_model: str, show: Callable[[str], None], *, weights: bool = True) -> None:
-    """Bring into the hub's cache what transformers reads of a hub id whose config.json is there already, its `weights` too or not.
+    """Download the files that transformers reads of a hub id whose config.json is in the hub's cache already, with or without `weights`.
 
-    `show` takes a line of progress about four times a second, in the caller's thread. A directory, or what the cache has whole, asks for
-    nothing. Raises ModelError: no room on the disk, or a download that fails; files that are whole by then are kept.
+    `show` takes a line of progress about four times a second, in the caller's thread. A directory, or a complete cache, needs no request.
+    Raises ModelError if the disk has no room or a download fails; complete files are kept.
     """
     directory = snapshot(base_model)
     if directory is None or (has_tokenizer(directory) and (has_weights(directory) or not weights)):
@@ -58,7 +58,7 @@ def fetch_base(base_model: str, show: Callable[[str], None], *, weights: bool = 
 
 
 def describe_download(base_model: str) -> str | None:
-    """What training will download of a hub id first, in a line; None where it is all here. Raises ModelError if the disk has no room."""
+    """One line on what training will download of a hub id first; None if it is all here. Raises ModelError if the disk has no room."""
     directory = snapshot(base_model)
     if directory is None or has_weights(directory):
         return None
@@ -167,7 +167,7 @@ def _bar_class(count: _Count) -> Any:
 
 
 def _download(base_model: str, commit: str, lacking: _Lacking, show: Callable[[str], None]) -> None:
-    """In a thread of its own, so that a stalled network is shown too and Ctrl-C is obeyed."""
+    """Download in a separate thread, so that a stalled network is shown too and Ctrl-C works."""
     from huggingface_hub import constants, snapshot_download
 
     count, failures, ended = _Count(), list[BaseException](), threading.Event()
@@ -219,7 +219,7 @@ class Meter:
 
 
 def _size(num_bytes: float) -> str:
-    """In decimal units, as the hub's pages have them."""
+    """A size in decimal units, as on the hub's pages."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -1,5 +1,5 @@
-"""Where the files of a base from the hub lie. The hub is asked once in a process, for the commit that a branch or tag names; what lies
-whole in its cache is read from there, without a further request.
+"""Locates the files of a base from the hub. The hub is asked once per process, for the commit that a branch or tag names; what is
+complete in its cache is read from there, without a further request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def snapshot(base_model: str) -> Path | None:
-    """The directory in the hub's cache with the config.json of a hub id, at the commit of its revision; None where it is not there, or
+    """The directory in the hub's cache with the config.json of a hub id, at the commit of its revision; None if it is not there, or
     `base_model` is a directory.
     """
     name, revision = split_revision(base_model)
@@ -36,8 +36,8 @@ def snapshot(base_model: str) -> Path | None:
 
 
 def located(base_model: str, *, weights: bool = False) -> tuple[str, str | None]:
-    """Name and revision for the libraries' `from_pretrained`: the snapshot's directory, where all is there that it needs; its `weights`,
-    or its config and tokenizer.
+    """Name and revision for the libraries' `from_pretrained`: the snapshot's directory if it has all that is needed, which is its
+    `weights`, or its config and tokenizer.
     """
     directory = snapshot(base_model)
     if directory is not None and (has_weights(directory) if weights else has_tokenizer(directory)):
@@ -80,7 +80,7 @@ def cache_of(base_model: str) -> Path:
 
 
 def _known_commit(revision: str, cached: Path) -> str | None:
-    """What the hub said last."""
+    """The commit that the hub named last."""
     try:
         return (cached / "refs" / revision).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Makes one tokenized set from the sources of a job's data, or finds it made already.
+"""Makes one tokenized set from the sources of a job's data, or finds it in the cache.
 
-Owns the cache key, cutting to `max_length`, skipping what has nothing to train, and the report of all that.
+Owns the cache key, cutting to `max_length`, skipping samples without trained tokens, and the report on these.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def hash_file(file: Path, beat: Beat) -> str:
 
 
 def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat: Beat) -> tuple[Path, str | None]:
-    """The directory of the finished set, and what was wrong with an earlier one that had to be made again.
+    """The directory of the finished set, and the damage of an earlier one that had to be replaced.
 
-    Raises DataError with file and row. With `keep_unfinished`, what is made is kept for the next call if this process is killed or
-    interrupted, or one of its pool is killed, and continued there; after any other error nothing half-made is left.
+    Raises DataError with file and row. With `keep_unfinished`, the next call continues an unfinished set if this process, or one of its
+    pool, is killed or interrupted; any other error removes it.
     """
     final = order.cache_dir / cache_key(order, encoder, file_hash)
 
@@ -134,8 +134,8 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
 
 
 def _identity(order: Order, final: Path) -> object:
-    """Of what a set is made from and by. Stricter than the cache's key: messages about rows name the files, and blocks are skipped by
-    their number.
+    """Identifies the inputs and code that make a set. Stricter than the cache's key: messages about rows name the files, and blocks are
+    skipped by their number.
     """
     made_by = [__version__, FORMAT_VERSION, BLOCK_ROWS, BLOCK_BYTES, [version(name) for name in (*VERSIONS, "pyarrow")]]
     return [final.name, made_by, [[str(file), *identity_of(file)] for file in order.files]]
@@ -143,7 +143,7 @@ def _identity(order: Order, final: Path) -> object:
 
 @dataclass
 class _Progress:
-    """What was counted so far, and where: behind `blocks` blocks of the source of number `source`, which has `rows` rows before it."""
+    """The counts so far, and the position: after `blocks` blocks and `rows` rows of the source number `source`."""
 
     report: DataReport
     bad: BadRows
@@ -207,7 +207,7 @@ def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataRep
 
 
 def _fill_source(writer: Writer, order: Order, encoder: Encoder, done: _Progress, beat: Beat) -> None:
-    """Add the samples of the one source of `order`, but for those of the blocks that are done."""
+    """Add the samples of the one source of `order`, except those of the blocks that are done."""
     report, bad, tasks = done.report, done.bad, _tasks(order)
     for task in itertools.islice(tasks, done.blocks):
         beat(report.rows, task.block.share)

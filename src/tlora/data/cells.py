@@ -1,4 +1,4 @@
-"""Values in a row, checked for their type; lists also where they are JSON in a string, which is all that CSV can hold."""
+"""Values in a row, checked for their type; a list may also be JSON in a string, as in CSV."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def integers_of(row: Row, column: str) -> list[int]:
 
 
 def from_json(text: str) -> object:
-    """What JSON `text` holds; None if it is none."""
+    """The value of the JSON in `text`; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

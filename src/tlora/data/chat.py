@@ -1,4 +1,4 @@
-"""Chats through a chat template: what of a chat a template cannot write is said in words, and the result's trained characters are found.
+"""Renders chats with a chat template, rewords what the template cannot write, and finds the trained characters in the result.
 
 The template is the job's own file, else the base model's, else `DEFAULT_TEMPLATE`. A trained turn counts from the end of the
 template's generation prompt to the token that ends the turn: what the model has to write itself (`turns.py`). Rendering is
@@ -133,7 +133,7 @@ def _try(template: Template, messages: list[Message], add_generation_prompt: boo
         return ""
 
 
-# --- what a template cannot say is said in words ---
+# --- rewording what a template cannot write ---
 
 
 def _fitted(template: Template, chat: Chat) -> Chat:

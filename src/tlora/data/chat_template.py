@@ -32,7 +32,7 @@ _MOST_SECONDS = 60.0  # of processor time for one rendering; a row of a million 
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template and what was found out about it by rendering a short chat."""
+    """A chat template and the properties that rendering a short chat has shown."""
 
     tokenizer: PreTrainedTokenizerBase
     source: str | None  # None: the tokenizer's own
@@ -83,7 +83,7 @@ def render_messages(
 def render_generation(
     template: Template, messages: Sequence[Message], tools: Tools, kwargs: Mapping[str, object]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """As `render_messages`; and the characters that the template marks as written by the model, block by block. Raises RenderError."""
+    """As `render_messages`, with the blocks of characters that the template marks as written by the model. Raises RenderError."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     blocks: list[tuple[int, int]] = []
@@ -135,7 +135,7 @@ def _end_rendering(signal_number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def _bounded_time() -> Iterator[None]:
-    """Raise in a rendering that does not end. It counts processor time, so that a busy machine changes nothing."""
+    """Interrupt a rendering that does not end. Counts processor time, which does not depend on the machine's load."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -34,8 +34,8 @@ _OF_A_TREE = ("message_tree_id", "parent_id")  # of Open Assistant's single mess
 
 
 def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "samples") -> Format:
-    """The format to read `row` by. Raises DataError for columns of no format, and for columns that say
-    which answers are wanted where `rows` are others.
+    """The format to read `row` by. Raises DataError for columns of no format, and for columns that say which answers are wanted if
+    `rows` does not learn from them.
     """
     if rows == "pairs":
         if answer_columns(row) is None:
@@ -69,7 +69,7 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
 
 
 def _refuse_other_meanings(row: Row, row_format: Format, asked: str) -> None:
-    """Raises DataError for a row that has the columns of a format, and others by which it means something else."""
+    """Raises DataError for a row with the columns of a format and others that change its meaning."""
     if asked == "auto" and row_format == "text" and "role" in row.value and any(column in row.value for column in _OF_A_TREE):
         raise DataError(
             f"{row.place}: one message of a tree (columns {found_columns(row)}), not a text to train on: join each thread to one row "

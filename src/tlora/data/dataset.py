@@ -77,7 +77,7 @@ class PackedSamples:
 
 
 def pack(samples: Sequence[Sample]) -> PackedSamples:
-    """All of them are pairs, or none is."""
+    """Pack samples of which all are pairs, or none is."""
     if not samples:
         return PackedSamples(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.float64))
     for sample in samples:
@@ -136,11 +136,11 @@ class Dataset:
         return Sample(ids, self._weights.read(start, count), lengths)
 
     def tokens_at(self, indices: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Of each sample that `indices` names, the token at its place of `places`."""
+        """The token at `places[i]` of the sample `indices[i]`, for each i."""
         return self._tokens.gather(self._starts[indices] + places)
 
     def was_named(self, key: str) -> bool:
-        """Whether `key` (a set's directory and its number of samples) names this set as an earlier version made it of the same input."""
+        """Whether `key` (a set's directory and its number of samples) names this set as an earlier version made it from the same input."""
         earlier = self.meta.get("earlier_keys")
         return isinstance(earlier, list) and key in [f"{name}/{len(self)}" for name in earlier]
 
@@ -151,8 +151,8 @@ class Dataset:
 
 
 class _NumberFile(Generic[_Number]):
-    """Numbers of one type in an open file. They are read and not mapped: a look at a map beyond the end of a file that another program
-    has cut kills the process, and with it all jobs.
+    """Numbers of one type in an open file. They are read, not mapped: reading a map beyond the end of a file that another program has
+    truncated kills the process, and with it all jobs.
     """
 
     def __init__(self, path: Path, dtype: type[_Number]) -> None:
@@ -161,7 +161,7 @@ class _NumberFile(Generic[_Number]):
         finalize(self, os.close, self._descriptor)
 
     def read(self, start: int, count: int) -> npt.NDArray[_Number]:
-        """`count` numbers from number `start` on. Raises DataError where the file has fewer."""
+        """`count` numbers from number `start` on. Raises DataError if the file has fewer."""
         numbers = np.empty(count, dtype=self._dtype)
         place = start * numbers.itemsize
         rest = numbers.data.cast("B")
@@ -266,7 +266,7 @@ class Writer:
         """Write the index and `meta`, flush all to the disk, rename. When another process was faster, its equal set stays."""
         states = {name: file.state() for name, file in self._files.items()}
         self._close()
-        for name in _KEPT_PARTS:  # what takes long comes first: until then the next launch could go on here
+        for name in _KEPT_PARTS:  # the slow part comes first: until its end the next launch could resume here
             durable.sync(self._scratch.path / name)
         if self._scratch.keeps:
             self._check(states)
@@ -285,7 +285,7 @@ class Writer:
         self.abandon()
 
     def _check(self, states: Mapping[str, Sequence[Any]]) -> None:
-        """Locks of a file system that several hosts share may not hold."""
+        """Check that the files are as written: locks may not hold on a file system that several hosts share."""
         files = self._scratch.open_files(_PARTS, states)
         if files is None:
             raise DataError(f"{self._scratch.path}: another program has written to these files while they were made; start again")
@@ -304,7 +304,7 @@ class Writer:
         (whole / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
     def leave(self) -> None:
-        """End without the set. What has been saved is kept."""
+        """Close without finishing the set. What has been saved is kept."""
         self._close()
         self._scratch.leave()
 
@@ -319,7 +319,7 @@ class Writer:
 
 
 def find_damage(directory: Path, vocab_size: int, beat: Callable[[], None] = lambda: None) -> str | None:
-    """What is wrong with the finished set in `directory`, by its hashes and by the range of its ids; None for a whole one.
+    """The damage of the finished set in `directory`, by its hashes and the range of its ids; None if it is intact.
 
     "" for a set without hashes: made by an earlier version, or not a set. `beat` is called every few MiB.
     """

@@ -1,5 +1,5 @@
-"""From blocks of rows to their samples and counts, on one core or on all of them. No block knows of another, so that results do not depend
-on how many processes there are.
+"""Turns blocks of rows into samples and counts, on one core or on all. Blocks are independent, so that results do not depend on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Read = Sequence[Example | Pair | Labelled]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is made of each row."""
+    """How each row is encoded."""
 
     called: str
     encoder: Encoder
@@ -58,12 +58,12 @@ class EncodedBlock:
 
 
 def num_processes(data_bytes: int) -> int:
-    """How many encode so much data: no more than there are cores. A process that has used threads can be forked on Linux only."""
+    """The number of processes for this much data, at most that of cores. A process that has used threads can be forked on Linux only."""
     return max(1, min(num_cores(), data_bytes // BYTES_A_PROCESS)) if sys.platform == "linux" else 1
 
 
 def encode_blocks(recipe: Recipe, tasks: Iterator[Task], processes: int) -> Generator[EncodedBlock]:
-    """The results in the order of `tasks`. Raises LostProcessError where a process was killed, and what `encode_block` raises."""
+    """The results in the order of `tasks`. Raises LostProcessError if a process was killed, and the errors of `encode_block`."""
     if processes == 1:
         yield from (encode_block(recipe, task) for task in tasks)
         return
@@ -96,7 +96,7 @@ def _encode_here(task: Task) -> EncodedBlock:
 
 
 def encode_block(recipe: Recipe, task: Task) -> EncodedBlock:
-    """Raises DataError where a row ends the reading. Bad rows do not."""
+    """Encode one block. Raises DataError if no row after some row can be read; bad rows alone do not raise."""
     report, bad, samples, only_numbers = DataReport(), list[DataError](), list[Sample](), True
     for examples, places in _batches(recipe, task, report, bad):
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
@@ -111,7 +111,7 @@ def encode_block(recipe: Recipe, task: Task) -> EncodedBlock:
 
 
 def _batches(recipe: Recipe, task: Task, report: DataReport, bad: list[DataError]) -> Iterator[tuple[_Read, list[str]]]:
-    """Rows as examples, some at a time: by number, and by size, so that long rows do not pile up. Bad ones are added to `bad`."""
+    """Batches of rows as examples, limited in number and in size, so that long rows do not pile up. Bad rows are added to `bad`."""
     examples: list[Example | Pair | Labelled] = []
     places: list[str] = []
     data_format, size = task.data_format, 0
@@ -178,7 +178,7 @@ def _is_number(text: str) -> bool:
 
 
 def _cut(unit: Sequence[Encoded], recipe: Recipe, report: DataReport) -> Sample | None:
-    """One row: its sequences are cut one by one, and it is left out if one of them has nothing to train."""
+    """Cut one row's sequences, each by itself; the row is left out if one of them has no trained token."""
     samples, max_length = [encoded.sample for encoded in unit], recipe.max_length
     longest = max(len(sample.input_ids) for sample in samples)
     report.longest = max(report.longest, longest)

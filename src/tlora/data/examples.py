@@ -1,4 +1,4 @@
-"""What a row becomes: a chat, a text, labelled segments of text, token ids, or a pair of two answers."""
+"""The kinds of examples that rows become: a chat, a text, labelled segments of text, token ids, or a pair of two answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Message = dict[str, object]
 
 @dataclass(frozen=True)
 class Note:
-    """Something about a row that its user should know: `what` is the kind, in words; `example` a value of the row."""
+    """A note on a row for the user: `what` is the kind, in words; `example` a value of the row."""
 
     what: str
     example: str

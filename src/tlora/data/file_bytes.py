@@ -1,4 +1,4 @@
-"""The bytes of a data file, decompressed where its name says so; and files that stand in for the data are called what they are."""
+"""The bytes of a data file, decompressed by its suffix; detects placeholders such as Git LFS pointers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Source:
 
 @contextmanager
 def open_bytes(file: Path) -> Iterator[Source]:
-    """Raises DataError for a compressed stream that is broken or cut off, when that is met."""
+    """Open a file. Reading raises DataError where a compressed stream is broken or cut off."""
     compression = COMPRESSIONS.get(file.suffix.lower())
     if compression is None:
         with file.open("rb") as stream:
@@ -50,7 +50,7 @@ def open_bytes(file: Path) -> Iterator[Source]:
 
 
 def check_head(file: Path) -> None:
-    """Raises DataError where a file holds a Git LFS pointer or a web page in place of data."""
+    """Raises DataError if a file holds a Git LFS pointer or a web page instead of data."""
     with open_bytes(file) as source:
         head = source.stream.read(_HEAD_BYTES)
     if head.startswith(_LFS_POINTER):

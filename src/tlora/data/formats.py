@@ -71,7 +71,7 @@ def read_pair(row: Row) -> Pair:
 
 
 def read_labelled(row: Row, data_format: Format) -> Labelled:
-    """The last answer in `row`, and what its label says of it. Raises DataError as `read_example` does."""
+    """The last answer in `row`, and whether its label calls it wanted. Raises DataError as `read_example` does."""
     example, wanted = read_example(row, data_format), verdict_of(row)
     if wanted is None or isinstance(example, Tokens | Segments):
         fail(row, "column 'label'", row.value.get("label"), "true or false, next to a prompt and its answer")
@@ -82,7 +82,7 @@ def read_labelled(row: Row, data_format: Format) -> Labelled:
 
 
 def verdict_of(row: Row) -> bool | None:
-    """What the row's label says of its answer; None where it has none, or one that says something else."""
+    """Whether the row's label calls its answer wanted; None without a label, or with one of another meaning."""
     values = (row.value.get(column) for column in VERDICT_COLUMNS)
     verdicts = (_VERDICTS.get(str(value).strip().lower()) for value in values if isinstance(value, bool | int | float | str))
     return next((verdict for verdict in verdicts if verdict is not None), None)
@@ -111,7 +111,7 @@ def _chat(row: Row, data_format: Format) -> Chat:
 
 
 def _asked_and_answered(row: Row, question: str, answer: str) -> Chat:
-    """The answers of earlier rounds are trained too, as LLaMA-Factory and MS-SWIFT do."""
+    """A chat whose answers of earlier rounds are trained too, as in LLaMA-Factory and MS-SWIFT."""
     asked, before = text_of(row, question), read_history(row)
     given = text_of(row, "input", "") if question == "instruction" else ""
     messages: list[Message] = [

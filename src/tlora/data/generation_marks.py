@@ -1,4 +1,4 @@
-"""`{% generation %}` in a chat template: its author marks what the model writes, and that is what is trained, as in TRL."""
+"""`{% generation %}` in a chat template: the author marks what the model writes, and these marks decide what is trained, as in TRL."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def plan_by_marks(world: World, trained: Sequence[int]) -> Plan:
 
 
 def plan_by_marks_alone(world: World, weights: Sequence[float]) -> Plan:
-    """For templates that look into written_text, so that no placeholder can stand for them: block by block where each turn has one, and all
-    alike where each turn has the same weight.
+    """For templates that inspect contents, so that no placeholder can replace them: block by block if each turn has one, and all alike
+    if each turn has the same weight.
     """
     turns, blocks = [i for i, message in enumerate(world.messages) if message["role"] == "assistant"], _blocks(world)
     if any(weight for i, weight in enumerate(weights) if i not in turns):

@@ -37,9 +37,9 @@ class HubFiles:
 
 
 def fetch(source: DataSource, cache_dir: Path, hint: str = "") -> HubFiles:
-    """The files of a data set `org/name`, downloaded into the hub's own cache if they are not there.
+    """The files of a data set `org/name`, downloaded into the hub's cache if they are not there.
 
-    Raises DataError, with `hint` where the data set does not exist or the hub cannot be reached.
+    Raises DataError, with `hint` if the data set does not exist or the hub cannot be reached.
     """
     deciding = json.dumps([source.path, source.name, source.split])
     record = cache_dir / "hub" / f"{hashlib.sha256(deciding.encode()).hexdigest()[:32]}.json"
@@ -53,7 +53,7 @@ def fetch(source: DataSource, cache_dir: Path, hint: str = "") -> HubFiles:
 
 
 def _read_record(record: Path) -> dict[str, list[str]]:
-    """The files by commit that were found before."""
+    """The recorded files, by commit."""
     try:
         return cast("dict[str, list[str]]", read_object(record))
     except (OSError, ValueError):
@@ -144,7 +144,7 @@ def _files_of_split(path: str, source: DataSource, commit: str | None) -> tuple[
 
 @contextmanager
 def _torch_not_looked_for() -> Iterator[None]:
-    """`datasets` takes any entry "torch" of sys.modules for the library, also the None with which the data worker keeps it out."""
+    """Hide the data worker's entry None for "torch" in sys.modules, which `datasets` would take for the library."""
     hidden = "torch" in sys.modules and sys.modules["torch"] is None
     if hidden:
         del sys.modules["torch"]

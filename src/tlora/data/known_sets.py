@@ -1,5 +1,5 @@
-"""Remembers which tokenized sets answered a request, keyed by the identity of its input files: with a warm cache no process has to
-load a tokenizer, and no data file has to be hashed.
+"""Records which tokenized sets belong to a request, keyed by the identity of its input files: with a warm cache no process has to load a
+tokenizer, and no data file has to be hashed.
 
 A file's identity is its inode, size and times. A record whose files are younger than a clock's tick is not made: a change within the
 same tick could not be seen. Hub data sets and splits of directories are not recorded; the worker finds their files.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tlora.data.prepare import PrepareRequest
 
 _SETTLED_SECONDS = 2.0  # the coarsest times of a file system (FAT)
-VERSIONS = ("transformers", "tokenizers", "jinja2")  # of what makes tokens from rows, besides this program
+VERSIONS = ("transformers", "tokenizers", "jinja2")  # of the libraries that make tokens from rows
 
 Sets = tuple[Path, Path | None]
 
@@ -87,6 +87,6 @@ def _files(request: PrepareRequest) -> Iterator[Path]:
 
 
 def identity_of(file: Path) -> tuple[str, str, int, int, int, int, int]:
-    """Changes with every change of the file."""
+    """A key that changes with every change of the file."""
     status = file.stat()
     return file.name, file.suffix.lower(), status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns, status.st_mtime_ns

@@ -12,7 +12,7 @@ from tlora.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class DataLimits:
-    """`memory_bytes` of private memory; `seconds` on the clock; a row of at most `row_characters`, and at most so many `rows`."""
+    """`memory_bytes` of private memory; `seconds` of wall time; at most `row_characters` per row and `rows` rows."""
 
     memory_bytes: int
     cpu_seconds: int
@@ -21,7 +21,7 @@ class DataLimits:
     rows: int
 
     def enforce(self) -> None:
-        """Of this process, from now on. Beyond memory is a MemoryError; beyond either time is a signal, which ends it."""
+        """Limit this process from now on. Too much memory raises MemoryError; too much time ends the process by a signal."""
         if sys.platform == "linux":
             resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -38,12 +38,12 @@ class DataLimits:
 
 
 def describe_signal(number: int) -> str | None:
-    """What a process was ended for by `enforce`; None for other signals."""
+    """Why `enforce` ended a process with this signal; None for other signals."""
     return {signal.SIGXCPU: "used up its CPU seconds", signal.SIGALRM: "used up its time"}.get(signal.Signals(number))
 
 
 def _characters(value: object) -> int:
-    """Of all texts in a value, numbers counting one. The value is a tree: it was read from a file."""
+    """The characters of all texts in a value; a number counts as one. The value is a tree, as it was read from a file."""
     count, waiting = 0, [value]
     while waiting:
         item = waiting.pop()

@@ -1,7 +1,7 @@
 """Messages of a chat, in the spellings of the well-known trainers and APIs, as a chat template takes them.
 
-Owns roles, contents, the loss weight of a message, and the system prompt and tools that stand in columns of their own. Tool calls are
-`tool_calls.py`'s; which column holds the messages is `formats.py`'s.
+Owns roles, contents, the loss weight of a message, and the system prompt and tools in separate columns. `tool_calls.py` reads tool
+calls; `formats.py` decides which column holds the messages.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _round(item: object) -> Sequence[object]:
 
 
 def check_roles(messages: Sequence[Message], template: str, place: str) -> None:
-    """Raises DataError for a role that is none of those known here and that the source of the chat template does not name either: such
-    a message would fall away, or be context under a heading that the model has never seen.
+    """Raises DataError for a role that neither this module nor the source of the chat template knows: such a message would be dropped,
+    or become context under a heading that the model has never seen.
     """
     for i, message in enumerate(messages):
         role = str(message["role"])
@@ -91,7 +91,7 @@ def check_roles(messages: Sequence[Message], template: str, place: str) -> None:
 
 
 def with_system(row: Row, chat: Chat) -> Chat:
-    """With the system prompt that stands in a column of its own, if there is one."""
+    """The chat with the system prompt of a separate column, if there is one."""
     text = system_of(row)
     if not text:
         return chat
@@ -104,7 +104,7 @@ def with_system(row: Row, chat: Chat) -> Chat:
 
 
 def system_of(row: Row) -> str:
-    """The system prompt in a column of its own; "" without one."""
+    """The system prompt in a separate column; "" without one."""
     prompt: str = ""
     for column in SYSTEM_COLUMNS:
         value = row.value.get(column)
@@ -149,7 +149,7 @@ def read_tools(row: Row, name: str, raw: object) -> list[object] | None:
 
 
 def notes_on_tools(tools: Sequence[object] | None) -> tuple[Note, ...]:
-    """On parameters whose schema is null. No schema is null: a Parquet file was written as JSON with the keys of all its rows."""
+    """Notes on parameters whose schema is null: a Parquet file was written as JSON with the keys of all its rows."""
     waiting, without_schema = list(tools or []), list[str]()
     while waiting:
         item = waiting.pop()
@@ -250,7 +250,7 @@ def _content(row: Row, name: str, content: object, may_be_absent: bool) -> tuple
 
 
 def _weight(row: Row, name: str, fields: Mapping[str, object], role: str) -> float:
-    """The product of what the message says; a message that says nothing is trained if it is the assistant's."""
+    """The product of the message's weights; a message without any is trained if it is the assistant's."""
     factors: list[float] = []
     for key in WEIGHT_KEYS:
         if key not in fields or (key == "loss" and role != "assistant"):  # MS-SWIFT reads `loss` of the assistant's messages only

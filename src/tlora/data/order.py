@@ -41,7 +41,7 @@ Epoch = int | Mixture | PackedRows
 
 
 def mix(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """An epoch takes samples in proportion to `weights`: as many as possible without taking one twice, so at least one source is used up.
+    """A mixture of sources in proportion to `weights`: as many samples as possible without repeats, so at least one source is used up.
 
     takes[i] = round(weights[i] * min_j(sizes[j] / weights[j])), at least 1. Every source must have a sample.
     """
@@ -64,7 +64,7 @@ def takes_all(epoch: Epoch) -> bool:
 
 
 def row_tokens(lengths: npt.NDArray[np.int64], epoch: Epoch) -> npt.NDArray[np.int64]:
-    """Tokens of each thing that `batch_size` counts: of samples of so many tokens, or of the rows that they are packed in."""
+    """Tokens of each unit that `batch_size` counts: of the samples, or of the rows that they are packed in."""
     return np.add.reduceat(lengths[epoch.samples], epoch.starts[:-1]) if isinstance(epoch, PackedRows) else lengths
 
 
@@ -100,7 +100,7 @@ def _stretch(seed: int, begin: int, count: int, size: int) -> npt.NDArray[np.int
 
 
 def global_batch(step: int, epoch: Epoch, batch_size: int, seed: int) -> list[int]:
-    """Sample indices of optimizer step `step` (from 0): of `batch_size` samples, or of the samples in so many rows. Epochs follow one
+    """Sample indices of optimizer step `step` (from 0): `batch_size` samples, or the samples of `batch_size` rows. Epochs follow one
     another; an epoch's last batch may be smaller.
     """
     if isinstance(epoch, PackedRows):

@@ -14,7 +14,7 @@ _PROBES = (1 / 2, 1, 3 / 4, 1 / 4)  # places in a sample whose tokens are compar
 
 
 def count_shared(train: Dataset, evaluation: Dataset) -> int:
-    """Samples of `evaluation` whose tokens are those of a sample of `train`."""
+    """The number of samples of `evaluation` that equal a sample of `train` token for token."""
     trained, evaluated = np.arange(len(train)), np.arange(len(evaluation))
     for probe in _PROBES:
         ours, theirs = _keys(train, trained, probe), _keys(evaluation, evaluated, probe)
@@ -25,7 +25,7 @@ def count_shared(train: Dataset, evaluation: Dataset) -> int:
 
 
 def _keys(dataset: Dataset, indices: npt.NDArray[np.int64], probe: float) -> npt.NDArray[np.int64]:
-    """Of each sample its length and one of its tokens, as one number."""
+    """One number per sample, of its length and one of its tokens."""
     lengths = dataset.lengths[indices]
     tokens = dataset.tokens_at(indices, (probe * (lengths - 1)).astype(np.int64))
     return lengths << 32 | tokens

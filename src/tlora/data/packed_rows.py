@@ -15,8 +15,8 @@ from tlora.data.order import PackedRows
 
 
 def pack_rows(lengths: npt.NDArray[np.int64], capacity: int) -> PackedRows:
-    """Samples of so many tokens, none longer than `capacity`, in rows of at most `capacity`: from the longest to the shortest each goes
-    where it leaves the least room, and into a new row where it fits nowhere. Within a row samples keep their order.
+    """Pack samples, none longer than `capacity` tokens, in rows of at most `capacity`: from the longest to the shortest each goes into the
+    row where it leaves the least room, or into a new one if it fits nowhere. Within a row samples keep their order.
     """
     shortest = int(lengths.min())
     row_of = np.empty(len(lengths), np.int64)

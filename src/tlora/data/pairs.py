@@ -68,7 +68,7 @@ def columns_read(row: Row) -> set[str]:
 
 
 def _asked(row: Row) -> Chat | str | None:
-    """The prompt: messages; text, which is no chat unless the answers are; None where both answers begin with it."""
+    """The prompt: messages; text, which is no chat unless the answers are; None if both answers begin with it."""
     column = next((column for column in _PROMPTS if not is_empty(row.value.get(column))), None)
     if column is None:
         return "" if row.value.get("prompt") == "" else None
@@ -110,7 +110,7 @@ def _of_openai(row: Row) -> Pair:
 
 
 def _beside_sample(row: Row, wanted: Example, unwanted: str) -> Pair:
-    """The wanted answer is the last of the sample; the unwanted one stands in its place."""
+    """The wanted answer is the last of the sample; the unwanted one replaces it."""
     value = row.value[unwanted]
     if isinstance(wanted, Text):
         return Pair(wanted, Text(wanted.prompt, text_of(row, unwanted)))

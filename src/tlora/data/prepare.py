@@ -1,4 +1,4 @@
-"""The data room's front door: from `DataConfig`s to tokenized sets, tokenized in a process of its own.
+"""The entry point of `data`: from `DataConfig`s to tokenized sets, tokenized in a separate process.
 
 A job whose data is invalid, or crashes or hangs the process, gets a DataError; the other jobs continue in a new process.
 """
@@ -42,8 +42,8 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """One job's data. Relative paths in `data` are under `base_dir`; `rows` is what the job learns from. `keep_unfinished`: a set that is
-    not finished stays in `cache_dir` for the next launch. It is for a cache of one's own: nothing removes it when a data file is deleted.
+    """One job's data. Relative paths in `data` are under `base_dir`; `rows` is what the job learns from. `keep_unfinished`: an unfinished
+    set stays in `cache_dir` for the next launch. Use it for private caches: deleting a data file does not remove the set.
     """
 
     key: str
@@ -168,8 +168,8 @@ def _known(request: PrepareRequest, tell: OnProgress) -> Prepared | DataError | 
 def _run_worker(
     worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
 ) -> dict[str, Prepared | DataError]:
-    """Results until all are done or the worker dies; then the job that it was on is failed too. No results if it dies before the first job,
-    which may be a chance (a machine short of memory); a worker that was `restarted` for it may not: ModelError.
+    """Results until all are done or the worker dies, which fails the job that it was on. No results if it dies before the first job, which
+    may be chance (a machine short of memory); if a worker that was `restarted` for that dies too: ModelError.
     """
     process = worker.process
     stdin, _ = process.pipes
@@ -282,7 +282,7 @@ def _pinned(path: str | Sources, sources: Sequence[DataSource], commits: Sequenc
 
 
 def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -> Prepared | DataError:
-    """What `prepare` gives, from the sets that it made for this request before. `eval_set`: of `data.eval_path`, if there is one."""
+    """The result of `prepare` from the sets that it made for this request before. `eval_set`: of `data.eval_path`, if there is one."""
     data = request.data
     train, evaluation, eval_report = None, None, None
     try:
@@ -314,7 +314,7 @@ def _count_shared(train_set: Path, eval_set: Path | None, eval_size: float, seed
 
 
 def _epoch(data: DataConfig, counts: Sequence[int], train_set: Path, train: npt.NDArray[np.int64] | None) -> Epoch | None:
-    """What an epoch takes of sources with so many samples each, of which those in `train` are trained on (None: all)."""
+    """What an epoch takes of the sources, of whose samples those in `train` are trained on (None: all)."""
     weights = [source.weight for source in data.sources if source.weight is not None]
     if len(weights) < 2:
         return _pack(train_set, data.eval_size, data.eval_seed, data.max_length)[0] if data.packing else None
@@ -330,7 +330,7 @@ def _epoch(data: DataConfig, counts: Sequence[int], train_set: Path, train: npt.
 
 @lru_cache(maxsize=64)  # two seconds for a million samples, and the jobs of a sweep ask for the same
 def _pack(train_set: Path, eval_size: float, eval_seed: int, max_length: int, sizes: tuple[int, ...] = ()) -> list[PackedRows]:
-    """The training samples of a set in rows; those of sources of so many samples each for themselves."""
+    """The training samples of a set in rows, each source packed by itself."""
     whole = Dataset(train_set)
     train = split(len(whole), eval_size, eval_seed)[0] if eval_size else slice(None)
     lengths = whole.lengths[train]

@@ -1,4 +1,4 @@
-"""Statistics of a tokenized set: its size, and which parts of its rows training does not see.
+"""Statistics of a tokenized set: its size, and the parts of its rows that are not trained on.
 
 Counted while the set is made (`build.py`), stored in its meta.json, printed by `check` and `train`.
 """
@@ -86,7 +86,7 @@ class DataReport:
         return {"report": fields, **newer}
 
     def count_row(self, examples: Sequence[Example | Pair | Labelled]) -> None:
-        """One more row, which was read as `examples`, with their notes."""
+        """Count a row, which was read as `examples`, with their notes."""
         self.rows += 1
         self.pieces += len(examples)
         answers = [answer for example in examples for answer in _answers(example) if isinstance(answer, Chat)]
@@ -100,17 +100,17 @@ class DataReport:
             seen.add(note.what)
 
     def count_label(self, wanted: bool) -> None:
-        """One more sample of a labelled answer."""
+        """Count a sample of a labelled answer."""
         self.wanted += wanted
         self.unwanted += not wanted
 
     def count_columns(self, columns: Iterable[str]) -> None:
-        """One more row in which `columns` hold something that is not used."""
+        """Count a row in which `columns` hold values that are not used."""
         for column in columns:
             self.unused_columns[column] = self.unused_columns.get(column, 0) + 1
 
     def count_changes(self, changes: Iterable[Change]) -> None:
-        """One more row with these changes."""
+        """Count a row with these changes."""
         by_kind = {count.what: count for count in self.changes}
         seen: set[str] = set()
         for change in changes:
@@ -123,12 +123,12 @@ class DataReport:
             seen.add(change.what)
 
     def count_unstopped(self, ends: Iterable[str | None]) -> None:
-        """One more row whose trained turns end in these (see `unstopped`); None where they end in a stop token."""
+        """Count a row whose trained turns end in these (see `unstopped`); None if they end in a stop token."""
         for end in dict.fromkeys(end for end in ends if end is not None):
             self.unstopped[end] = self.unstopped.get(end, 0) + 1
 
     def add(self, later: DataReport) -> None:
-        """The rows of `later` follow: each count grows by its own. Of columns, changes and ends at most 100 kinds are kept, the first."""
+        """Add the counts of the rows in `later`, which follow. Of columns, changes and ends the first 100 kinds are kept."""
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.longest = max(self.longest, later.longest)
@@ -142,7 +142,7 @@ class DataReport:
         _add_counts(self.notes, later.notes)
 
     def warnings(self) -> list[str]:
-        """What training does not see of the rows, one line each."""
+        """Warnings about parts of the rows that are not trained on, one line each."""
         place, lines = self.files[0], list[str]()
         packed = self.pieces > self.rows
         total = f"{self.pieces:,} samples" if packed else f"{self.rows:,} rows"

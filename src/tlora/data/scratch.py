@@ -1,4 +1,4 @@
-"""Directories in which sets are being made, and what of an unfinished one is kept for the next launch.
+"""Directories in which sets are being made, and the state of an unfinished one that is kept for the next launch.
 
 A directory is kept under its set's key while one process at a time fills it, which holds a lock on a file in it. A progress file says how
 long its files are, with their hashes; it is replaced as a whole after they are written. What does not match it is not used. Two processes
@@ -161,7 +161,7 @@ def remove_left_by(cache_dir: Path, process_id: int) -> None:
 
 
 def progress_of(cache_dir: Path, process_id: int) -> list[Progress]:
-    """Of the directories that the process was the last to fill."""
+    """The progress of the directories that the process was the last to fill."""
     saved = (_read_progress(path) for path in _owned_by(cache_dir, process_id))
     return [progress for progress in saved if progress is not None]
 
@@ -197,7 +197,7 @@ def _has_progress(path: Path) -> bool:
 
 
 def _remove_unless(path: Path, is_wanted: Callable[[Path], bool]) -> None:
-    """Where no process fills it, and it is not wanted."""
+    """Remove the directory, unless a process fills it or it is wanted."""
     has_lock = (path / _LOCK).exists()
     lock = _lock(path) if has_lock else None
     if lock is not None or not has_lock:

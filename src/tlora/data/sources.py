@@ -1,4 +1,4 @@
-"""From the sources that a job names to files: local ones where something lies at the path, else those of a hub data set."""
+"""Finds the files of the sources that a job names: local ones if the path exists, else those of a hub data set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_on_hub(source: DataSource, base_dir: Path) -> bool:
 
 
 def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
-    """Find the files of `source`, and fetch them where they are the hub's. Relative paths are under `base_dir`. Raises DataError."""
+    """Find the files of `source`, and fetch those of the hub. Relative paths are under `base_dir`. Raises DataError."""
     if is_on_hub(source, base_dir):
         fetched = fetch(source, cache_dir, _hint(source, base_dir))
         return Source(source.called, fetched.files, fetched.commit)
@@ -68,7 +68,7 @@ def has_layout(source: DataSource, base_dir: Path) -> bool:
 
 
 def _notes(directory: Path, source: DataSource, split: str, files: Sequence[Path]) -> tuple[str, ...]:
-    """Of a directory whose split was not named: what is read of it, and what is not."""
+    """Notes on a directory whose split was not named: what is read of it, and what is not."""
     used = {file.resolve() for file in files}
     unread = [file.relative_to(directory).as_posix() for file in files_below(directory) if file.resolve() not in used]
     if source.split is not None or not unread:
@@ -81,7 +81,7 @@ def _notes(directory: Path, source: DataSource, split: str, files: Sequence[Path
 
 
 def _hint(source: DataSource, base_dir: Path) -> str:
-    """What to say of a name like a hub data set's if its first part is a directory here: the path of a file may be meant."""
+    """A hint for a name like a hub data set's whose first part is a local directory: the path of a file may be meant."""
     path = base_dir / source.path
     if not path.parent.is_dir():
         return ""
@@ -90,7 +90,7 @@ def _hint(source: DataSource, base_dir: Path) -> str:
 
 
 def shown_files(sources: Sequence[DataSource], base_dir: Path) -> list[str]:
-    """The sources by the names of their files, as messages have them; without asking the hub. Raises DataError."""
+    """The names of the sources' files for messages, without asking the hub. Raises DataError."""
     return [name for source in sources for name in _shown(source, base_dir)]
 
 

@@ -1,4 +1,4 @@
-"""Which tokens end generation with a base: its tokenizer's EOS, and those that generation_config.json and config.json name."""
+"""The tokens that end generation with a base: its tokenizer's EOS, and those in generation_config.json and config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILES = ("generation_config.json", "config.json")  # the first that names any w
 
 
 def read_stop_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> frozenset[str]:
-    """As the texts of the tokens; `path` is a directory, or a hub id whose files are looked for in the local cache alone."""
+    """The texts of the stop tokens; `path` is a directory, or a hub id, whose files are looked up in the local cache only."""
     eos = tokenizer.eos_token
     stops = {eos} if isinstance(eos, str) else set[str]()
     for name in _FILES:

@@ -1,7 +1,7 @@
 """Finds the parts of a chat that its template drops or rewrites.
 
-Templates are programs and say nowhere what they leave out, so the rendered text is searched for each piece of the chat: as it is, and
-escaped as in JSON or in Python. Owns that search and its words; rendering is `chat.py`'s.
+Templates are programs and do not declare what they leave out, so the rendered text is searched for each piece of the chat: as it is, and
+escaped as in JSON or in Python. Owns that search and its messages; `chat.py` renders.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tlora.data.examples import Chat, Message
 from tlora.data.turn_marks import REASONING_KEYS, THINK_END
 
 _READ_ELSEWHERE = ("role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS)
-_SHORT = 64  # characters; a shorter piece may stand in the text by chance, so its occurrences are counted
+_SHORT = 64  # characters; a shorter piece may occur in the text by chance, so its occurrences are counted
 _EXAMPLE_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
 class Change:
-    """One piece of a chat that is not written as it stands. `what` is the kind of change, in words."""
+    """One piece of a chat that is not written unchanged. `what` is the kind of change, in words."""
 
     what: str
     characters: int
@@ -32,7 +32,7 @@ class Change:
 @dataclass(frozen=True)
 class _Piece:
     what: str
-    parts: list[str]  # all of them stand in the text, or the piece was dropped
+    parts: list[str]  # all of them are in the text, or the piece was dropped
 
     def change(self) -> Change:
         return _change(self.what, " ".join(self.parts))
@@ -69,13 +69,13 @@ def _pieces(message: Message) -> Iterator[_Piece]:
 
 
 def _definition(tool: object) -> _Piece:
-    """By name and description: templates write the types of parameters in notations of their own."""
+    """A tool's name and description as pieces: templates write the types of parameters in their own notations."""
     function = _function(tool)
     return _Piece("tool definitions are dropped", [str(function[key]).strip() for key in ("name", "description") if key in function])
 
 
 def _function(tool: object) -> dict[str, object]:
-    """Of a definition or a call: rows may bring other shapes, and it is the template that refuses those."""
+    """The function of a definition or a call: rows may have other shapes, which the template refuses."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return cast("dict[str, object]", function) if isinstance(function, dict) else {}
 
@@ -112,7 +112,7 @@ def _unread_keys(template: Template, chat: Chat) -> Iterator[Change]:
 
 
 def _rewritten(template: Template, chat: Chat) -> Iterator[Change]:
-    """What `chat.py` puts in other words for a template that has none."""
+    """What `chat.py` rewords because the template cannot write it."""
     if not template.knows_tools:
         if chat.tools:
             yield _change("tool definitions are written as text of the system turn", json.dumps(chat.tools, ensure_ascii=False))

@@ -75,14 +75,14 @@ def _values_in(text: str) -> Iterator[object]:
 
 
 def _all_calls(values: list[object]) -> list[object]:
-    """The calls that `values` are, or are lists of; [] unless all are calls."""
+    """The calls in `values`, which may hold lists of calls; [] unless all are calls."""
     each = [call for value in values for call in (value if isinstance(value, list) else [value])]
     calls = [_as_call(call) for call in each]
     return cast("list[object]", calls) if all(calls) else []
 
 
 def _as_call(value: object) -> Message | None:
-    """In the shape templates know, with what else the call holds, such as its id; None if it is no call."""
+    """The call in the shape that templates know, with its other keys, such as an id; None if it is no call."""
     call = _present(value)
     nested = isinstance(call.get("function"), dict)
     function = _present(call["function"]) if nested else call
@@ -104,7 +104,7 @@ def _present(value: object) -> Message:
 
 
 def _parsed(arguments: object) -> object:
-    """An object where `arguments` is one as JSON in a string, or nothing at all; else as it stands."""
+    """`arguments` as an object if it is one as JSON in a string, or empty; else unchanged."""
     if not isinstance(arguments, str):
         return arguments
     parsed = from_json(arguments) if arguments.strip() else {}

@@ -30,7 +30,7 @@ class Marked:
 
 
 def mark_message(index: int, message: Message, deep: bool) -> tuple[Message, dict[str, str]]:
-    """The message with placeholders, and by kind the text that each stands for.
+    """The message with placeholders, and the text of each by kind.
 
     White space around a text stays, so that a template strips both or neither. Thoughts and the arguments of calls are replaced only with
     `deep`: then chats that differ in these alone have one plan.

@@ -1,4 +1,4 @@
-"""What of a rendered chat is trained, and whether each trained turn ends in a stop token."""
+"""Which parts of a rendered chat are trained, and whether each trained turn ends in a stop token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class World:
 
 
 def written_text(world: World, index: int) -> list[Range]:
-    """Of a turn that is trained although the model does not write it: its text alone."""
+    """The ranges of a turn that is trained although the model does not write it: its text alone."""
     content = str(world.messages[index]["content"])
     lead, trail = content[: len(content) - len(content.lstrip())], content[len(content.rstrip()) :]
     ranges: list[Range] = []
@@ -93,7 +93,7 @@ def with_stops(plan: Plan, world: World) -> Plan:
 
 
 def _next_header(world: World, text: str, mark: Marked | None, end: int) -> str:
-    """What would follow the last turn: the header of a tool's result after calls, else of a user's message."""
+    """The header that would follow the last turn: of a tool's result after calls, else of a user's message."""
     index = len(world.messages)
     calls = cast("list[dict[str, object]]", world.messages[-1].get("tool_calls") or [])
     after: Message = {"role": "tool", "content": "x"} if calls else {"role": "user", "content": "x"}
@@ -109,7 +109,7 @@ def _next_header(world: World, text: str, mark: Marked | None, end: int) -> str:
 
 
 def find_stop(template: Template, closing: str, rest: str) -> tuple[str, str | None]:
-    """What to add from `rest` to a turn that closes with `closing`; and what ends the turn where that is no stop token."""
+    """What to add from `rest` to a turn that closes with `closing`; and what ends the turn if that is no stop token."""
     own = markers_in(template, closing)
     if any(marker in template.stops for marker in own):
         return "", None

@@ -34,7 +34,7 @@ def find_turns(template: Template, chat: Chat, full: str) -> tuple[str, list[tup
     weights; and what `Plan.unstopped` says. Raises LostTurnError.
     """
     reason: LostTurnError | None = None
-    for deep in (True, False):  # a template may look into a thought or an argument, which then has to stay as it is
+    for deep in (True, False):  # a template may inspect a thought or an argument, which then has to stay unchanged
         pairs = [mark_message(i, message, deep) for i, message in enumerate(chat.messages)]
         try:
             plan, spans = _fitting_plan(template, chat, pairs, full)
@@ -63,7 +63,7 @@ def _fitting_plan(
     key = json.dumps([marked, chat.tools, trained, chat.template_kwargs], default=str)
     plan = template.plans.get(key)
     if plan is not None and (spans := _fit(plan, values, full + plan.added, chat.weights)) is not None:
-        return plan, spans  # else made anew: it may be of yesterday, and templates write dates
+        return plan, spans  # else made again: the plan may be from yesterday, and templates write dates
     world = World(template, marked, chat.tools, chat.template_kwargs)
     plan = _make_plan(replace(world, text=render_messages(template, marked, chat.tools, chat.template_kwargs)), trained)
     if len(template.plans) >= _MOST_PLANS:
@@ -126,7 +126,7 @@ def _opening(world: World, index: int, gap: str, tail: str, base: tuple[Marked, 
                 return len(other)
     if template.generation_prompt and (prompt_at := gap.find(template.generation_prompt, 0, own)) >= 0:
         return prompt_at + len(template.generation_prompt)
-    # The prompt opens another way than this turn does (a thought that it does not have): what a plain answer's header has is the header.
+    # The prompt opens otherwise than this turn (with a thought that it lacks): a plain answer's header is the header.
     plain = world.render([*earlier, mark_message(index, {"role": "assistant", "content": "x"}, False)[0]])
     if plain is not None:
         position = end_of_mark(plain, base[0].text, base[1]) if base else 0
@@ -142,7 +142,7 @@ def _opening(world: World, index: int, gap: str, tail: str, base: tuple[Marked, 
 
 
 def _shared_ranges(world: World, index: int, start: int, places: tuple[str, int, int]) -> list[Range]:
-    """What the chat cut after the turn and the whole chat have in common from `start` on, and from each of the turn's placeholders on."""
+    """The common ranges of the chat cut after the turn and the whole chat, from `start` and from each of the turn's placeholders on."""
     cut, at_cut, at_text = places
     template, text = world.template, world.text
     shared = common_prefix(template, cut[at_cut:], text[at_text:])
@@ -203,7 +203,7 @@ def _closed(world: World, index: int, ranges: list[Range], rest: str) -> list[Ra
 
 
 def _ranges_by_end(world: World, index: int, start: int) -> list[Range]:
-    """For templates that do not write a chat which ends with this turn: up to the one end-of-turn mark before the next message."""
+    """For templates that refuse a chat which ends with this turn: up to the only end-of-turn mark before the next message."""
     text, end_of_turn = world.text, world.template.end_of_turn
     stop = next((mark.start for mark in marks_in(text, start) if mark.index != index), len(text))
     if not end_of_turn or text.count(end_of_turn, start, stop) != 1:
@@ -245,7 +245,7 @@ def _fit(plan: Plan, values: Sequence[Mapping[str, str]], full: str, weights: Se
 
 
 def _plan_by_prefixes(world: World, weights: Sequence[float]) -> Plan:
-    """For templates that look into contents: the chat cut before and after each trained turn, as far as it is how the whole chat begins."""
+    """For templates that inspect contents: the chat cut before and after each trained turn, up to where each agrees with the whole one."""
     ranges: dict[int, list[Range]] = {}
     for i, message in enumerate(world.messages):
         if not weights[i]:

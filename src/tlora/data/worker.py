@@ -41,9 +41,7 @@ _Request = dict[str, object]
 
 @dataclass(frozen=True)
 class Made:
-    """A set: its directory, the commit of each source that is the hub's, what was wrong with an earlier one there, and `notes` on which
-    files were chosen.
-    """
+    """A set: its directory, the commit of each hub source, the damage of an earlier set there, and `notes` on the choice of files."""
 
     directory: str | None = None
     commits: list[str | None] = dataclasses.field(default_factory=list)
@@ -58,7 +56,7 @@ class Worker:
         self.events = events
         self.tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.hashes: dict[Path, str] = {}
-        self.sets: dict[str, Made] = {}  # those that are made or checked, by what decides about them
+        self.sets: dict[str, Made] = {}  # those that are made or checked, by what determines them
         self.last_event = 0.0
 
     def send(self, event: str, key: str, **fields: object) -> None:
@@ -67,7 +65,7 @@ class Worker:
         self.last_event = time.monotonic()
 
     def run(self, request: _Request) -> None:
-        """One job: its training set and its evaluation set, if that is another file."""
+        """Prepare one job: its training set and its evaluation set, if that is another file."""
         key, data = str(request["key"]), DataConfig.model_validate(request["data"])
         self.send("start", key)
         limits = _limits(request)
@@ -140,7 +138,7 @@ class Worker:
             thread.join()
 
     def build(self, order: Order, encoder: Encoder, key: str) -> tuple[Path, str | None]:
-        """As `build`, with signs of life for the job `key`."""
+        """`build` with signs of life for the job `key`."""
 
         def beat(rows: int, share: float) -> None:
             if time.monotonic() - self.last_event >= EVENT_SECONDS:
@@ -201,7 +199,7 @@ def _leave_with_parent(requests: BinaryIO) -> None:
 
 def main() -> None:
     """Serve the requests of one line of JSON from stdin, then exit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches all processes of a terminal: the parent decides, and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides, and ends this one
     sys.modules["torch"] = cast("None", None)  # type: ignore[assignment]  # transformers would import it: 1 s and 300 MB for nothing
     _limit_resources()
     events = os.fdopen(os.dup(1), "wb")
