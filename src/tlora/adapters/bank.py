@@ -128,11 +128,11 @@ class AdapterBank:
         """Module name -> where the job lies there, in layout order: the same object until a tensor may have moved, so that `is` tells
         whether a table made of it still holds.
         """
-        found = self._addresses.get(job_id)
-        if found is None:
-            found = {s.module: self._address(job_id, s) for s in self._layouts[job_id].shapes}
-            self._addresses[job_id] = found
-        return found
+        by_module = self._addresses.get(job_id)
+        if by_module is None:
+            by_module = {s.module: self._address(job_id, s) for s in self._layouts[job_id].shapes}
+            self._addresses[job_id] = by_module
+        return by_module
 
     def _address(self, job_id: str, shape: AdapterShape) -> SlotAddress:
         linear = self._linears[shape.module]
@@ -192,12 +192,12 @@ class AdapterBank:
 
     def _rows(self, job_id: str, *names: str) -> list[Tensor]:
         """Views of the slot in layout order, A then B of each module."""
-        found: list[Tensor] = []
+        rows: list[Tensor] = []
         for s in self._layouts[job_id].shapes:
             linear = self._linears[s.module]
             start = linear.used[job_id].start
-            found += [getattr(linear, name)[start : start + s.rank] for name in names]
-        return found
+            rows += [getattr(linear, name)[start : start + s.rank] for name in names]
+        return rows
 
     @torch.no_grad()
     def write(self, job_id: str, params: Tensor) -> None:

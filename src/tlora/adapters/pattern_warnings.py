@@ -15,18 +15,18 @@ def pattern_warnings(lora: LoraShape, layout: AdapterLayout) -> list[str]:
 
 def _without_effect(lora: LoraShape, layout: AdapterLayout) -> list[str]:
     """Keys that come too late for each module that they mean."""
-    found: list[str] = []
+    warnings: list[str] = []
     for name, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         matched = [keys for shape in layout.shapes if (keys := matching_keys(pattern, shape.module))]
         counting = {keys[0] for keys in matched}
         for key in pattern:
             if key not in counting:
                 earlier = next(keys[0] for keys in matched if key in keys)
-                found.append(
+                warnings.append(
                     f"{name}: {key!r} has no effect, as {earlier!r} stands before it and matches the same modules: the first counts. "
                     f"Write {key!r} above {earlier!r}"
                 )
-    return found
+    return warnings
 
 
 def other_readers(lora: LoraShape, modules: Iterable[str]) -> list[str]:

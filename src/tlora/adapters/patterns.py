@@ -21,14 +21,14 @@ def find_matches(pattern: str, names: Iterable[str], key: str, whole: bool = Tru
     """
     compiled, end = _regex.compile(pattern), time.monotonic() + _SECONDS
     match = compiled.fullmatch if whole else compiled.match
-    found: dict[str, str | None] = {}
+    matches: dict[str, str | None] = {}
     try:
         for name in names:
             if hit := match(name, timeout=max(1e-3, end - time.monotonic())):
-                found[name] = hit.groupdict().get("idx")
+                matches[name] = hit.groupdict().get("idx")
     except TimeoutError:
         raise ModelError(
             f"{key}: the pattern {pattern!r} takes more than {_SECONDS:g} s to match the names of this base's layers. "
             "Write one without repetitions inside repetitions, or a list of names"
         ) from None
-    return found
+    return matches

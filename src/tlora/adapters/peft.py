@@ -103,8 +103,8 @@ def _by_module(pattern: dict[str, Number], layout: AdapterLayout, default: Numbe
     modules = [shape.module for shape in layout.shapes]
     if not any(len(matching_keys(pattern, module)) > 1 for module in modules):
         return dict(pattern)
-    found = {module: pattern_value(pattern, module, default) for module in modules}
-    return {module: value for module, value in found.items() if value != default}
+    value_by_module = {module: pattern_value(pattern, module, default) for module in modules}
+    return {module: value for module, value in value_by_module.items() if value != default}
 
 
 def _plain(alpha: float) -> float:

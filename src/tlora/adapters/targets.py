@@ -34,7 +34,7 @@ def resolve(linears: Sizes, modules: Collection[str], experts: Sequence[str], lo
     excluded = _excluded(lora, modules)
     names = [name for name in names if name not in excluded]
     names = _in_layers(names, lora)
-    found = ", ".join(_last_parts(linears))
+    present = ", ".join(_last_parts(linears))
     block = next((block for block in experts for name in names if name.startswith(block + ".")), None)
     if block is not None:
         raise ModelError(
@@ -43,7 +43,7 @@ def resolve(linears: Sizes, modules: Collection[str], experts: Sequence[str], lo
             f"{', '.join(_last_parts(_beside_experts(linears, experts)))}"
         )
     if not names:
-        raise ModelError(f"target_modules, exclude_modules and layers_to_transform together leave no layer to adapt. There are: {found}")
+        raise ModelError(f"target_modules, exclude_modules and layers_to_transform together leave no layer to adapt. There are: {present}")
     for key in (*lora.rank_pattern, *lora.alpha_pattern):
         if not any(_ends(name, [key]) for name in names):
             raise ModelError(
@@ -125,17 +125,17 @@ def _excluded(lora: LoraShape, modules: Collection[str]) -> Collection[str]:
     if not exclude:
         return ()
     if isinstance(exclude, str):
-        found = set(find_matches(exclude, modules, "exclude_modules"))
-        missing = [] if found else [exclude]
+        excluded = set(find_matches(exclude, modules, "exclude_modules"))
+        missing = [] if excluded else [exclude]
     else:
-        found = {name for name in modules if _ends(name, exclude)}
-        missing = [end for end in exclude if not any(_ends(name, [end]) for name in found)]
+        excluded = {name for name in modules if _ends(name, exclude)}
+        missing = [end for end in exclude if not any(_ends(name, [end]) for name in excluded)]
     if missing:
         raise ModelError(
             f"exclude_modules: {missing[0]!r} matches no module of this base model. A list holds names or their ends, such as "
             "[down_proj]; a pattern matches whole names. Correct it, or take it out"
         )
-    return found
+    return excluded
 
 
 def _in_layers(names: list[str], lora: LoraShape) -> list[str]:
@@ -153,9 +153,9 @@ def _in_layers(names: list[str], lora: LoraShape) -> list[str]:
         for name, number in find_matches(pattern, names, "layers_pattern", whole=False).items():
             numbers.setdefault(name, int(number or -1))
     whole = lora.target_modules if isinstance(lora.target_modules, list) else []
-    found = [name for name in names if name in whole or numbers.get(name) in layers]
+    kept = [name for name in names if name in whole or numbers.get(name) in layers]
     absent = sorted(layers - set(numbers.values()))
     if absent:
         there = f"from {min(numbers.values())} to {max(numbers.values())}" if numbers else "in no list of layers"
         raise ModelError(f"layers_to_transform: no adapted module is in layer {absent[0]}: they are {there}. Name layers that exist")
-    return found
+    return kept

@@ -231,9 +231,9 @@ class Engine:
         if not through:
             return
         means = self.decisions.evaluations(Losses([run.passed for run in through]).read())
-        for run, found in zip(through, means, strict=True):
-            run.evaluated(found.loss)
-            self._listen(Evaluated(run.spec.name, run.progress, found.loss, run.summary(found.metrics)))
+        for run, mean in zip(through, means, strict=True):
+            run.evaluated(mean.loss)
+            self._listen(Evaluated(run.spec.name, run.progress, mean.loss, run.summary(mean.metrics)))
             self._advance(run)
 
     def _step(self, through: list[JobRun]) -> None:
@@ -275,12 +275,12 @@ class Engine:
             return
         means, stats = stepping.losses.read(), stepping.steps.read()
         self._stepping = None  # not before: a wait that is interrupted begins anew
-        stepped = [(run, found) for run, found in zip(stepping.runs, means, strict=True) if run.spec.name in stats]
-        for run, found in stepped:
+        stepped = [(run, mean) for run, mean in zip(stepping.runs, means, strict=True) if run.spec.name in stats]
+        for run, mean in stepped:
             name = run.spec.name
             if run.leads:
-                run.stepped(stats[name], found.loss)
-                self._listen(Stepped(name, run.progress, stats[name], found.loss, run.summary(found.metrics)))
+                run.stepped(stats[name], mean.loss)
+                self._listen(Stepped(name, run.progress, stats[name], mean.loss, run.summary(mean.metrics)))
         for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
             self._advance(run, offered=stepping.offered)
 

@@ -129,10 +129,10 @@ def order_for(
     attentions: Sequence[AttentionOrder],
 ) -> Order:
     """The order for a GPU that is there; the dtype is that of `head`."""
-    found, weight = torch.cuda.get_device_properties(device), head.weight_VH
+    properties, weight = torch.cuda.get_device_properties(device), head.weight_VH
     name, unlike = str(weight.dtype).removeprefix("torch."), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
     loss = HeadOrder(weight.shape[0], bool(head.softcap))
-    return Order(found.name, capability_of(device), found.multi_processor_count, name, width, dropout, *unlike, loss)
+    return Order(properties.name, capability_of(device), properties.multi_processor_count, name, width, dropout, *unlike, loss)
 
 
 def start(order: Order) -> subprocess.Popen[bytes] | None:
@@ -154,7 +154,7 @@ def read_order(text: str) -> Order:
     row = json.loads(text)
     groups = tuple(GroupOrder(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
     attentions = tuple(AttentionOrder(**each) for each in row.pop("attentions"))
-    head = HeadOrder(**found) if (found := row.pop("head")) is not None else None
+    head = HeadOrder(**head_row) if (head_row := row.pop("head")) is not None else None
     packed = tuple(PackedOrder(**each) for each in row.pop("packed"))
     return Order(**row, groups=groups, attentions=attentions, head=head, packed=packed)
 
@@ -183,13 +183,13 @@ def _kernels(order: Order, table: TileTable) -> list[_Kernel]:
     """Those with the tiles of many tokens first, then GEMMs with smaller ones, each once."""
     dtype = getattr(torch, order.dtype)
     groups = _unlike(order.groups, table, dtype)
-    found: list[_Kernel] = []
+    kernels: list[_Kernel] = []
     for number, name in product(range(MOST_SIZES if table.sized else 1), get_args(Name)):
         for group in groups:
             sized = _with_sizes(table, group, dtype, number) if name in ("forward", "input gradient") else (table if number == 0 else None)
             if sized is not None:
-                found += [_Kernel(name, group, many, drops, sized) for many in (False, True) for drops in sorted({False, order.dropout})]
-    return found
+                kernels += [_Kernel(name, group, many, drops, sized) for many in (False, True) for drops in sorted({False, order.dropout})]
+    return kernels
 
 
 def _with_sizes(table: TileTable, group: GroupOrder, dtype: torch.dtype, number: int) -> TileTable | None:
@@ -206,14 +206,14 @@ def _with_sizes(table: TileTable, group: GroupOrder, dtype: torch.dtype, number:
 
 def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) -> list[GroupOrder]:
     """One group of each set that launches the same kernels: sizes are arguments, tile shapes are compiled in."""
-    found: dict[object, GroupOrder] = {}
+    group_by_kind: dict[object, GroupOrder] = {}
     for group in groups:
         keys = keys_of(group.in_features, group.widths, dtype, DTYPE if group.fp8 else dtype)
         tiles = frozenset((key.kernel, key.together, table.find(key)) for key in keys)
         # By pointer a block that a sum ends within takes masks, which are compiled in too.
         ends = tuple(size % WIDEST_BLOCK for size in (group.in_features, *group.widths)) if table.card.loads == "pointers" else ()
-        found.setdefault((len(group.widths), group.bias, group.fp8, tiles, ends), group)
-    return list(found.values())
+        group_by_kind.setdefault((len(group.widths), group.bias, group.fp8, tiles, ends), group)
+    return list(group_by_kind.values())
 
 
 def _without_a_gpu(capability: int) -> None:

@@ -245,6 +245,6 @@ def _ends_within(loads: Loads, inners: Sequence[int], block: int) -> bool:
 
 def _banks(tables: LoraTables, linear: int, which: int, count: int, block: list[int], loads: Loads) -> list[Operand]:
     """The adapter rows that S of each linear is multiplied by. A linear without adapters has S = 0, so any finite rows will do."""
-    found = [bank[which] if bank else None for bank in tables.weights[linear : linear + count]]
-    anybody = next(rows for rows in found if rows is not None)
-    return [bank_operand(anybody if rows is None else rows, block, loads) for rows in found]
+    banks = [bank[which] if bank else None for bank in tables.weights[linear : linear + count]]
+    present = next(rows for rows in banks if rows is not None)
+    return [bank_operand(present if rows is None else rows, block, loads) for rows in banks]

@@ -46,13 +46,13 @@ class SampleLayout:
     @cached_property
     def batches(self) -> tuple[tuple[int, Tensor], ...]:
         """Padded lengths, each with the tokens of its samples, int64 [samples * length]. The padding is the sample's last token again."""
-        starts, found = [0, *accumulate(self.lengths)], list[tuple[int, Tensor]]()
+        starts, sample_batches = [0, *accumulate(self.lengths)], list[tuple[int, Tensor]]()
         for size in sorted({_padded(length) for length in self.lengths}):
             own = [i for i, length in enumerate(self.lengths) if _padded(length) == size]
             inside = np.minimum(np.arange(size)[None, :], np.array([self.lengths[i] - 1 for i in own])[:, None])
             rows = np.array([starts[i] for i in own])[:, None] + inside
-            found.append((size, to_device(rows.reshape(-1), self.tables_on)))
-        return tuple(found)
+            sample_batches.append((size, to_device(rows.reshape(-1), self.tables_on)))
+        return tuple(sample_batches)
 
     @cached_property
     def places(self) -> Tensor:

@@ -52,8 +52,8 @@ class PassState:
 
     def weights_of(self, group: LinearGroup) -> tuple[list[Tensor], list[Tensor]]:
         """Weights [N_m, K] and biases [N_m] (or none at all) of a group's linears."""
-        found = [self.weights(name) for name in self.names[group.first : group.first + group.size]]
-        return [linear.weight.operand() for linear in found], [linear.bias_N for linear in found if linear.bias_N is not None]
+        linears = [self.weights(name) for name in self.names[group.first : group.first + group.size]]
+        return [linear.weight.operand() for linear in linears], [linear.bias_N for linear in linears if linear.bias_N is not None]
 
 
 _states: WeakValueDictionary[int, PassState] = WeakValueDictionary()

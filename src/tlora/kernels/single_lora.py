@@ -196,8 +196,8 @@ def _rows(t: Tensor) -> Tensor:
 
 def _packed_rows(t: Tensor, dtype: torch.dtype) -> Tensor:
     """As `_rows`, with nothing between the rows. A parameter may be a view into a flat buffer, at any address."""
-    found = t.to(dtype).contiguous()
-    return found if found.data_ptr() % 16 == 0 else found.clone()
+    packed = t.to(dtype).contiguous()
+    return packed if packed.data_ptr() % 16 == 0 else packed.clone()
 
 
 def _run_tokens(num_tokens: int) -> int:
@@ -218,10 +218,10 @@ _captured: dict[tuple[int, torch.device], LoraTables] = {}
 
 def _token_tables(num_tokens: int, device: torch.device) -> LoraTables:
     """The tables' part that depends on the number of tokens alone: one adapter's runs, one after another."""
-    found = _captured.get((num_tokens, device)) or _recent_tables(num_tokens, device)
+    tables = _captured.get((num_tokens, device)) or _recent_tables(num_tokens, device)
     if _is_capturing(device):
-        _captured[num_tokens, device] = found
-    return found
+        _captured[num_tokens, device] = tables
+    return tables
 
 
 def _is_capturing(device: torch.device) -> bool:

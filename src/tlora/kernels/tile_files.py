@@ -72,12 +72,12 @@ def read_rows(path: Path) -> dict[Key, dict[str, Any]]:
         raise ConfigError(f"table of tiles {path} cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from None
     if not isinstance(rows, list):
         raise _bad(path, rows, "its entries must be a list")
-    found: dict[Key, dict[str, Any]] = {}
+    row_by_key: dict[Key, dict[str, Any]] = {}
     for row in rows:
         key = _key_of(row, path)
         _tile_of(key, row, path)
-        found[key] = row
-    return found
+        row_by_key[key] = row
+    return row_by_key
 
 
 def _key_of(row: Any, path: Path) -> Key:
@@ -93,14 +93,14 @@ def _key_of(row: Any, path: Path) -> Key:
 
 def _tile_of(key: Key, row: Mapping[str, Any], path: Path) -> AnyTile:
     kind = Tile if key.kernel in ("forward", "input_gradient") else SkinnyTile
-    given, known = row.get("tile"), {f.name: f for f in fields(kind)}
+    tile_row, known = row.get("tile"), {f.name: f for f in fields(kind)}
     needed = {name for name, f in known.items() if f.default is MISSING}
-    if not isinstance(given, dict) or not needed <= given.keys() <= known.keys():
+    if not isinstance(tile_row, dict) or not needed <= tile_row.keys() <= known.keys():
         raise _bad(path, row, f"its tile must have {', '.join(sorted(needed))}")
-    wrong = [name for name, value in given.items() if type(value) is not (int if known[name].type == "int" else bool)]
+    wrong = [name for name, value in tile_row.items() if type(value) is not (int if known[name].type == "int" else bool)]
     if wrong:
-        raise _bad(path, row, f"{wrong[0]} cannot be {given[wrong[0]]!r}")
-    tile = kind(**given)
+        raise _bad(path, row, f"{wrong[0]} cannot be {tile_row[wrong[0]]!r}")
+    tile = kind(**tile_row)
     if problem := _problem(tile, key):
         raise _bad(path, row, problem)
     return tile

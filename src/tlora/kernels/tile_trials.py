@@ -153,9 +153,9 @@ def results(problem: Problem, tile: AnyTile) -> list[Tensor]:
     launch = prepare(problem, tile)
     for sums in problem.sums:
         sums.zero_()
-    given = launch()  # tells the shapes, and compiles
-    copies = [torch.full_like(t, torch.nan) for t in given]
-    del given, copies  # the allocator gives what was freed last to the next of that size
+    first = launch()  # tells the shapes, and compiles
+    copies = [torch.full_like(t, torch.nan) for t in first]
+    del first, copies  # the allocator gives what was freed last to the next of that size
     for sums in problem.sums:
         sums.zero_()
     return [t.clone() for t in launch()]
@@ -181,12 +181,12 @@ def find_fault(key: Key, widths: tuple[int, ...], tile: AnyTile, device: torch.d
     """
     for jobs in HARD:
         problem = make_problem(key, widths, jobs, device)
-        found = results(problem, tile)
-        apart = difference(found, results(problem, problem.group.tiles.find(key)))
+        outputs = results(problem, tile)
+        apart = difference(outputs, results(problem, problem.group.tiles.find(key)))
         if not apart <= MOST_DIFFERENCE[key.dtype]:
             return f"differs by {apart:.1e} from the rule's tile"
         if key.kernel in ("forward", "input_gradient") and not problem.tables.many:
             crowded = replace(problem, tables=replace(problem.tables, runs_in_a_tile=2))  # the kernel for any number of runs
-            if not all(map(torch.equal, found, results(crowded, tile))):
+            if not all(map(torch.equal, outputs, results(crowded, tile))):
                 return "has other bits where more runs share its tokens"
     return None

@@ -45,10 +45,10 @@ def norm_kernel(chunks_ptr, params_ptr, squares_ptr, CHUNK: tl.constexpr, ALIGNE
 @triton.jit
 def _largest(values_ptr, num_chunks, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), values_ptr.dtype.element_ty)
+    largest = tl.zeros((BLOCK,), values_ptr.dtype.element_ty)
     for start in range(0, num_chunks, BLOCK):
-        found = tl.maximum(found, tl.load(values_ptr + start + i, mask=start + i < num_chunks, other=0.0))
-    return tl.max(found).to(tl.float64)
+        largest = tl.maximum(largest, tl.load(values_ptr + start + i, mask=start + i < num_chunks, other=0.0))
+    return tl.max(largest).to(tl.float64)
 
 
 @triton.jit

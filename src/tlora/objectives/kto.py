@@ -51,11 +51,12 @@ class Kto:
     def summarise(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """Of sums over all answers, means over those of either kind; what there is none of is left out."""
         wanted = means["wanted"]
-        found = {"kl": means["kl"]}
-        found |= {name: means[name] / share for name, share in (("rewards/chosen", wanted), ("rewards/rejected", 1 - wanted)) if share > 0}
-        if len(found) == 3:
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found
+        summary = {"kl": means["kl"]}
+        shares = {"rewards/chosen": wanted, "rewards/rejected": 1 - wanted}
+        summary |= {name: means[name] / share for name, share in shares.items() if share > 0}
+        if len(summary) == 3:
+            summary["rewards/margins"] = summary["rewards/chosen"] - summary["rewards/rejected"]
+        return summary
 
 
 @dataclass(frozen=True)

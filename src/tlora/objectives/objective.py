@@ -128,6 +128,6 @@ def differentiate(objective: UnitLoss, logprobs: TokenLogprobs) -> tuple[UnitLos
     """The losses, and d(sum of losses) / d(policy log-probability) of each token [N]."""
     with torch.enable_grad():
         policy_N = logprobs.policy_N.detach().double().requires_grad_()
-        found = objective(TokenLogprobs(policy_N, logprobs.reference_N, logprobs.weights_N, logprobs.sequence_N, logprobs.num_sequences))
-        (slope_N,) = torch.autograd.grad(found.losses_U.sum(), policy_N)
-    return UnitLosses(found.losses_U.detach(), {name: values.detach() for name, values in found.metrics.items()}), slope_N
+        losses = objective(TokenLogprobs(policy_N, logprobs.reference_N, logprobs.weights_N, logprobs.sequence_N, logprobs.num_sequences))
+        (slope_N,) = torch.autograd.grad(losses.losses_U.sum(), policy_N)
+    return UnitLosses(losses.losses_U.detach(), {name: values.detach() for name, values in losses.metrics.items()}), slope_N

@@ -78,10 +78,10 @@ class Decision:
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def urgency(self, job: Job) -> float:
-        found = self._urgency.get(job.number)
-        if found is None:
-            found = self._urgency[job.number] = urgency(job, self.state.now, self.settings)
-        return found
+        known = self._urgency.get(job.number)
+        if known is None:
+            known = self._urgency[job.number] = urgency(job, self.state.now, self.settings)
+        return known
 
     def is_starving(self, job: Job) -> bool:
         """Whether it goes before all others of its priority."""
@@ -123,9 +123,9 @@ class Decision:
         if not self.settings.reservations:
             return held + (self.take_free(self.soonest_nodes(job)) if starves else [])
         if starves or (job.spec.gpus > 1 and not self.reservations):
-            found = reserve(self.draft, job, partial(end_of, self.state, self.settings))
-            if found is not None:
-                self.reservations.append(found)
+            reservation = reserve(self.draft, job, partial(end_of, self.state, self.settings))
+            if reservation is not None:
+                self.reservations.append(reservation)
         return held
 
     def backfill(self, job: Job) -> bool:
@@ -162,9 +162,9 @@ class Decision:
 
     def take_free(self, nodes: Iterable[str]) -> list[int]:
         """Their free GPUs, which are no longer free in this decision."""
-        found = [gpu for name in nodes for gpu in self.draft.free_of(name)]
-        self.draft.take(found)
-        return found
+        gpus = [gpu for name in nodes for gpu in self.draft.free_of(name)]
+        self.draft.take(gpus)
+        return gpus
 
     def value(self, jobs: Sequence[Job], slowdowns: Iterable[float]) -> float:
         """What it is worth that they run as fast: sum of urgency / slowdown."""
@@ -229,14 +229,14 @@ class Decision:
 
     def over_share(self, node: str) -> list[View]:
         """Untouched groups on the node with more GPUs than their share, those first that have most beyond it."""
-        found = self._over_share.get(node)
-        if found is None:
-            view = self.index.view
-            found = [found for name in self.state.groups_on(node) if self.beyond_share(found := view(name))]
-            if len(found) > 1:
-                found.sort(key=lambda view: (-self.beyond_share(view), view.group_id))
-            self._over_share[node] = found
-        return [view for view in found if view.group_id not in self.touched] if found else found
+        views = self._over_share.get(node)
+        if views is None:
+            view_of = self.index.view
+            views = [view for name in self.state.groups_on(node) if self.beyond_share(view := view_of(name))]
+            if len(views) > 1:
+                views.sort(key=lambda view: (-self.beyond_share(view), view.group_id))
+            self._over_share[node] = views
+        return [view for view in views if view.group_id not in self.touched] if views else views
 
     def givers_on(self, node: str, job: Job) -> list[View]:
         """Groups on the node that give way to `job`, the least urgent first: untouched ones that have rested, unless it is starving."""
@@ -264,12 +264,14 @@ class Decision:
         known = self.state.nodes[node]
         if len(known.gpus) != self.node_size or self.draft.has_changed(node):
             return None
-        found = self._standing.get(node)
-        if found is None:
-            found = self._standing[node] = self._stand(node)
-        if any(view.group_id in self.touched for view, _ in found.wide) or any(view.group_id in self.touched for view in found.narrow):
+        node_groups = self._standing.get(node)
+        if node_groups is None:
+            node_groups = self._standing[node] = self._stand(node)
+        if any(view.group_id in self.touched for view, _ in node_groups.wide) or any(
+            view.group_id in self.touched for view in node_groups.narrow
+        ):
             return None
-        return found
+        return node_groups
 
     def _stand(self, node: str) -> Standing:
         views = [self.index.view(name) for name in self.state.groups_on(node)]
@@ -297,13 +299,13 @@ class Decision:
 
     def _rested_on(self, node: str) -> list[tuple[float, str, View]]:
         """Groups that have rested, touched ones too, with their urgency and name, rising."""
-        found = self._rested.get(node)
-        if found is None:
+        rested = self._rested.get(node)
+        if rested is None:
             view = self.index.view
-            found = [(self.urgency_of(own), name, own) for name in self.state.groups_on(node) if self.rested(own := view(name))]
-            found.sort()
-            self._rested[node] = found
-        return found
+            rested = [(self.urgency_of(own), name, own) for name in self.state.groups_on(node) if self.rested(own := view(name))]
+            rested.sort()
+            self._rested[node] = rested
+        return rested
 
     def _gives_way(self, view: View, job: Job) -> bool:
         """Whether a group that is far less urgent may be slowed down or stopped for `job`, which waits."""
@@ -323,10 +325,10 @@ class Decision:
 
     def worth(self, view: View) -> float:
         """The value of the group as it is."""
-        found = self._worth.get(view.group_id)
-        if found is None:
-            found = self._worth[view.group_id] = self.value(view.jobs, view.slowdowns)
-        return found
+        group_worth = self._worth.get(view.group_id)
+        if group_worth is None:
+            group_worth = self._worth[view.group_id] = self.value(view.jobs, view.slowdowns)
+        return group_worth
 
     def urgency_of(self, view: View) -> float:
         """The highest among its members."""

@@ -55,8 +55,8 @@ class Draft:
         changed = [(node, free) for name, free in self._free.items() if bool(free) != bool((node := self.state.nodes[name]).free)]
         if not changed:
             return places
-        found = {*places, *(node.place for node, free in changed if free)}
-        return sorted(found.difference([node.place for node, free in changed if not free]))
+        names = {*places, *(node.place for node, free in changed if free)}
+        return sorted(names.difference([node.place for node, free in changed if not free]))
 
     def allocate(self, count: int, least_room: float = 0.0) -> tuple[int, ...] | None:
         """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken. With
@@ -107,10 +107,10 @@ class Draft:
 
     def _allocate_roomy(self, count: int, least_room: float) -> tuple[int, ...] | None:
         """By best fit on one node, or else on the nodes that have most such GPUs."""
-        free = {name: found for name in self.state.nodes if (found := self.free_for(name, least_room))}
+        free = {name: gpus for name in self.state.nodes if (gpus := self.free_for(name, least_room))}
         if sum(map(len, free.values())) < count:
             return None
-        best = min([name for name, found in free.items() if len(found) >= count], key=lambda name: (len(free[name]), name), default=None)
+        best = min([name for name, gpus in free.items() if len(gpus) >= count], key=lambda name: (len(free[name]), name), default=None)
         names = [best] if best is not None else sorted(free, key=lambda name: (-len(free[name]), name))
         chosen = tuple(sorted([gpu for name in names for gpu in free[name]][:count]))
         self.take(chosen)

@@ -89,7 +89,7 @@ class _Rolled:
         for _ in range(_MOST_EVENTS):
             if not self.waiting or len(self.starts) >= MOST_STARTS or is_late():
                 return
-            at, event = min([self._next_end(), self._next_ready(), (tick_at, Tick())], key=lambda found: found[0])
+            at, event = min([self._next_end(), self._next_ready(), (tick_at, Tick())], key=lambda coming: coming[0])
             assert event is not None, "ticks always come"
             acted = self._happen(event, at)
             if not acted and not state.groups and gap >= _MOST_TICK_SECONDS:  # nothing runs, and no GPU that is there takes any

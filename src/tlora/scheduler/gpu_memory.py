@@ -29,10 +29,10 @@ class GpuMemory:
         """What was found last counts, but never more than what was found first. Whether anything is another than before."""
         for gpu, room in zip(gpus, memory_bytes, strict=True):
             self._most.setdefault(gpu, room)
-        found = {gpu: min(self._most[gpu], room) for gpu, room in zip(gpus, memory_bytes, strict=True)}
-        if all(self.room_bytes.get(gpu) == room for gpu, room in found.items()):
+        room_by_gpu = {gpu: min(self._most[gpu], room) for gpu, room in zip(gpus, memory_bytes, strict=True)}
+        if all(self.room_bytes.get(gpu) == room for gpu, room in room_by_gpu.items()):
             return False
-        self.room_bytes |= found
+        self.room_bytes |= room_by_gpu
         self.rooms = sorted(set(self.room_bytes.values()))
         return True
 

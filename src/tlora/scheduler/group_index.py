@@ -64,8 +64,8 @@ class GroupIndex:
             self._forget()
         changed: list[str] = []
         for name in reversed(state.latest):
-            view, found = self._known.get(name), state.groups.get(name)
-            if view is not None and found is not None and view.group is found.group:
+            view, known = self._known.get(name), state.groups.get(name)
+            if view is not None and known is not None and view.group is known.group:
                 break
             changed.append(name)
         for name in reversed(changed):  # in the order of their changes, in which an index made anew has all of them
@@ -98,9 +98,9 @@ class GroupIndex:
 
     def best_fit(self, base: str, need: float, most: int) -> list[str]:
         """Up to `most` groups of the base on one node with a residual of at least `need`, the least residual first: O(log groups)."""
-        found = self._sorted[base]
-        start = bisect_left(found, (need, ""))
-        return [name for _, name in found[start : start + most]]
+        by_residual = self._sorted[base]
+        start = bisect_left(by_residual, (need, ""))
+        return [name for _, name in by_residual[start : start + most]]
 
     def _add(self, name: str, state: ClusterState, found: Group) -> None:
         group = found.group
@@ -135,8 +135,8 @@ class GroupIndex:
         del self._known[name]
         self._shared.pop(name, None)
         if view.num_nodes == 1:
-            found = self._sorted[view.group.base_model]
-            del found[bisect_left(found, (view.residual, name))]
+            by_residual = self._sorted[view.group.base_model]
+            del by_residual[bisect_left(by_residual, (view.residual, name))]
         if len(view.gpus) < view.most_useful:
             for node in view.nodes:
                 del self._growing[node][name]

@@ -98,20 +98,20 @@ class Predictions:
     def choice(self, jobs: Sequence[Job]) -> Choice:
         """On how many GPUs they may run: their bounds are kept, and each GPU has samples to work on."""
         key = jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs])
-        found = self._choices.get(key)
-        if found is None:
-            found = self._choices[key] = self._choose(jobs)
-        return found
+        known = self._choices.get(key)
+        if known is None:
+            known = self._choices[key] = self._choose(jobs)
+        return known
 
     def _choose(self, jobs: Sequence[Job]) -> Choice:
         (node_size, num_gpus), most = self._shape, self.most_useful_gpus(jobs)
         asked = sum([job.spec.gpus for job in jobs])
         tried = self._sizes if asked in self._sizes or asked > num_gpus else sorted((*self._sizes, asked))
-        found = [
+        predicted = [
             (gpus, prediction) for gpus in tried if gpus <= most and (prediction := self.of(jobs, gpus, -(-gpus // node_size))) is not None
         ]
-        usual = tuple([(gpus, sum(prediction.slowdowns)) for gpus, prediction in found if gpus != asked or tried is self._sizes])
-        return Choice(tuple([gpus for gpus, _ in found]), usual)
+        usual = tuple([(gpus, sum(prediction.slowdowns)) for gpus, prediction in predicted if gpus != asked or tried is self._sizes])
+        return Choice(tuple([gpus for gpus, _ in predicted]), usual)
 
     def of(self, jobs: Sequence[Job], gpus: int, nodes: int, room_bytes: float | None = None) -> Prediction | None:
         """Of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None if a member's bound, or memory, does not allow it. `room_bytes`: of
@@ -126,18 +126,18 @@ class Predictions:
         try:
             return self._known[key]
         except KeyError:
-            found = self._known[key] = _predict(self._state.cost, jobs, gpus, nodes, room_bytes)
-            return found
+            prediction = self._known[key] = _predict(self._state.cost, jobs, gpus, nodes, room_bytes)
+            return prediction
 
     def most_useful_gpus(self, jobs: Sequence[Job]) -> int:
         """The sum over `jobs`."""
         return self._most_useful(jobs[0]) if len(jobs) == 1 else sum([self._most_useful(job) for job in jobs])
 
     def _most_useful(self, job: Job) -> int:
-        found = self._most.get(job.number)
-        if found is None:
-            found = self._most[job.number] = most_useful_gpus(job.spec, self._least_replica_tokens)
-        return found
+        most = self._most.get(job.number)
+        if most is None:
+            most = self._most[job.number] = most_useful_gpus(job.spec, self._least_replica_tokens)
+        return most
 
 
 def most_useful_gpus(spec: JobSubmitted, least_replica_tokens: int = 1) -> int:
@@ -152,14 +152,14 @@ def most_useful_gpus(spec: JobSubmitted, least_replica_tokens: int = 1) -> int:
 
 def usual_sizes(node_size: int, num_gpus: int) -> list[int]:
     """Numbers of GPUs that are considered: any within a node; whole nodes beyond, 2, 3, 4, 6, 8, 12, 16, ... of them."""
-    found = list(range(1, min(node_size, num_gpus) + 1))
+    sizes = list(range(1, min(node_size, num_gpus) + 1))
     nodes = 2
     while nodes * node_size <= num_gpus:
-        found.append(nodes * node_size)
+        sizes.append(nodes * node_size)
         if 3 * nodes // 2 * node_size <= num_gpus:
-            found.append(3 * nodes // 2 * node_size)
+            sizes.append(3 * nodes // 2 * node_size)
         nodes *= 2
-    return found
+    return sizes
 
 
 def _mean_sample_tokens(profile: JobProfile) -> float:

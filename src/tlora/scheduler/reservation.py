@@ -53,10 +53,10 @@ class Reservation:
 
 def reserve(draft: Draft, job: Job, end_of: EndOf) -> Reservation | None:
     """For a job that finds no room: on the nodes on which it will soonest, whose free GPUs are taken. None where it never will."""
-    found = _soonest(draft, job, end_of)
-    if found is None:
+    soonest = _soonest(draft, job, end_of)
+    if soonest is None:
         return None
-    at, spare, nodes = found
+    at, spare, nodes = soonest
     free = [gpu for node in nodes for gpu in draft.free_of(node)]
     draft.take(free)
     return Reservation(job, nodes, at, spare, free)
@@ -86,23 +86,23 @@ def _soonest(draft: Draft, job: Job, end_of: EndOf) -> tuple[float, int, tuple[s
     count, size, state = job.spec.gpus, draft.state.node_size, draft.state
     coming = {name: _coming(draft, name, job, end_of) for name in state.nodes}
     if count <= size:
-        times = {name: found[count - 1] for name, found in coming.items() if len(found) >= count}
-        if times:
-            node = min(times, key=lambda name: (times[name], name))
-            return times[node], sum(at <= times[node] for at in coming[node]) - count, (node,)
+        time_by_node = {name: times[count - 1] for name, times in coming.items() if len(times) >= count}
+        if time_by_node:
+            node = min(time_by_node, key=lambda name: (time_by_node[name], name))
+            return time_by_node[node], sum(at <= time_by_node[node] for at in coming[node]) - count, (node,)
     if count <= size and not job.least_room:
         return None
     if job.least_room:  # its GPUs may lie on any nodes
-        every = sorted((at, name) for name, found in coming.items() for at in found)[:count]
+        every = sorted((at, name) for name, times in coming.items() for at in times)[:count]
         return None if len(every) < count else (every[-1][0], 0, tuple(dict.fromkeys(name for _, name in every)))
     whole, rest = divmod(count, size)
-    by_time = sorted((found[-1], name) for name, found in coming.items() if len(found) == size)[:whole]
+    by_time = sorted((times[-1], name) for name, times in coming.items() if len(times) == size)[:whole]
     if len(by_time) < whole:
         return None
     nodes = [name for _, name in by_time]
     at = by_time[-1][0]
     if rest:
-        others = [(found[rest - 1], name) for name, found in coming.items() if name not in nodes and len(found) >= rest]
+        others = [(times[rest - 1], name) for name, times in coming.items() if name not in nodes and len(times) >= rest]
         if not others:
             return None
         last = min(others)

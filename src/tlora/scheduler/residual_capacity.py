@@ -212,18 +212,18 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
 def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
     """On GPUs of one node."""
     narrow = [gpus for gpus in sizes if gpus <= decision.node_size]
-    found: list[_Place] = []
+    places: list[_Place] = []
     nodes = decision.nodes_to_try()
     if not narrow or not decision.may_look_at(len(nodes)):
-        return found
+        return places
     for node in nodes:
         if decision.is_kept_from(node, job):
             continue
         for offer in offers(decision, node, job, narrow[-1], gently):
             gpus = max((gpus for gpus in narrow if gpus <= offer.gpus), default=0)
             if gpus:
-                found += _worth(decision, job, gpus, (offer,))
-    return found
+                places += _worth(decision, job, gpus, (offer,))
+    return places
 
 
 def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
@@ -231,15 +231,15 @@ def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], gently: boo
     wide = [gpus for gpus in sizes if gpus > decision.node_size]
     if not wide:
         return []
-    found: list[_Place] = []
+    places: list[_Place] = []
     nodes = WholeNodes(decision, job, gently, stops=False)
     for gpus in wide:
         chosen = nodes.offers_of(gpus)
         if chosen is None:
             break
-        found += _worth(decision, job, gpus, chosen)
-    if found or gently or not decision.settings.preemption:
-        return found
+        places += _worth(decision, job, gpus, chosen)
+    if places or gently or not decision.settings.preemption:
+        return places
     nodes = WholeNodes(decision, job, gently, stops=True)
     for gpus in wide:
         chosen = nodes.offers_of(gpus) if gpus <= job.spec.gpus else None
@@ -248,8 +248,8 @@ def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], gently: boo
         prediction = decision.predict([job], gpus, len(chosen))
         if prediction is not None:
             net = decision.value([job], prediction.slowdowns) - sum([offer.loss for offer in chosen])
-            found = [_Place(net, gpus, chosen)]
-    return found
+            places = [_Place(net, gpus, chosen)]
+    return places
 
 
 def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -> list[_Place]:
@@ -279,7 +279,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
 
     Groups of one node only: members would hold whole nodes together for the next wide job, ahead of narrow ones that wait for a GPU each.
     """
-    found: list[_Place] = []
+    joins: list[_Place] = []
     for name in decision.index.best_fit(job.spec.base_model, job.need, _JOINS_TRIED):
         if name in decision.touched:
             continue
@@ -295,5 +295,5 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
             continue
         net = decision.value(jobs, prediction.slowdowns) - decision.worth(view)
         if net > 0 or decision.is_below_share(job):
-            found.append(_Place(net, joins=name, prediction=prediction))
-    return found
+            joins.append(_Place(net, joins=name, prediction=prediction))
+    return joins

@@ -84,9 +84,9 @@ class Scheduler:
         actions: list[Action] = []
         for _ in range(_MOST_DECISIONS):
             waiting = len(self.state.pending)
-            found = self._decide()
-            actions += found
-            if not 0 < len(self.state.pending) < waiting or not any(isinstance(action, ChangeGroup) for action in found):
+            decided = self._decide()
+            actions += decided
+            if not 0 < len(self.state.pending) < waiting or not any(isinstance(action, ChangeGroup) for action in decided):
                 break
         return actions
 

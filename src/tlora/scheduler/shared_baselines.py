@@ -107,12 +107,12 @@ class _Sums:
         self._known: dict[str, tuple[JobGroup, _Sum]] = {}
 
     def of(self, state: ClusterState, group: JobGroup) -> _Sum:
-        found = self._known.get(group.group_id)
-        if found is None or found[0] is not group:
+        entry = self._known.get(group.group_id)
+        if entry is None or entry[0] is not group:
             if len(self._known) > 2 * len(state.groups) + 100:
                 self._known = {name: known for name, known in self._known.items() if name in state.groups}
-            found = self._known[group.group_id] = group, _sum_of(state, group)
-        return found[1]
+            entry = self._known[group.group_id] = group, _sum_of(state, group)
+        return entry[1]
 
 
 def _sum_of(state: ClusterState, group: JobGroup) -> _Sum:
@@ -180,11 +180,11 @@ def _least_asked_of(draft: Draft, sums: _Sums, job: Job) -> JobGroup | None:
 
 def _is_as_large(job: Job, other: Job) -> bool:
     """Whether `job` takes at least the memory of `other`, which found none."""
-    own, found = job.spec.profile, other.spec.profile
+    own, theirs = job.spec.profile, other.spec.profile
     return (
         job.spec.base_model == other.spec.base_model
-        and own.adapter_parameters >= found.adapter_parameters
-        and own.longest_sample_tokens >= found.longest_sample_tokens
+        and own.adapter_parameters >= theirs.adapter_parameters
+        and own.longest_sample_tokens >= theirs.longest_sample_tokens
     )
 
 
@@ -198,12 +198,12 @@ class _Refused:
         self._known: dict[str, tuple[JobGroup, set[str]]] = {}
 
     def of(self, state: ClusterState, group: JobGroup) -> set[str]:
-        found = self._known.get(group.group_id)
-        if found is None or found[0] is not group:
+        entry = self._known.get(group.group_id)
+        if entry is None or entry[0] is not group:
             if len(self._known) > 2 * len(state.groups) + 100:
                 self._known = {name: known for name, known in self._known.items() if name in state.groups}
-            found = self._known[group.group_id] = group, set[str]()
-        return found[1]
+            entry = self._known[group.group_id] = group, set[str]()
+        return entry[1]
 
 
 def _urgency(state: ClusterState, job: Job) -> float:
@@ -266,11 +266,11 @@ def _largest(most: int, attempt: Callable[[int], ParallelPlan | None]) -> tuple[
     count, plan, too_many = 0, None, most + 1
     while count + 1 < too_many:
         tried = min(max(2 * count, 1), most) if too_many > most else (count + too_many) // 2
-        found = attempt(tried)
-        if found is None:
+        tried_plan = attempt(tried)
+        if tried_plan is None:
             too_many = tried
         else:
-            count, plan = tried, found
+            count, plan = tried, tried_plan
     return count, plan
 
 

@@ -73,7 +73,7 @@ class Starvation:
         The first of them may ask for more, as long as it and those like it that come before it have had no more than the share of the GPU
         time of about the last day. Those that come after it do not count: they cannot keep it back.
         """
-        found: list[Job] = []
+        starving: list[Job] = []
         ended: list[int] = []
         room = share = self._settings.starvation_share * state.num_gpus
         barred: bool | None = None  # not known yet
@@ -82,22 +82,22 @@ class Starvation:
             if job.status == "ended":
                 ended.append(index)
             elif job.status != "held":
-                if not found and job.spec.gpus > share:
+                if not starving and job.spec.gpus > share:
                     if barred is None:  # who comes later is barred if this one is: more come before it
                         barred = self._is_barred(state, job, share)
                     if barred:
                         continue
-                if not found:
+                if not starving:
                     room = max(share, job.spec.gpus)
                 room -= job.spec.gpus
                 if room < 0:
                     break
-                found.append(job)
+                starving.append(job)
         for index in reversed(ended):
             _, number, job = self._late.pop(index)
             self._numbers.discard(number)
             self._known.pop(job.spec.job_id, None)
-        return found
+        return starving
 
     def _is_barred(self, state: ClusterState, job: Job, share: float) -> bool:
         """Whether it and those like it before it in order had more than the share of the last day."""

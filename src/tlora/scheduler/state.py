@@ -154,10 +154,10 @@ class ClusterState:
     def _by_node(self, gpus: Sequence[int]) -> Mapping[str, Sequence[int]]:
         if len(gpus) == 1:
             return {self.node_of[gpus[0]]: gpus}
-        found: dict[str, list[int]] = {}
+        gpus_by_node: dict[str, list[int]] = {}
         for gpu in gpus:
-            found.setdefault(self.node_of[gpu], []).append(gpu)
-        return found
+            gpus_by_node.setdefault(self.node_of[gpu], []).append(gpu)
+        return gpus_by_node
 
     def num_nodes(self, gpus: Collection[int]) -> int:
         """Nodes that `gpus` lie on."""
@@ -165,11 +165,11 @@ class ClusterState:
 
     def groups_on(self, node: str) -> tuple[str, ...]:
         """Groups with GPUs on the node, in the order of these."""
-        found = self.nodes[node]
-        if found.groups is None:
+        holder = self.nodes[node]
+        if holder.groups is None:
             on = self.group_on
-            found.groups = tuple(dict.fromkeys([on[gpu] for gpu in found.gpus if gpu in on]))
-        return found.groups
+            holder.groups = tuple(dict.fromkeys([on[gpu] for gpu in holder.gpus if gpu in on]))
+        return holder.groups
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -263,8 +263,8 @@ class ClusterState:
             if job.spec.base_model == base:
                 self._measure_alone(job)
         for name in self.groups_of_base[base]:
-            found = self.groups[name]
-            self._set_members(found, replace(found.group))  # another object: what was worked out of the group is forgotten
+            known = self.groups[name]
+            self._set_members(known, replace(known.group))  # another object: what was worked out of the group is forgotten
 
     # -- groups --------------------------------------------------------------------------------------------------------
 

@@ -54,13 +54,13 @@ class Tenants:
 
     def used_at(self, now: float) -> dict[str, float]:
         """GPU-seconds of all tenants that have any; those that have faded are forgotten."""
-        found = {tenant: self._at(used, now) for tenant, used in self._used.items()}
-        for tenant, gpu_seconds in list(found.items()):
+        used_by_tenant = {tenant: self._at(used, now) for tenant, used in self._used.items()}
+        for tenant, gpu_seconds in list(used_by_tenant.items()):
             if gpu_seconds < _NOTHING:
-                del found[tenant]
+                del used_by_tenant[tenant]
                 if not self._used[tenant].gpus:
                     del self._used[tenant]
-        return found
+        return used_by_tenant
 
     def levels(self, now: float) -> Mapping[str, int]:
         """Of each tenant with open jobs: floor(log2(used / share)), the share being the mean of theirs. The least comes first; below 0 it

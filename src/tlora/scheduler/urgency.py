@@ -31,10 +31,10 @@ def remaining_seconds(job: Job, now: float, settings: Settings) -> float:
 
     It then runs on by more than a start takes: what a start or a change of GPUs took is not among its steps.
     """
-    told = job.remaining_seconds(now)
-    if told > 0.0 or (job.step_seconds and job.overran_seconds(now) <= settings.start_seconds):
-        return told
-    return max(told, _OVERRUN_SHARE * job.ran_at(now))
+    planned = job.remaining_seconds(now)
+    if planned > 0.0 or (job.step_seconds and job.overran_seconds(now) <= settings.start_seconds):
+        return planned
+    return max(planned, _OVERRUN_SHARE * job.ran_at(now))
 
 
 def rank(job: Job, now: float, settings: Settings, levels: Mapping[str, int]) -> tuple[float, ...]:

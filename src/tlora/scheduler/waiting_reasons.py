@@ -60,8 +60,8 @@ class Reasons:
         narrow = [known.group for known in groups if known.num_nodes == 1]
         if not narrow:
             return f"{free}, and none holds its base" if not groups else f"{free}"
-        found = [self._why_not_with(job, group) for group in islice(narrow, _GROUPS_LOOKED_AT)]
-        return f"{free}, and {min(found)[1]}"
+        reasons = [self._why_not_with(job, group) for group in islice(narrow, _GROUPS_LOOKED_AT)]
+        return f"{free}, and {min(reasons)[1]}"
 
     def _why_not_with(self, job: Job, group: JobGroup) -> tuple[float, str]:
         """The least bound with which it could join, and words."""
@@ -94,7 +94,7 @@ class Reasons:
 
 
 def _with_bound(job: Job, bound: float) -> Job:
-    found = copy.copy(job)
-    found.spec = replace(job.spec, max_slowdown=bound)
-    found.need = job.spec.profile.tokens_per_step / (bound * job.alone_step_seconds)
-    return found
+    bounded = copy.copy(job)
+    bounded.spec = replace(job.spec, max_slowdown=bound)
+    bounded.need = job.spec.profile.tokens_per_step / (bound * job.alone_step_seconds)
+    return bounded

@@ -79,8 +79,8 @@ class WholeNodes:
     def _offers(self) -> tuple[Offer, ...]:
         """One for each node; the first has what groups on several nodes give."""
         wide = tuple([self._sacrifice(giver) for giver in self.givers.values() if giver.given])
-        found = [Offer(node, self.decision.node_size, tuple(own)) for node, own in self.chosen.items()]
-        return (found[0]._replace(sacrifices=(*found[0].sacrifices, *wide)), *found[1:])
+        node_offers = [Offer(node, self.decision.node_size, tuple(own)) for node, own in self.chosen.items()]
+        return (node_offers[0]._replace(sacrifices=(*node_offers[0].sacrifices, *wide)), *node_offers[1:])
 
     def _sacrifice(self, giver: _Giver) -> Sacrifice:
         decision, view = self.decision, giver.view
@@ -144,34 +144,34 @@ class WholeNodes:
         return loss
 
     def _giver(self, view: View) -> _Giver:
-        found = self.givers.get(view.group_id)
-        if found is None:
+        giver = self.givers.get(view.group_id)
+        if giver is None:
             decision = self.decision
             yields = not self.gently and decision.yields(view, self.job)
             least = 1 if yields else max(1, decision.share(view))
             if not decision.settings.elastic:
                 least = len(view.gpus)
-            found = self.givers[view.group_id] = _Giver(view, yields, least, len(view.gpus))
-        return found
+            giver = self.givers[view.group_id] = _Giver(view, yields, least, len(view.gpus))
+        return giver
 
     def _more(self, giver: _Giver, gpus: int) -> tuple[float, bool]:
         """What the group loses more when it gives a node with so many GPUs of it, and whether it stops for that: then it gives all that it
         has, and the loss is spread over these. inf if it does neither."""
         if giver.all_given:
             return 0.0, True
-        found = giver.more.get(gpus)
-        if found is None:
+        more = giver.more.get(gpus)
+        if more is None:
             decision, view, keep = self.decision, giver.view, giver.left - gpus
             nodes = len(view.nodes) - len(giver.given) - 1
             prediction = decision.predict(view.jobs, keep, nodes) if nodes and keep >= giver.least else None
             if prediction is not None:
-                found = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns) - giver.loss, False
+                more = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns) - giver.loss, False
             elif self.stops and giver.yields:
-                found = (decision.worth(view) - giver.loss) / (nodes + 1), True
+                more = (decision.worth(view) - giver.loss) / (nodes + 1), True
             else:
-                found = math.inf, False
-            giver.more[gpus] = found
-        return found
+                more = math.inf, False
+            giver.more[gpus] = more
+        return more
 
     def _choose(self, node: str) -> None:
         decision = self.decision

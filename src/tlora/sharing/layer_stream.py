@@ -136,13 +136,13 @@ def upcoming(layer: int, before: int | None, num_layers: int, count: int) -> lis
     ([4, 5], [6, 5], [1, 0], [1])
     """
     step = 1 if before is None or layer > before else -1
-    found, position = list[int](), layer
+    layers, position = list[int](), layer
     for _ in range(count if num_layers > 1 else 0):
         if not 0 <= position + step < num_layers:
             step = -step
         position += step
-        found.append(position)
-    return list(dict.fromkeys(n for n in found if n != layer))
+        layers.append(position)
+    return list(dict.fromkeys(n for n in layers if n != layer))
 
 
 @dataclass(eq=False)
@@ -174,10 +174,10 @@ class _Slot:
         self._readers.clear()
 
     def tensors(self, piece: Piece) -> dict[str, Tensor]:
-        found = self._views.get(piece.name)
-        if found is None:
-            found = self._views[piece.name] = {part.name: self.bytes[part.start : part.stop].view(part.dtype) for part in piece.parts}
-        return found
+        views = self._views.get(piece.name)
+        if views is None:
+            views = self._views[piece.name] = {part.name: self.bytes[part.start : part.stop].view(part.dtype) for part in piece.parts}
+        return views
 
 
 class _HostFetches:

@@ -55,12 +55,12 @@ class Piece:
 
     def rows_within(self, first: int, last: int) -> tuple[int, int]:
         """The rows, from one up to another, that a rank must have read to know bytes [first, last) of the layer. (0, 0) for none."""
-        found = list[tuple[int, int]]()
+        ranges = list[tuple[int, int]]()
         for part in self.parts:
             low, high = max(first, part.start), min(last, part.stop)
             if low < high:
-                found.append(((low - part.start) // part.row_bytes, -(-(high - part.start) // part.row_bytes)))
-        return (min(low for low, _ in found), max(high for _, high in found)) if found else (0, 0)
+                ranges.append(((low - part.start) // part.row_bytes, -(-(high - part.start) // part.row_bytes)))
+        return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def lay_out(layers: Sequence[Mapping[str, FrozenWeight]], world_size: int) -> Ba
 
     A tensor starts at a multiple of ALIGNMENT. Each must divide into the rows of its matrix.
     """
-    found, range_start = list[LayerLayout](), 0
+    layouts, range_start = list[LayerLayout](), 0
     for layer in layers:
         pieces, end = list[Piece](), 0
         for name, weight in layer.items():
@@ -120,9 +120,9 @@ def lay_out(layers: Sequence[Mapping[str, FrozenWeight]], world_size: int) -> Ba
                 end = parts[-1].stop
             pieces.append(Piece(name, num_rows, row_length, tuple(parts)))
         range_bytes = _align(math.ceil(end / world_size))
-        found.append(LayerLayout(tuple(pieces), range_bytes, range_start))
+        layouts.append(LayerLayout(tuple(pieces), range_bytes, range_start))
         range_start += range_bytes
-    return BaseLayout(tuple(found), world_size)
+    return BaseLayout(tuple(layouts), world_size)
 
 
 def _align(position: int) -> int:

@@ -57,9 +57,9 @@ class _HostMemory:
         try:
             os.ftruncate(descriptor, num_bytes)
             self.own = _map(os.getpid(), descriptor, num_bytes)
-            found = peers.exchange("descriptor", [os.getpid(), descriptor])
+            descriptors = peers.exchange("descriptor", [os.getpid(), descriptor])
             try:
-                self._parts = [_map(pid, number, num_bytes) for pid, number in found]
+                self._parts = [_map(pid, number, num_bytes) for pid, number in descriptors]
             except (RuntimeError, OSError) as error:
                 why = str(error).splitlines()[0]
                 raise RankError(f"ranks cannot read each other's memory ({why}). Run all as one user in one container") from None
@@ -90,19 +90,19 @@ def _open_gpu_memory(num_bytes: int, peers: Peers, device: torch.device) -> Peer
     refusals = list[str]()
     for way, connect in (("torch's symmetric memory", _connect_symmetric), ("CUDA's IPC handles", _connect_ipc)):
         try:
-            found, why = connect(num_bytes, peers, device), None
+            memory, why = connect(num_bytes, peers, device), None
         except RankError:
             raise
         except Exception as error:  # a library's border: what it raises depends on version, driver and container
-            found, why = None, " ".join(str(error).split())[:200]
-        told = [w for w in peers.exchange(f"through {way}", why) if w is not None]
-        if found is not None and not told:
+            memory, why = None, " ".join(str(error).split())[:200]
+        reasons = [w for w in peers.exchange(f"through {way}", why) if w is not None]
+        if memory is not None and not reasons:
             if refusals:
                 warnings.warn(
                     f"ranks read each other's memory through {way}, at two thirds of the speed: {refusals[0]}", RuntimeWarning, stacklevel=2
                 )
-            return found
-        refusals.append(f"{way} (torch {torch.__version__}) cannot be had: {told[0]}")
+            return memory
+        refusals.append(f"{way} (torch {torch.__version__}) cannot be had: {reasons[0]}")
     raise RankError(f"GPUs cannot read each other's memory. {'; '.join(refusals)}. Use GPUs of one host that all ranks can see")
 
 
@@ -161,11 +161,11 @@ def handle_fields(words: Any) -> list[Any]:
     """What `handle_words` was made of. Raises RankError for anything else."""
     try:
         assert len(words) == len(_HANDLE)
-        found = [base64.b64decode(word, validate=True) if kind is bytes else word for word, kind in zip(words, _HANDLE, strict=True)]
-        assert tuple(map(type, found)) == _HANDLE
+        values = [base64.b64decode(word, validate=True) if kind is bytes else word for word, kind in zip(words, _HANDLE, strict=True)]
+        assert tuple(map(type, values)) == _HANDLE
     except (AssertionError, TypeError, ValueError):
         raise RankError(f"a rank sent {str(words)[:80]!r}, which is no handle of GPU memory. Start all ranks with one version") from None
-    return found
+    return values
 
 
 def _open_handle(words: Any, num_bytes: int) -> Tensor:

@@ -56,9 +56,9 @@ class Peers:
         namespace = str(_NAMESPACE.stat().st_ino) if _NAMESPACE.exists() else ""
         met = self.exchange("process", [os.getpid(), namespace, uuid.uuid4().hex])
         self.name: str = met[0][2]  # of this meeting, the same on all ranks
-        for peer, found in enumerate(met):
-            if found[1] == namespace and peer != self.rank:
-                self._processes[peer] = _find_process(found[0])
+        for peer, (pid, its_namespace, _) in enumerate(met):
+            if its_namespace == namespace and peer != self.rank:
+                self._processes[peer] = _find_process(pid)
 
     def exchange(self, key: str, value: Any) -> list[Any]:
         """What each rank says under `key`, by rank; JSON. Each key once. Raises RankError for a rank that fails, dies or does not come."""
@@ -98,9 +98,9 @@ class Peers:
 
     def agree(self, key: str, value: Any, what: str) -> None:
         """Raise RankError unless all ranks have the same `value`, of `what`."""
-        for peer, found in enumerate(self.exchange(key, value)):
-            if found != value:
-                raise RankError(f"rank {peer} has {what} {found}, and rank {self.rank} has {value}. Start all ranks alike")
+        for peer, other in enumerate(self.exchange(key, value)):
+            if other != value:
+                raise RankError(f"rank {peer} has {what} {other}, and rank {self.rank} has {value}. Start all ranks alike")
 
     @contextmanager
     def telling(self) -> Iterator[None]:

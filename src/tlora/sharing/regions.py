@@ -39,8 +39,8 @@ def lay_out_regions(spans: Mapping[str, Span], sizes: Mapping[str, int], element
     """A region for each job of `spans`, of so many elements, and the bytes of a mailbox. Jobs without a common rank may share bytes."""
     regions: dict[str, Region] = {}
     for job, span in sorted(spans.items()):
-        beside = [other for name, other in regions.items() if set(span.ranks) & set(spans[name].ranks)]
+        overlapping = [other for name, other in regions.items() if set(span.ranks) & set(spans[name].ranks)]
         slots = slots_of(max(len(span.at(rank)) for rank in span.ranks))
-        places = (Region(start, sizes[job] * element_bytes, slots) for start in sorted({0, *(other.stop for other in beside)}))
-        regions[job] = next(each for each in places if all(each.stop <= other.start or other.stop <= each.start for other in beside))
+        places = (Region(start, sizes[job] * element_bytes, slots) for start in sorted({0, *(other.stop for other in overlapping)}))
+        regions[job] = next(each for each in places if all(each.stop <= other.start or other.stop <= each.start for other in overlapping))
     return regions, max((region.stop for region in regions.values()), default=0)

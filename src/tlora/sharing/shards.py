@@ -101,8 +101,8 @@ def random_rows(
     def rows(name: str, first: int, last: int) -> Tensor:
         length = layout.places[name][1].row_length
         blocks = range(first // _SEEDED_ROWS, -(-last // _SEEDED_ROWS))
-        found = torch.cat([_draw(seed, name, block, length, dtype, device) for block in blocks])
-        return found[first - blocks[0] * _SEEDED_ROWS :][: last - first].mul_(std)
+        drawn = torch.cat([_draw(seed, name, block, length, dtype, device) for block in blocks])
+        return drawn[first - blocks[0] * _SEEDED_ROWS :][: last - first].mul_(std)
 
     return rows
 

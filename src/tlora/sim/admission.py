@@ -15,13 +15,13 @@ from tlora.sim.mapping import MappedJob
 
 def rejections(jobs: Sequence[MappedJob], shape: ClusterShape, costs: Sequence[CostModel]) -> dict[str, str]:
     """By job, why the scheduler rejects it: the reason under the last of `costs`. A job that one of them admits is not here."""
-    found: dict[str, str] = {}
+    reason_by_job: dict[str, str] = {}
     states = [_empty_cluster(shape, cost) for cost in costs]
     for job in jobs:
         reasons = [why_never(state, job.job) for state in states]
         if all(reasons):
-            found[job.job.job_id] = str(reasons[-1])
-    return found
+            reason_by_job[job.job.job_id] = str(reasons[-1])
+    return reason_by_job
 
 
 def warning_of(rejected: dict[str, str], jobs: Sequence[MappedJob]) -> str:

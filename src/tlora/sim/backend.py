@@ -55,7 +55,7 @@ class SimulatedCluster:
         self.samples: list[Sample] = []
         self._shape, self._cost, self._conditions = shape, cost, conditions
         self._exact = conditions.exact
-        self._saturated = conditions.saturated or {base: found.tokens_per_second for base, found in cost.constants.items()}
+        self._saturated = conditions.saturated or {base: constants.tokens_per_second for base, constants in cost.constants.items()}
         self._now, self._serial, self._alive, self._waiting = 0.0, 0, 0, 0
         self._arrives: dict[str, float] = {}  # job -> its submission
         self._asked: list[tuple[float, int, MappedJob | Request]] = []  # a heap: seconds, serial, what users ask

@@ -72,15 +72,15 @@ def work_of(jobs: Iterable[JobRecord], cost: CostModel, num_gpus: int, gpus_per_
     gpu_seconds = steps * n * (1 / P + launch / largest budget): a micro-batch is launched on each of its GPUs, and none holds more tokens
     than the largest budget, alone or in a group. The fastest step uses no more GPUs than a step has samples.
     """
-    found: list[Work] = []
+    works: list[Work] = []
     for job in jobs:
         if job.state != "done":
             continue
         tokens, base, constants = job.tokens_per_step, job.base_model, cost.constants[job.base_model]
         fastest = fastest_step_seconds(cost, base, tokens, min(job.most_gpus, num_gpus), gpus_per_node)
         work = job.steps * tokens * (1 / constants.tokens_per_second + constants.launch_seconds / cost.budgets[-1])
-        found.append(Work(job.submitted_seconds, work, job.steps * fastest))
-    return found
+        works.append(Work(job.submitted_seconds, work, job.steps * fastest))
+    return works
 
 
 def _mean_srpt_seconds(jobs: Sequence[Work], num_gpus: int) -> float:

@@ -26,7 +26,7 @@ def read_event_log(path: str | Path) -> list[tuple[float, Event | Action]]:
     """
     path = find_trace(path)[1]
     lines = text_of(path).split("\n")
-    found: list[tuple[float, Event | Action]] = []
+    entries: list[tuple[float, Event | Action]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -37,8 +37,8 @@ def read_event_log(path: str | Path) -> list[tuple[float, Event | Action]]:
             if number == len(lines):  # no newline follows: the write was cut short
                 break
             raise DataError(f"{place}: {line[:80]!r} is not JSON ({error}). {_REMEDY}") from None
-        found.append(_entry(entry, found[-1][0] if found else -math.inf, place))
-    return found
+        entries.append(_entry(entry, entries[-1][0] if entries else -math.inf, place))
+    return entries
 
 
 def _entry(entry: Any, after: float, place: str) -> tuple[float, Event | Action]:

@@ -69,24 +69,24 @@ def scenarios_of(axes: Axes, plain: Scenario, seeds: Sequence[int], policies: Se
 
 
 def _scenario(plain: Scenario, point: Mapping[str, Value]) -> Scenario:
-    found = plain
+    scenario = plain
     for key, value in point.items():
         if key == "policy":
             name, kernels = contender(str(value), plain.kernels)
-            found = replace(found, policy=name, kernels=kernels)
+            scenario = replace(scenario, policy=name, kernels=kernels)
         elif key == "gpus":
-            found = replace(found, nodes=num_nodes(int(value), plain.gpus_per_node))
+            scenario = replace(scenario, nodes=num_nodes(int(value), plain.gpus_per_node))
         elif key == "warm_start_seconds":
-            moves = replace(found.conditions.moves, warm_start_seconds=float(value))
-            found = replace(found, conditions=replace(found.conditions, moves=moves))
+            moves = replace(scenario.conditions.moves, warm_start_seconds=float(value))
+            scenario = replace(scenario, conditions=replace(scenario.conditions, moves=moves))
         elif key == "usage_half_life_seconds":
-            found = replace(found, conditions=replace(found.conditions, usage_half_life_seconds=float(value)))
+            scenario = replace(scenario, conditions=replace(scenario.conditions, usage_half_life_seconds=float(value)))
         elif key.startswith(SCALE):
-            others = tuple(pair for pair in found.scale if pair[0] != key.removeprefix(SCALE))
-            found = replace(found, scale=(*others, (key.removeprefix(SCALE), float(value))))
+            others = tuple(pair for pair in scenario.scale if pair[0] != key.removeprefix(SCALE))
+            scenario = replace(scenario, scale=(*others, (key.removeprefix(SCALE), float(value))))
         else:
-            found = replace(found, **{key: value})
-    return found
+            scenario = replace(scenario, **{key: value})
+    return scenario
 
 
 def _values(key: str, text: str) -> list[Value]:

@@ -175,16 +175,16 @@ def _length_histogram(mean_tokens: int) -> tuple[int, ...]:
 
 
 def _orders(log: Iterable[tuple[float, Event | Action]]) -> list[tuple[float, JobSubmitted]]:
-    found: dict[str, tuple[float, JobSubmitted]] = {}
+    submissions: dict[str, tuple[float, JobSubmitted]] = {}
     rejected: set[str] = set()
     for seconds, entry in log:
         if isinstance(entry, RejectJob):
             rejected.add(entry.job_id)
-        elif isinstance(entry, JobSubmitted) and (entry.job_id not in found or entry.job_id in rejected):
+        elif isinstance(entry, JobSubmitted) and (entry.job_id not in submissions or entry.job_id in rejected):
             rejected.discard(entry.job_id)
-            found.pop(entry.job_id, None)  # the new one stands where its time is
-            found[entry.job_id] = seconds, entry
-    return list(found.values())
+            submissions.pop(entry.job_id, None)  # the new one stands where its time is
+            submissions[entry.job_id] = seconds, entry
+    return list(submissions.values())
 
 
 def _mapped(row: TraceJob, draw: LoraDraw, anchor: CostModel, gpus_per_node: int) -> MappedJob:

@@ -78,8 +78,8 @@ def compare(results: Iterable[SimulationResult], baseline: SimulationResult) -> 
 
 def compare_all(results: Iterable[SimulationResult]) -> list[list[Ratios]]:
     """`compare` with each result as the baseline, in their order."""
-    found = [_measured(result) for result in results]
-    return [[_ratios(after, before) for after in found] for before in found]
+    measured = [_measured(result) for result in results]
+    return [[_ratios(after, before) for after in measured] for before in measured]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,16 +45,16 @@ def metric_rows(
     rows: list[MetricRow] = []
     unknown = ThroughputBound(math.nan, math.nan)
     for result, bound, rate in zip(results, bounds, rates or [unknown] * len(results), strict=True):
-        found = metrics(result)
-        row: MetricRow = {"name": policy_name(result.policy, result.kernels), **_scene(result), **found}
+        measured = metrics(result)
+        row: MetricRow = {"name": policy_name(result.policy, result.kernels), **_scene(result), **measured}
         row["mean_jct_bound_seconds"] = bound.mean_jct_seconds
-        row["mean_jct_over_bound"] = found["mean_jct_seconds"] / bound.mean_jct_seconds
+        row["mean_jct_over_bound"] = measured["mean_jct_seconds"] / bound.mean_jct_seconds
         row["makespan_bound_seconds"] = bound.makespan_seconds
-        row["makespan_over_bound"] = found["makespan_seconds"] / bound.makespan_seconds
+        row["makespan_over_bound"] = measured["makespan_seconds"] / bound.makespan_seconds
         if rates is not None:
             row["tokens_bound_per_second"] = rate.all_work
             row["cheapest_tokens_bound_per_second"] = rate.cheapest
-            row["steady_over_bound"] = found["steady_tokens_per_second"] / rate.all_work
+            row["steady_over_bound"] = measured["steady_tokens_per_second"] / rate.all_work
         rows.append(row | {"decisions": float(result.decisions), "wall_seconds": result.wall_seconds})
     return rows
 
@@ -78,11 +78,11 @@ def write_job_csv(path: Path, results: Iterable[SimulationResult]) -> None:
 def constant_rows(constants: Mapping[str, Mapping[str, BaseConstants]]) -> list[JsonObject]:
     """Each constant of each base under each set of kernels, with where it was measured or that it was not."""
     return [
-        {"kernels": kernels, "base": base, "field": name, "value": float(getattr(found, name)), "source": source}
+        {"kernels": kernels, "base": base, "field": name, "value": float(getattr(of_base, name)), "source": source}
         for kernels, bases in constants.items()
-        for base, found in bases.items()
-        for name, source in found.source.items()
-        if hasattr(found, name)
+        for base, of_base in bases.items()
+        for name, source in of_base.source.items()
+        if hasattr(of_base, name)
     ]
 
 
@@ -110,8 +110,8 @@ def simulation_view(
     first = results[0]
     reference = policy_name(*REFERENCE) if any((result.policy, result.kernels) == REFERENCE for result in results) else names[0]
     ratios: list[JsonObject] = []
-    for against, found in sorted(zip(names, compare_all(results), strict=True), key=lambda pair: pair[0] != reference):
-        ratios += [dict(row) | {"name": name, "against": against} for name, row in zip(names, found, strict=True)]
+    for against, compared in sorted(zip(names, compare_all(results), strict=True), key=lambda pair: pair[0] != reference):
+        ratios += [dict(row) | {"name": name, "against": against} for name, row in zip(names, compared, strict=True)]
     settings = {"trace": first.trace, "GPUs": first.num_gpus, "load": first.load, "seed": first.seed, "jobs": len(first.jobs)}
     return SimulationView(
         title=f"{len(first.jobs):,} {'job' if len(first.jobs) == 1 else 'jobs'} of {first.trace} on {first.num_gpus:,} GPUs",

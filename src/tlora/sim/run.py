@@ -39,7 +39,7 @@ class Outcome:
 def run_scenario(scenario: Scenario) -> Outcome:
     """Read the trace and simulate it. Useful work is counted in our kernels' saturated tokens/s, whichever kernels the policy has."""
     scene, cost = scene_of(scenario), cost_of(scenario, scenario.kernels)
-    saturated = {base: found.tokens_per_second for base, found in cost_of(scenario, "tlora").constants.items()}
+    saturated = {base: constants.tokens_per_second for base, constants in cost_of(scenario, "tlora").constants.items()}
     moves = scenario.conditions.moves if scenario.kernels == "tlora" else scenario.conditions.moves.of_processes_of_one_job
     conditions = replace(scenario.conditions, seed=scenario.seed, saturated=saturated, moves=moves)
     labels = Labels(scenario.policy, scenario.kernels, scene.trace, scenario.seed, scene.load)
@@ -64,8 +64,8 @@ def sweep_numbers(scenario: Scenario) -> dict[str, float]:
 def run_scenarios(scenarios: Sequence[Scenario], watch: Callable[[Standing], None]) -> list[Outcome]:
     """All of them, on all cores, in their order."""
     with closing(map_in_processes(run_scenario, scenarios, watch)) as results:
-        found = dict(results)
-    return [found[number] for number in range(len(scenarios))]
+        result_by_number = dict(results)
+    return [result_by_number[number] for number in range(len(scenarios))]
 
 
 def reference_of(contenders: Sequence[tuple[str, str]]) -> tuple[str, str]:
@@ -83,11 +83,11 @@ def summary(outcomes: Sequence[Outcome]) -> list[MetricRow]:
     for outcome in outcomes:
         by_seed.setdefault(outcome.scenario.seed, []).append(outcome)
     columns: list[list[MetricRow]] = []
-    for found in by_seed.values():
-        results = [outcome.result for outcome in found]
+    for outcomes_of_seed in by_seed.values():
+        results = [outcome.result for outcome in outcomes_of_seed]
         names = [(result.policy, result.kernels) for result in results]
         gains = compare(results, results[names.index(reference_of(names))])
-        rows = metric_rows(results, [outcome.bounds for outcome in found], [outcome.rate for outcome in found])
+        rows = metric_rows(results, [outcome.bounds for outcome in outcomes_of_seed], [outcome.rate for outcome in outcomes_of_seed])
         columns.append([row | {"gain": gain["mean_jct_seconds"]} for row, gain in zip(rows, gains, strict=True)])
     return [_mean_row(rows) for rows in zip(*columns, strict=True)]
 
@@ -96,7 +96,7 @@ def document(outcomes: Sequence[Outcome]) -> JsonObject:
     """What a command found, as one JSON object: what was simulated, the rows of `summary`, and the factors of the gain."""
     first = outcomes[0].result
     rows = summary(outcomes)
-    found = factors({str(row["name"]): float(row["mean_jct_seconds"]) for row in rows})
+    decomposition = factors({str(row["name"]): float(row["mean_jct_seconds"]) for row in rows})
     return {
         "trace": first.trace,
         "jobs": len(first.jobs),
@@ -107,7 +107,7 @@ def document(outcomes: Sequence[Outcome]) -> JsonObject:
         "warnings": first.warnings,
         "reference": policy_name(*reference_of([(outcome.result.policy, outcome.result.kernels) for outcome in outcomes])),
         "rows": [{key: _finite(value) for key, value in row.items() if key not in (*WALL_TIMES, "seed")} for row in rows],
-        "decomposition": [{"means": means, "factor": factor} for means, factor in found],
+        "decomposition": [{"means": means, "factor": factor} for means, factor in decomposition],
     }
 
 
@@ -120,7 +120,7 @@ def constants_in(outcomes: Sequence[Outcome]) -> dict[str, dict[str, BaseConstan
     bases = {job.base_model for outcome in outcomes for job in outcome.result.jobs}
     scenarios = {outcome.scenario.kernels: outcome.scenario for outcome in outcomes}
     return {
-        kernels: {base: found for base, found in cost_of(scenarios[kernels], kernels).constants.items() if base in bases}
+        kernels: {base: constants for base, constants in cost_of(scenarios[kernels], kernels).constants.items() if base in bases}
         for kernels in KERNELS
         if kernels in scenarios
     }
@@ -172,9 +172,9 @@ def _mean_row(rows: Sequence[MetricRow]) -> MetricRow:
 
 def _settings(scenario: Scenario) -> dict[str, object]:
     """What the command set, where it is not as usual."""
-    told: dict[str, object] = {"GPU": scenario.gpu, "draws": "as the reference" if scenario.paper else "default"}
+    settings: dict[str, object] = {"GPU": scenario.gpu, "draws": "as the reference" if scenario.paper else "default"}
     if scenario.delta is not None:
-        told["delta"] = scenario.delta
+        settings["delta"] = scenario.delta
     if scenario.kappa is not None:
-        told["kappa"] = scenario.kappa
-    return told | {f"scale.{name}": factor for name, factor in scenario.scale}
+        settings["kappa"] = scenario.kappa
+    return settings | {f"scale.{name}": factor for name, factor in scenario.scale}

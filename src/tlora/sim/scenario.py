@@ -126,9 +126,9 @@ def cost_of(scenario: Scenario, kernels: str) -> CostModel:
     bases = {name: name for name in measured} | BASES
     if measured:
         bases |= {name: nearest_of(measured, size) for name, size in _logged_bases(scenario).items() if name not in bases}
-    found = cost_model(scenario.gpu, kernels, bases, dict(scenario.scale))
+    cost = cost_model(scenario.gpu, kernels, bases, dict(scenario.scale))
     if scenario.kappa is None or kernels != "tlora":
-        return found
+        return cost
     plain = cost_of(scenario, "peft").constants
     return CostModel(
         {
@@ -137,7 +137,7 @@ def cost_of(scenario: Scenario, kernels: str) -> CostModel:
                 tokens_per_second=scenario.kappa * plain[name].tokens_per_second,
                 source={**constants.source, "tokens_per_second": f"assumed: {scenario.kappa:g} times that of PEFT"},
             )
-            for name, constants in found.constants.items()
+            for name, constants in cost.constants.items()
             if name in plain
         }
     )
@@ -148,8 +148,8 @@ def _logged_bases(scenario: Scenario) -> dict[str, int]:
     if scenario.trace in SHIPPED:
         return {}
     path = find_trace(scenario.trace)[1]
-    found = path.stat()
-    return _bases_in(str(path), found.st_mtime_ns, found.st_size)
+    status = path.stat()
+    return _bases_in(str(path), status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=8)
@@ -210,8 +210,8 @@ def inputs_digest(scenario: Scenario) -> str:
     digest = blake2b(find_trace(scenario.trace)[1].read_bytes(), digest_size=6)
     digest.update(repr((__version__, Settings())).encode())
     for kernels in KERNELS:
-        for base, found in sorted(load_constants().get(scenario.gpu, {}).get(kernels, {}).items()):
-            digest.update(repr((kernels, base, [getattr(found, name) for name in CONSTANTS])).encode())
+        for base, constants in sorted(load_constants().get(scenario.gpu, {}).get(kernels, {}).items()):
+            digest.update(repr((kernels, base, [getattr(constants, name) for name in CONSTANTS])).encode())
     return digest.hexdigest()
 
 

@@ -95,5 +95,5 @@ class _Clock:
 
 
 def _settings(shape: ClusterShape, conditions: Conditions) -> dict[str, object]:
-    told = {each.name: getattr(conditions, each.name) for each in fields(conditions) if each.name not in ("moves", "cost", "saturated")}
-    return {**asdict(shape), **{f"conditions.{name}": value for name, value in told.items()}, **asdict(conditions.moves)}
+    values = {each.name: getattr(conditions, each.name) for each in fields(conditions) if each.name not in ("moves", "cost", "saturated")}
+    return {**asdict(shape), **{f"conditions.{name}": value for name, value in values.items()}, **asdict(conditions.moves)}

@@ -44,20 +44,21 @@ def run_sweep(
     keys = [tuple(cells.values()) for cells in settings]
     columns = tuple(settings[0])
     with held(path):
-        found = {tuple(row[column] for column in columns): row for row in read_table(path, columns)}
-        others = [row for key, row in found.items() if key not in set(keys)]
-        todo = [number for number, key in enumerate(keys) if key not in found]
+        row_by_key = {tuple(row[column] for column in columns): row for row in read_table(path, columns)}
+        others = [row for key, row in row_by_key.items() if key not in set(keys)]
+        todo = [number for number, key in enumerate(keys) if key not in row_by_key]
         kept = len(keys) - len(todo)
 
-        def told(standing: Standing) -> None:
+        def watch_all(standing: Standing) -> None:
             watch(Standing(len(keys), kept + standing.done, tuple(todo[number] for number in standing.running)))
 
-        with closing(map_in_processes(measure, [scenarios[number] for number in todo], told)) as results:
+        with closing(map_in_processes(measure, [scenarios[number] for number in todo], watch_all)) as results:
             for at, numbers in results:
                 number = todo[at]
-                found[keys[number]] = settings[number] | {name: None if math.isnan(value) else value for name, value in numbers.items()}
-                write_table(path, [*others, *(found[key] for key in keys if key in found)])
-        return [found[key] for key in keys]
+                finite = {name: None if math.isnan(value) else value for name, value in numbers.items()}
+                row_by_key[keys[number]] = settings[number] | finite
+                write_table(path, [*others, *(row_by_key[key] for key in keys if key in row_by_key)])
+        return [row_by_key[key] for key in keys]
 
 
 def setting_cells(scenario: Scenario, inputs: str) -> SweepRow:

@@ -52,19 +52,19 @@ def least_gpu_seconds(job: JobRecord, cost: CostModel, num_gpus: int, gpus_per_n
     """
     base, tokens = job.base_model, job.tokens_per_step
     longest = job.max_slowdown * (1 + ROUNDING) * cost.alone_step_seconds(base, tokens, job.gpus, -(-job.gpus // gpus_per_node))
-    found = [math.inf]
+    choices = [math.inf]
     for gpus in range(1, min(job.most_gpus, num_gpus) + 1):
         seconds = cost.alone_step_seconds(base, tokens, gpus, -(-gpus // gpus_per_node))
         if seconds <= longest or gpus == job.gpus:
-            found.append(gpus * seconds / tokens)
+            choices.append(gpus * seconds / tokens)
     for gpus in {*range(1, min(gpus_per_node, num_gpus) + 1), num_gpus}:
         nodes = -(-gpus // gpus_per_node)
         most = min(cost.fill_share * cost.budgets[-1] * gpus, cost.largest_micro_batch(base, longest, gpus, nodes, 2))
         if most > 0:
             seconds = cost.micro_batch_seconds(base, most, gpus, nodes, 2)
             if most / seconds * (1 + ROUNDING) >= tokens / longest:
-                found.append(gpus * seconds / most)
-    return min(found)
+                choices.append(gpus * seconds / most)
+    return min(choices)
 
 
 def _cheapest(work: Sequence[tuple[float, float]], tokens: float) -> float:

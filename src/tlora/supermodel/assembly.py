@@ -29,10 +29,10 @@ def assemble(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], nam
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         plain = without_packing(config)
-        model, found = model_class.from_pretrained(None, config=plain, state_dict=dict(tensors), dtype=dtype, output_loading_info=True)
+        model, info = model_class.from_pretrained(None, config=plain, state_dict=dict(tensors), dtype=dtype, output_loading_info=True)
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {name}: cannot be loaded: {' '.join(str(error).split())[:400]}. Copy the model again") from None
-    refuse_incomplete(found, name)
+    refuse_incomplete(info, name)
     return model
 
 

@@ -30,9 +30,9 @@ def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
     layout = str(settings.get("version") or settings.get("format") or "gemm").lower()
     bits, group = (settings.get(key, settings.get(old)) for key, old in (("bits", "w_bit"), ("group_size", "q_group_size")))
     kept = settings.get("modules_to_not_convert") or []
-    found = {"bits": bits, "version": layout, "zero_point": settings.get("zero_point", True), "lm_head": settings.get("lm_head", False)}
+    scheme = {"bits": bits, "version": layout, "zero_point": settings.get("zero_point", True), "lm_head": settings.get("lm_head", False)}
     wanted = {"bits": 4, "version": "gemm", "zero_point": True, "lm_head": False}
-    refusal = next((f"{key} {found[key]}" for key, only in wanted.items() if found[key] != only), None)
+    refusal = next((f"{key} {scheme[key]}" for key, only in wanted.items() if scheme[key] != only), None)
     if settings.get("dynamic") or settings.get("backend") == "llm-awq":
         refusal = "other settings for some linears (dynamic)" if settings.get("dynamic") else "version llm-awq"
     elif type(group) is not int or (group != -1 and (group < 2 or group % 2)):

@@ -23,8 +23,8 @@ def public_name(base_model: str) -> str:
     if not path.is_dir():
         return base_model
     for parent in path.absolute().parents:
-        if parent.name == "snapshots" and (found := _CACHED.fullmatch(parent.parent.name)):
-            return f"{found[1]}/{found[2]}"
+        if parent.name == "snapshots" and (repository := _CACHED.fullmatch(parent.parent.name)):
+            return f"{repository[1]}/{repository[2]}"
     return _named_by_config(path) or base_model
 
 

@@ -132,13 +132,13 @@ class PackedBatch:
         spans: list[Span] = []
         labelled: list[Tensor] = []
         end, last = 0, 0
-        found = [span for span in self.spans if span.job_id in job_ids]
-        for span in found:
+        kept = [span for span in self.spans if span.job_id in job_ids]
+        for span in kept:
             labelled.append(self.labelled[span.n0 : span.n1] + (end - span.t0))
             spans.append(replace(span, t0=end, n0=last, n1=last + span.n1 - span.n0))
             end, last = spans[-1].t1, spans[-1].n1
-        lengths = tuple(length for span in found for length in span.lengths)
-        return self._cut([slice(span.t0, span.t1) for span in found], torch.cat(labelled), lengths, tuple(spans))
+        lengths = tuple(length for span in kept for length in span.lengths)
+        return self._cut([slice(span.t0, span.t1) for span in kept], torch.cat(labelled), lengths, tuple(spans))
 
     def _cut(self, cuts: list[slice], labelled: Tensor, lengths: tuple[int, ...], spans: tuple[Span, ...]) -> PackedBatch:
         return PackedBatch(

@@ -28,11 +28,11 @@ def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
     """By the `quantization_config` of the base's config.json. Raises ModelError for all but weights of 4 bits."""
     try:
         (scheme,) = settings["config_groups"].values()
-        found = scheme.get("format") or settings["format"]
-        refusal = _refusal(settings, scheme, found)
+        format_name = scheme.get("format") or settings["format"]
+        refusal = _refusal(settings, scheme, format_name)
         weights = scheme["weights"]
         group = weights.get("group_size") if weights["strategy"] != "channel" else None
-        packed = Scheme(found, group, not weights.get("symmetric", True))
+        packed = Scheme(format_name, group, not weights.get("symmetric", True))
         ignored = [re.compile(each[3:] if each.startswith("re:") else f"{re.escape(each)}$") for each in settings.get("ignore") or []]
     except (KeyError, ValueError, TypeError, AttributeError, re.error) as error:
         packed, ignored = Scheme("", None, False), []

@@ -82,8 +82,8 @@ class _Parts:
     def read(self) -> dict[str, Tensor]:
         """What a `PackedWeight` holds."""
         codes = self.tensors["_packed"].whole().view(torch.uint8)[:, : self.shape[1] // 2]
-        found = {"weight": ((codes << 4) | (codes >> 4)).flatten(), "scale": self._scales()}
-        return found | ({"zero": self._zero_points()} if self.scheme.has_zero else {})
+        tensors = {"weight": ((codes << 4) | (codes >> 4)).flatten(), "scale": self._scales()}
+        return tensors | ({"zero": self._zero_points()} if self.scheme.has_zero else {})
 
     @property
     def table(self) -> tuple[float, ...]:

@@ -35,10 +35,10 @@ def settle_dtype(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype != "auto" or base_precision == "fp8" or not _is_cpu(device):
         return dtype, ""
-    found = pick_dtype(load_config(base_model), dtype, base_model)
-    if not is_slow(found, device):
+    picked = pick_dtype(load_config(base_model), dtype, base_model)
+    if not is_slow(picked, device):
         return dtype, ""
-    name = str(found).removeprefix("torch.")
+    name = str(picked).removeprefix("torch.")
     return "float32", (
         f"{base_model} is in {name}, for which this CPU has no instructions: dtype auto computes in float32, many times faster, and holds "
         f"the base in twice the bytes of its files. To keep its own, set dtype: {name}"

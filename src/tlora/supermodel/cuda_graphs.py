@@ -125,7 +125,7 @@ class CudaGraphs:
     @property
     def num_captured(self) -> int:
         """Shapes that have a graph."""
-        return sum(found is not None for found in self._captured.values())
+        return sum(graph is not None for graph in self._captured.values())
 
     def run(self, batch: PackedBatch, state: PassState, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
         """Hidden states of `batch`, which hold until the next pass, and the way back. Graphs hold addresses of the bank's rows: those of

@@ -223,23 +223,23 @@ class FastPath:
     def _slots(self, batch: PackedBatch, bank: AdapterBank | None, num_empty: int) -> Slots:
         """Where each run's adapter lies at each linear; then come empty runs, which have none."""
         count = len(self._names)
-        nobody = np.zeros((count, ADDRESS_FIELDS), np.int64), np.zeros(count, np.int32), np.zeros(count, np.float32)
-        runs = [self._slots_of(span.job_id, bank) if bank is not None and span.job_id in bank else nobody for span in batch.spans]
-        runs += [nobody] * num_empty
+        empty = np.zeros((count, ADDRESS_FIELDS), np.int64), np.zeros(count, np.int32), np.zeros(count, np.float32)
+        runs = [self._slots_of(span.job_id, bank) if bank is not None and span.job_id in bank else empty for span in batch.spans]
+        runs += [empty] * num_empty
         rows, starts, scales = (np.stack(parts, 1) for parts in zip(*runs, strict=True))
         weights = [None if bank is None else bank.weights(name) for name in self._names]
         return Slots(rows, starts, scales, self._module_keys, weights)
 
     def _slots_of(self, job_id: str, bank: AdapterBank) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Addresses and rank [L, 5], first rows [L], scales [L]; made anew when a tensor may have moved."""
-        found = bank.addresses(job_id)
+        addresses = bank.addresses(job_id)
         known = self._known.get((id(bank), job_id))
-        if known is None or known[0] is not found:
-            slots = [found.get(name) for name in self._names]
+        if known is None or known[0] is not addresses:
+            slots = [addresses.get(name) for name in self._names]
             rows = np.array([(s.a, s.b, s.da, s.db, s.rank) if s else (0,) * ADDRESS_FIELDS for s in slots], np.int64)
             starts = [bank.linear(name).used[job_id].start if s else 0 for name, s in zip(self._names, slots, strict=True)]
             scales = np.array([s.scale if s else 0.0 for s in slots], np.float32)
-            known = self._known[id(bank), job_id] = (found, (rows, np.array(starts, np.int32), scales))
+            known = self._known[id(bank), job_id] = (addresses, (rows, np.array(starts, np.int32), scales))
         return known[1]
 
 
@@ -259,12 +259,12 @@ def compile_ahead(
     width = rank_width(max((lora.largest_rank for lora in loras), default=1))
     dropout = any(lora.lora_dropout > 0 for lora in loras)
     try:
-        found = find_attentions(base)
+        arguments = find_attentions(base)
     except Exception:  # of a family whose attention takes no such pass: the run itself will say so, or needs none
-        found = []
+        arguments = []
     attentions = [
         AttentionOrder(q.shape[1], k.shape[1], q.shape[2], window, softcap > 0)
-        for q, k, _, _, _, window, softcap in found
+        for q, k, _, _, _, window, softcap in arguments
         if q.shape[2] <= LARGEST_HEAD
     ]
     forms = [linear.form for linear in linears.values()]
@@ -300,10 +300,10 @@ def _sees_the_same_again(layer: Callable[..., Any], kwargs: Mapping[str, Any]) -
     left the first time alone: compiled for a mapping that has them already, it would keep other tensors for backward.
     """
     shared = {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}
-    found = {name: copy(value) for name, value in shared.items()}
+    first = {name: copy(value) for name, value in shared.items()}
 
     def run(*args: Any) -> Any:
-        own = {name: copy(value) for name, value in found.items()}
+        own = {name: copy(value) for name, value in first.items()}
         out = layer(*args, **{**kwargs, **own})
         while shared:
             name, value = shared.popitem()

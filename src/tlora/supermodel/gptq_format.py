@@ -28,14 +28,14 @@ _MIDDLE = 8  # the zero point of all groups that are symmetric
 
 def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
     """By the `quantization_config` of the base's config.json. Raises ModelError for all but 4 bits in groups along the inputs."""
-    found = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    format_name = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     wanted = {"bits": (4,), "desc_act": (False, None), "sym": (True, False), "pack_dtype": ("int32", None), "lm_head": (False, None)}
     refusal = next((f"{key} {settings.get(key)}" for key, allowed in wanted.items() if settings.get(key) not in allowed), None)
     group, parts = settings.get("group_size"), settings.get("modules_in_block_to_quantize") or []
     if settings.get("dynamic"):
         refusal = "other settings for some linears (dynamic)"
-    elif found not in _FORMATS or settings.get("is_marlin_format"):
-        refusal = f"format {found if found not in _FORMATS else 'marlin'}"
+    elif format_name not in _FORMATS or settings.get("is_marlin_format"):
+        refusal = f"format {format_name if format_name not in _FORMATS else 'marlin'}"
     elif type(group) is not int or (group != -1 and (group < 2 or group % 2)):
         refusal = f"group_size {group}"
     elif not isinstance(parts, list):
@@ -46,7 +46,7 @@ def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
             "their order (desc_act: false), in the formats gptq and gptq_v2. Use the original model (base_precision: nf4 packs it in 4 "
             "bits at load)"
         )
-    scheme = _Scheme(found == "gptq", settings["sym"], None if group == -1 else group)
+    scheme = _Scheme(format_name == "gptq", settings["sym"], None if group == -1 else group)
     names = [name for part in parts for name in ([part] if isinstance(part, str) else part)]
     return Format("GPTQ int4", "int4", scheme.group, partial(_packs, names), partial(_find, base_model, scheme), not scheme.symmetric)
 
@@ -105,8 +105,8 @@ class _Parts:
         num_rows, num_columns = self.shape
         by_column = self.tensors["qweight"].whole().view(torch.uint8).view(num_columns // 8, num_rows, 4)
         codes = by_column.transpose(0, 1).flatten()
-        found = {"weight": (codes << 4) | (codes >> 4), "scale": self.tensors["scales"].whole().float().T.flatten()}
-        return found | ({} if self.scheme.symmetric else {"zero": self.zero_points()})
+        tensors = {"weight": (codes << 4) | (codes >> 4), "scale": self.tensors["scales"].whole().float().T.flatten()}
+        return tensors | ({} if self.scheme.symmetric else {"zero": self.zero_points()})
 
     def zero_points(self) -> Tensor:
         """uint8 [N * K / group], below 16."""

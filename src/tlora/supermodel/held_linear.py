@@ -43,14 +43,14 @@ def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
 
 def possible_precisions(device: torch.device, dtype: torch.dtype) -> list[BasePrecision]:
     """Those that `check_precision` lets a base of `dtype` have on `device`, the most bits first."""
-    found: list[BasePrecision] = []
+    precisions: list[BasePrecision] = []
     for precision in get_args(BasePrecision):
         try:
             check_precision(precision, device, dtype)
         except ConfigError:
             continue
-        found.append(precision)
-    return found
+        precisions.append(precision)
+    return precisions
 
 
 def check_widths(precision: BasePrecision, shapes: Mapping[str, tuple[int, int]], by_rows: bool = False) -> None:

@@ -17,13 +17,13 @@ from tlora.supermodel.streamed_linear import StreamedLinear
 def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
     """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    found: dict[str, BaseLinear] = {}
+    linears: dict[str, BaseLinear] = {}
     for name, m in model.named_modules():
         if (type(m) is nn.Linear or type(m) is HeldLinear or type(m) is StreamedLinear) and m is not head:
-            found[name] = m
-    if not found:
+            linears[name] = m
+    if not linears:
         raise ModelError(f"{type(model).__name__} has no nn.Linear layer to adapt. Use a base model that is made of linear layers")
-    return found
+    return linears
 
 
 def expert_modules(model: nn.Module) -> list[str]:

@@ -50,16 +50,16 @@ class JobByJobSteps:
         for job_id, verdict_2 in self.verdicts.items():
             try:
                 job = self.due[job_id]
-                taken = self.step(job.state, self.bank.take_grad(job_id), job.train, job.total_steps, self.bank.dtype, verdict_2)
-                if isinstance(taken, QueuedStep) or taken.applied:
+                step = self.step(job.state, self.bank.take_grad(job_id), job.train, job.total_steps, self.bank.dtype, verdict_2)
+                if isinstance(step, QueuedStep) or step.applied:
                     self.bank.write(job_id, job.state.params)
             except Exception as error:
                 errors[job_id] = error
                 continue
-            if isinstance(taken, QueuedStep):
-                queued[job_id] = taken
+            if isinstance(step, QueuedStep):
+                queued[job_id] = step
             else:
-                stats[job_id] = taken
+                stats[job_id] = step
         coming = ToHost(torch.stack([each.outcome_2 for each in queued.values()])) if queued else None
 
         def read() -> dict[str, StepStats]:

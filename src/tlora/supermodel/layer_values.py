@@ -11,8 +11,8 @@ def values_in_layers(config: Any, key: str) -> list[Any]:
     transformers refuses to read such a key from the whole config, with a RuntimeError.
     """
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    found: list[Any] = []
+    values: list[Any] = []
     for value in (getattr(layer, key, None) for layer in layers):
-        if value is not None and value not in found:
-            found.append(value)
-    return found
+        if value is not None and value not in values:
+            values.append(value)
+    return values

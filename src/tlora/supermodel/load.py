@@ -86,11 +86,11 @@ def find_directory(base_model: str) -> Path:
         return there
     name, revision = split_revision(base_model)
     try:
-        found = cached_file(name, "config.json", revision=revision)
+        config_file = cached_file(name, "config.json", revision=revision)
     except Exception as error:  # a library's border, as below
         raise ModelError(f"base_model {base_model}: cannot be read: {_told(error)}. Is it a whole model directory?") from None
-    assert found is not None, f"{base_model}: cached_file found no config.json and did not say so"
-    return Path(found).parent
+    assert config_file is not None, f"{base_model}: cached_file found no config.json and did not say so"
+    return Path(config_file).parent
 
 
 def pin_revision(base_model: str) -> str:
@@ -154,8 +154,8 @@ def move_model(model: Any, place: torch.device) -> Any:
         return model._apply(unmapped)
     if place.type == "cuda":
         large = [p for p in model.parameters() if p.device.type == "cpu" and p.numel() >= _LARGE]
-        with ThreadPoolExecutor(1) as beside:
-            prepared = beside.submit(_prepare_libraries, place, model.dtype)
+        with ThreadPoolExecutor(1) as executor:
+            prepared = executor.submit(_prepare_libraries, place, model.dtype)
             uploads = upload([p.data for p in large], place)
             with no_collection():
                 importlib.import_module("torch._inductor.compile_fx")  # takes 2 to 4 s, and compiling the layers will want it
@@ -194,22 +194,22 @@ def load_weights(base_model: str, dtype: str = "auto", device: torch.device | No
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, revision=revision, dtype=wanted, output_loading_info=True, trust_remote_code=False
         )
-        model, found = loaded
+        model, loading_info = loaded
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}. Copy the model again") from None
-    refuse_incomplete(found, base_model)
+    refuse_incomplete(loading_info, base_model)
     return model
 
 
 def pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
     """Of the base's weights. Raises ModelError for one that cannot be computed in."""
-    found = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    if found not in _TOLERANCE:
+    picked = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    if picked not in _TOLERANCE:
         raise ModelError(
-            f"base_model {base_model}: its config.json has dtype {str(found).removeprefix('torch.')}, and must be float32, bfloat16, "
+            f"base_model {base_model}: its config.json has dtype {str(picked).removeprefix('torch.')}, and must be float32, bfloat16, "
             "float16 or float64. Use the original, unquantised weights, or set dtype if the files hold such"
         )
-    return found
+    return picked
 
 
 def make_base(model: Any, name: str, layers: LayerStream | None = None) -> Base:

@@ -40,24 +40,24 @@ class ActiveBatch:
 
     def segments(self, module: str) -> Segments:
         """The batch as the linear `module` sees it; jobs that do not adapt it have no segment."""
-        found: list[Segment] = []
+        row_segments: list[Segment] = []
         for span in self.batch.spans if self.bank is not None else ():
             slot = self.bank.slot(span.job_id, module)  # type: ignore[union-attr]
             if slot is not None:
                 rows, scale = slot
-                found.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0)))
-        return tuple(found)
+                row_segments.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0)))
+        return tuple(row_segments)
 
     def slots(self, module: str, bank: AdapterBank) -> ChunkSlots | None:
         """The same of a grouped batch; None where no job adapts `module`. Most linears have their adapters at the same rows: one table."""
         assert self.jobs is not None, "the batch is not in chunks"
-        found: list[Segment] = []
+        segments: list[Segment] = []
         for span in self.batch.spans:
             rows, scale = bank.slot(span.job_id, module) or (range(0), 0.0)
-            found.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0) if rows else 0.0))
-        if not any(segment.r1 for segment in found):
+            segments.append(Segment(span.t0, span.t1, rows.start, rows.stop, scale, self.dropout.get(span.job_id, 0.0) if rows else 0.0))
+        if not any(segment.r1 for segment in segments):
             return None
-        key = tuple(found)
+        key = tuple(segments)
         if key not in self._slots:
             self._slots[key] = make_slots(self.jobs, key, bank.sum_dtype, self.batch.input_ids_T.device)
         return self._slots[key]

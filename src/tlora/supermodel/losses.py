@@ -61,14 +61,14 @@ class Losses:
         """Losses of the hidden states [T, H], and their gradient [T, H]: None in evaluation, and where nothing is trained."""
         part = self.part
         grad_weights_N = part.grad_weights_T[part.labelled] if self.sum_dtype is not None else None
-        found: dict[str, JobLoss] = {}
+        losses: dict[str, JobLoss] = {}
         for span in part.spans:
             if span.job_id in self.objectives:
-                found[span.job_id] = self._ask(span, hidden_TH, grad_weights_N)
+                losses[span.job_id] = self._ask(span, hidden_TH, grad_weights_N)
         plain = [span for span in part.spans if span.job_id not in self.objectives]
         if grad_weights_N is None:
-            found |= self._evaluate(plain, hidden_TH)
-            return {span.job_id: found[span.job_id] for span in part.spans}, None
+            losses |= self._evaluate(plain, hidden_TH)
+            return {span.job_id: losses[span.job_id] for span in part.spans}, None
         rows, weights_N = part.labelled, part.loss_weights_T[part.labelled]
         losses_N, dh = linear_cross_entropy(hidden_TH[rows], self.head, part.labels_T[rows], grad_weights_N.to(self.sum_dtype))
         dhidden_TH = None
@@ -79,8 +79,8 @@ class Losses:
         weighted_N = round_exact(losses_N.double() * weights_N)
         for span in plain:
             own = slice(span.n0, span.n1)
-            found[span.job_id] = JobLoss(weighted_N[own].sum(), weights_N[own].sum())
-        return {span.job_id: found[span.job_id] for span in part.spans}, dhidden_TH
+            losses[span.job_id] = JobLoss(weighted_N[own].sum(), weights_N[own].sum())
+        return {span.job_id: losses[span.job_id] for span in part.spans}, dhidden_TH
 
     def _evaluate(self, spans: Sequence[Span], hidden_TH: Tensor) -> dict[str, JobLoss]:
         """Cross-entropy of these spans alone."""

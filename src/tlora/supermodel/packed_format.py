@@ -81,16 +81,16 @@ def find_packed(base_model: str, library: str, keys: Iterable[str], find: Callab
     """What a reader's `find` gives of the weights `keys`, which `library` has packed; all that it raises of damaged files becomes a
     ModelError: a KeyError is a tensor that is missing, any other error's text says what does not fit together.
     """
-    found: dict[str, PackedTensor] = {}
+    packed: dict[str, PackedTensor] = {}
     for key in keys:
         try:
-            found[key] = find(key)
+            packed[key] = find(key)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"base_model {base_model}: {key} is packed by {library}, and cannot be read: {why}. {_AGAIN}") from None
-    if not found:
+    if not packed:
         raise ModelError(f"base_model {base_model}: by its config.json {library} packed it, and no tensor of its files is packed. {_AGAIN}")
-    return found
+    return packed
 
 
 def find_packed_words(

@@ -27,10 +27,10 @@ class Pass:
         if self._forwards is None:
             raise RuntimeError("this pass has run its forward already. Begin another one")
         before = self._adapters()
-        found = [forward() for forward in self._forwards]
+        results = [forward() for forward in self._forwards]
         self._forwards, self._before = None, before
-        self._backwards = [backward for _, backward in found if backward is not None]
-        return sum_losses(losses for losses, _ in found)
+        self._backwards = [backward for _, backward in results if backward is not None]
+        return sum_losses(losses for losses, _ in results)
 
     def backward(self) -> None:
         """Add each job's gradients to its sums. Does nothing the second time, in evaluation, and where no token is trained.

@@ -48,10 +48,10 @@ class PlainPath:
         """Hidden states [T, H] of `batch`, without its padding where passes are grouped, and in training what takes their gradient back."""
         chunked = chunk(batch, batch.input_ids_T.device) if self.grouped else None
         active = ActiveBatch(chunked.batch if chunked else batch, weights, bank, dropout, self._anchor, chunked and chunked.jobs)
-        given = active.batch
-        samples = lay_out_samples(given.lengths, given.input_ids_T.device) if chunked else given.lengths
+        packed_batch = active.batch
+        samples = lay_out_samples(packed_batch.lengths, packed_batch.input_ids_T.device) if chunked else packed_batch.lengths
         with self._context.enter(active), self._repeatable_attention(), torch.set_grad_enabled(train):
-            hidden_TH = hidden_states(self._base, given.input_ids_T, given.position_ids_T, samples)
+            hidden_TH = hidden_states(self._base, packed_batch.input_ids_T, packed_batch.position_ids_T, samples)
         backward = hidden_TH.backward if hidden_TH.requires_grad else None
         if chunked is None or (places := chunked.places) is None:
             return hidden_TH.detach(), backward

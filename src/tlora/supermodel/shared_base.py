@@ -55,8 +55,8 @@ def load_shared_base(
         packed = {linear: tensor for linear, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
 
         def rows(linear: str, first: int, last: int) -> Found:
-            found = tensors[linear]
-            return found.read(wanted).rows(first, last) if isinstance(found, PackedTensor) else found.read(first, last).to(wanted)
+            source = tensors[linear]
+            return source.read(wanted).rows(first, last) if isinstance(source, PackedTensor) else source.read(first, last).to(wanted)
 
         stream = share_linears(model, base_model, Precision(precision, stored_dtype, packed), rows, peers, device)
     return make_base(model, base_model, stream)
@@ -79,13 +79,13 @@ def _without_shared_weights(
     if expert_modules(model):
         raise ModelError(f"base_model {base_model}: is a mixture of experts, which cannot be shared or streamed yet. Load it whole")
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
-    found: dict[str, StoredTensor | PackedTensor] = {}
+    source_by_linear: dict[str, StoredTensor | PackedTensor] = {}
     shared = set[str]()
     for linear in chain.from_iterable(shared_weights(model, base_model)):
         name = names.get(model.get_submodule(linear).weight.data_ptr())
         if name is None:
             raise ModelError(f"base_model {base_model}: {linear} is put together of several tensors as it is loaded. Load it whole")
-        found[linear] = sources[name]
+        source_by_linear[linear] = sources[name]
         shared.add(name)
     if others := sorted(packed.keys() - shared):
         raise ModelError(
@@ -95,7 +95,7 @@ def _without_shared_weights(
     whole = {
         name: stand_ins[name] if isinstance(tensor, PackedTensor) or name in shared else tensor.map() for name, tensor in sources.items()
     }
-    return assemble(config, dtype, whole, base_model), found
+    return assemble(config, dtype, whole, base_model), source_by_linear
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -139,14 +139,14 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     form = form or Precision(None, dtype)
     if form.name is not None:
         check_widths(form.name, sizes(linears), by_rows=True)
-    found: dict[str, FrozenWeight] = {}
+    weights: dict[str, FrozenWeight] = {}
     for dotted, linear in linears.items():
         if (packed := form.packed.get(dotted)) is not None:
-            found[dotted] = packed.form(dtype)
+            weights[dotted] = packed.form(dtype)
             check_rows(dotted, packed.shape[1], packed.group)
         else:
-            found[dotted] = form.held(torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta"))
-    layers = by_layer(model, layers_of(decoder_of(model, name)), found)
+            weights[dotted] = form.held(torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta"))
+    layers = by_layer(model, layers_of(decoder_of(model, name)), weights)
     if not layers:
         raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it whole")
     return layers
@@ -155,8 +155,8 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
 def by_layer(model: nn.Module, layers: Sequence[nn.Module], weights: Mapping[str, FrozenWeight]) -> list[dict[str, FrozenWeight]]:
     """For each of `layers` that has any of the linears named in `weights` within it: these by name."""
     names = {module: dotted for dotted, module in model.named_modules()}
-    found = [{name: weight for name, weight in weights.items() if name.startswith(names[layer] + ".")} for layer in layers]
-    return [layer for layer in found if layer]
+    weights_by_layer = [{name: weight for name, weight in weights.items() if name.startswith(names[layer] + ".")} for layer in layers]
+    return [layer for layer in weights_by_layer if layer]
 
 
 def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Peers | Alone, device: torch.device) -> LayerStream:
@@ -174,8 +174,8 @@ def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Pee
     place = memory.own.device if form.name is None else device
 
     def placed_rows(dotted: str, first: int, last: int) -> Found:
-        found = rows(dotted, first, last)
-        return found.to(place) if isinstance(found, Tensor) else found
+        part = rows(dotted, first, last)
+        return part.to(place) if isinstance(part, Tensor) else part
 
     fill(memory.own, layout, peers.rank, placed_rows, form.held, form.packed)
     if device.type == "cuda":

@@ -27,8 +27,8 @@ class StreamedLinear(nn.Module):
     def look_up(self) -> FrozenLinear:
         """The linear as it lies now."""
         shapes = self.form.tensors
-        found = {key: tensor.view(shapes[key].shape) for key, tensor in self._stream.tensors(self._name).items()}
-        return FrozenLinear(replace(self.form, **found), self.bias)  # type: ignore[type-var]
+        tensors = {key: tensor.view(shapes[key].shape) for key, tensor in self._stream.tensors(self._name).items()}
+        return FrozenLinear(replace(self.form, **tensors), self.bias)  # type: ignore[type-var]
 
     def forward(self, x: Tensor) -> Tensor:
         return frozen_linear(x, self.look_up)

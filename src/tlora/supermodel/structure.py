@@ -95,14 +95,14 @@ def find_attentions(base: Base) -> list[tuple[Any, ...]]:
     """What each layer of a base on the meta device hands to `kernels.pass_operations.packed_attention`."""
     import tlora.kernels.pass_operations  # noqa: F401  (the operation is known from then on)
 
-    found: list[tuple[Any, ...]] = []
+    attentions: list[tuple[Any, ...]] = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.tlora.packed_attention.default:
-                found.append(args)
+                attentions.append(args)
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), Watch():
         _run(base, torch.tensor(0))
-    return found
+    return attentions

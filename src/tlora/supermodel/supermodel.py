@@ -62,14 +62,14 @@ class SuperModel(nn.Module):
         super().__init__()
         self.base, self.deterministic = base, deterministic
         self.model = base.model
-        found = find_linears(base.model)
+        linears = find_linears(base.model)
         weight = base.head.weight_VH
-        self.bank = AdapterBank(sizes(found), weight.dtype, weight.device)
-        self.references = AdapterBank(sizes(found), weight.dtype, weight.device, frozen=True)
+        self.bank = AdapterBank(sizes(linears), weight.dtype, weight.device)
+        self.references = AdapterBank(sizes(linears), weight.dtype, weight.device, frozen=True)
         """The adapters that jobs' objectives compare with; jobs that have none there compare with the base alone."""
         self._longest_safe = longest_safe_sequence(base.model)
         self.context = Context()
-        self._linears = inject(base.model, found, self.context)
+        self._linears = inject(base.model, linears, self.context)
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if why_not_fused(base, self._linears, weight.device, deterministic) is None:
             self.fast_path = FastPath(base, self._linears, self.context, deterministic)

@@ -54,15 +54,15 @@ class StoredTensor:
 
     def _read(self, first: int, count: int) -> Tensor:
         start = self.start + first
-        found = np.fromfile(self.file, np.uint8, count, offset=start)
-        if len(found) != count:
-            raise ModelError(f"{self.file}: cut off: {len(found)} of {count} bytes from {start} on are there. Copy the model again")
-        return torch.from_numpy(found)
+        content = np.fromfile(self.file, np.uint8, count, offset=start)
+        if len(content) != count:
+            raise ModelError(f"{self.file}: cut off: {len(content)} of {count} bytes from {start} on are there. Copy the model again")
+        return torch.from_numpy(content)
 
 
 def find_tensors(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = PLAIN_DTYPES) -> dict[str, StoredTensor]:
     """All tensors of safetensors files by name. Raises ModelError for a file that cannot be read and for numbers of other `dtypes`."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with file.open("rb") as opened:
@@ -71,10 +71,10 @@ def find_tensors(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = PLAI
             for name, entry in header.items():
                 if name != "__metadata__":
                     start = 8 + size + entry["data_offsets"][0]
-                    found[name] = StoredTensor(name, file, start, dtypes[entry["dtype"]], tuple(entry["shape"]))
+                    tensors[name] = StoredTensor(name, file, start, dtypes[entry["dtype"]], tuple(entry["shape"]))
         except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError) as error:
             raise ModelError(f"{file}: cannot be read as safetensors ({type(error).__name__}: {error}). Copy the model again") from None
-    return found
+    return tensors
 
 
 def unmapped(tensor: Tensor) -> Tensor:

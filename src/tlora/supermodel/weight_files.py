@@ -58,8 +58,8 @@ def check_unused(
     except ModelError:
         return []  # of a directory, `check_weights` says it
     tensors = _plain_headers(files, config, base_model)
-    model, found = _compare(tensors, config, base_model)
-    beyond, text = {str(name) for name in found["unexpected_keys"] if not _BUFFER.search(name)}, config.get_text_config()
+    model, loading_info = _compare(tensors, config, base_model)
+    beyond, text = {str(name) for name in loading_info["unexpected_keys"] if not _BUFFER.search(name)}, config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", 0) or 0
     strange = sorted(name for name in beyond if not _is_left_out(name, *layers))
     if strange and unused != "ignore":
@@ -69,7 +69,7 @@ def check_unused(
             f"base_model {base_model}: {len(strange)} tensors of its files are not used, {strange[0]} first: {kept}, and another model "
             f"than the files hold would be used. Compare config.json with the original's, or {remedy} if this is meant"
         )
-    ignored = tensors.keys() - model.state_dict().keys() - set(found["unexpected_keys"])
+    ignored = tensors.keys() - model.state_dict().keys() - set(loading_info["unexpected_keys"])
     ignored = {name for name in ignored if _matches(model._keys_to_ignore_on_load_unexpected, name) and not _BUFFER.search(name)}
     left = sorted(beyond | ignored)
     return [f"{len(left)} tensors of {base_model} are not part of the model that is used, {left[0]} first"] if left else []
@@ -105,10 +105,10 @@ def find_safetensors(name: str, revision: str | None) -> list[Path]:
         get_shards: Any = get_checkpoint_shard_files
         try:
             whole, index = (cached_file(name, file, **options) for file in _WHOLE_OR_INDEX[:2])
-            found = [whole] if whole else get_shards(name, index, revision=revision)[0] if index else []
+            names = [whole] if whole else get_shards(name, index, revision=revision)[0] if index else []
         except Exception as error:  # a library's border: what it raises depends on the network
             raise ModelError(f"base_model {name}: its weights cannot be had: {' '.join(str(error).split())[:400]}") from None
-        files = [Path(file) for file in found]
+        files = [Path(file) for file in names]
     if not files or files[0].suffix != ".safetensors":
         raise ModelError(f"base_model {name}: has no safetensors files, which a shared base is read from. Convert it, or load it unshared")
     return files
@@ -118,9 +118,9 @@ def _snapshot(base_model: str) -> Path:
     if (there := snapshot(base_model)) is not None:
         return there
     name, revision = split_revision(base_model)
-    found = cached_file(name, "config.json", revision=revision)
-    assert found is not None, f"{base_model}: no config.json"
-    return Path(found).parent
+    config_file = cached_file(name, "config.json", revision=revision)
+    assert config_file is not None, f"{base_model}: no config.json"
+    return Path(config_file).parent
 
 
 def _weight_files(directory: Path, base_model: str) -> list[Path]:
@@ -142,37 +142,37 @@ def _weight_files(directory: Path, base_model: str) -> list[Path]:
 
 def _plain_headers(files: list[Path], config: Any, base_model: str) -> dict[str, Tensor]:
     """Every tensor of the files on the meta device; packed ones as the plain weights that they stand for. Raises ModelError."""
-    found, form = _read_headers(files, base_model), format_of(config, base_model)
+    headers, form = _read_headers(files, base_model), format_of(config, base_model)
     if form is None:
-        return found
+        return headers
     packed = form.find(find_tensors(files, ANY_DTYPE))
     taken = {name for tensor in packed.values() for name in tensor.names}
     plain = {key: torch.empty(tensor.shape, dtype=tensor.value_dtype, device="meta") for key, tensor in packed.items()}
-    return {name: tensor for name, tensor in found.items() if name not in taken} | plain
+    return {name: tensor for name, tensor in headers.items() if name not in taken} | plain
 
 
 def _read_headers(files: list[Path], base_model: str) -> dict[str, Tensor]:
     """Every tensor of the files on the meta device."""
-    found: dict[str, Tensor] = {}
+    headers: dict[str, Tensor] = {}
     for file in files:
         try:
-            found |= _read_pickled(file) if file.suffix == ".bin" else _read_safetensors(file)
+            headers |= _read_pickled(file) if file.suffix == ".bin" else _read_safetensors(file)
         except Exception as error:  # a library's border: what it raises depends on what is damaged
             why = " ".join(str(error).split())[:200]
             raise ModelError(
                 f"base_model {base_model}: cannot be loaded: {file.name} is cut off or damaged ({why}). Copy the model again"
             ) from None
-    return found
+    return headers
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    headers: dict[str, Tensor] = {}
     with safe_open(file, framework="numpy") as opened:
         for name in opened.keys():  # noqa: SIM118
             part = opened.get_slice(name)
             dtype = _DTYPES.get(part.get_dtype(), _STRANGE)
-            found[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
-    return found
+            headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    return headers
 
 
 def _read_pickled(file: Path) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[
     """
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        model, found = model_class.from_pretrained(
+        model, loading_info = model_class.from_pretrained(
             None,
             config=without_packing(config),
             state_dict=tensors,
@@ -203,14 +203,14 @@ def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[
     except Exception as error:  # a library's border: what it raises depends on family and version
         why = " ".join(str(error).split())[:400]
         raise ModelError(f"base_model {base_model}: its weights do not fit its config.json: {why}. Copy the model again") from None
-    refuse_incomplete(found, base_model)
+    refuse_incomplete(loading_info, base_model)
     quantized = sorted(name for name in tensors if tensors[name].dtype == _STRANGE and name in dict(model.named_parameters()))
     if quantized:
         raise ModelError(
             f"base_model {base_model}: {len(quantized)} tensors are no plain numbers of 16 bits or more, {quantized[0]} first. "
             "Use the original, unquantised model"
         )
-    return model, found
+    return model, loading_info
 
 
 def refuse_incomplete(found: dict[str, Any], base_model: str) -> None:
