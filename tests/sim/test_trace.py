@@ -214,7 +214,7 @@ def test_a_column_that_is_there_twice_is_named(tmp_path: Path, header: str) -> N
     path = written(tmp_path, header + ", user,,", own_row() + ",w,,")
     with pytest.raises(DataError) as error:
         read_trace(path)
-    assert str(error.value) == f"{path}, line 1: the header names column 'user' 2 times; which one counts is not told. Take the others out"
+    assert str(error.value) == f"{path}, line 1: the header names column 'user' 2 times; which one counts is unclear. Take the others out"
 
 
 def test_columns_without_a_name_are_nobodys(tmp_path: Path) -> None:

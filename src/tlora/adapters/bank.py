@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlora.adapters.state import AdapterLayout, AdapterShape
 
-ROW_ALIGNMENT = 16  # a slot's rows start at multiples of it: aligned loads, and bits that do not depend on who came before
+ROW_ALIGNMENT = 16  # a slot's rows start at multiples of it: aligned loads, and bits that do not depend on the jobs before
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class AdapterBank:
         return self._linears[module]
 
     def weights(self, module: str) -> tuple[Tensor, Tensor] | None:
-        """A [R, K] and B transposed [R, N] of all slots at `module`; None where nobody ever had one."""
+        """A [R, K] and B transposed [R, N] of all slots at `module`; None where no job ever had one."""
         linear = self._linears.get(module)
         return None if linear is None else (linear.a_RK, linear.b_RN)
 
@@ -227,7 +227,7 @@ class AdapterBank:
         self._sum_scales[job_id] = scale
 
     def sums_are_zero(self, job_id: str) -> None:
-        """Somebody has zeroed the slot's sums."""
+        """Note that the caller has zeroed the slot's sums."""
         self._sum_scales[job_id] = 0.0
 
     def take_grad(self, job_id: str) -> Tensor:

@@ -32,7 +32,7 @@ _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
     "monteclora_config": ("is MonteCLoRA", _RETRAIN),
     "kasa_config": ("is KaSA", _RETRAIN),
     "modules_to_save": ("holds weights of whole modules", _RETRAIN),
-    "lora_bias": ("has biases beside A and B", _RETRAIN),
+    "lora_bias": ("has biases in addition to A and B", _RETRAIN),
     "trainable_token_indices": ("holds embeddings of its own", _RETRAIN),
     "layer_replication": ("is of a base with layers repeated", _RETRAIN),
     "alora_invocation_tokens": ("works behind these tokens only", _RETRAIN),

@@ -53,7 +53,7 @@ def resolve(linears: Sizes, modules: Collection[str], experts: Sequence[str], lo
 
 
 def left_out(linears: Sizes, experts: Sequence[str], lora: LoraShape) -> list[str]:
-    """What `all-linear` leaves as it is, in a line: experts, and the linears beside them in their blocks."""
+    """What `all-linear` leaves as it is, in a line: experts, and the other linears of their blocks."""
     if lora.target_modules != ALL_LINEAR or not experts:
         return []
     adapted, parts = ", ".join(_last_parts(_beside_experts(linears, experts))), " and ".join(_last_parts(experts))
@@ -140,7 +140,7 @@ def _excluded(lora: LoraShape, modules: Collection[str]) -> Collection[str]:
 
 def _in_layers(names: list[str], lora: LoraShape) -> list[str]:
     """Those in `layers_to_transform`. As in PEFT, a layer's number is the first after a list of modules, and a name that is given whole
-    counts whatever its layer.
+    counts in any layer.
     """
     wanted = lora.layers_to_transform
     if wanted is None or wanted == []:

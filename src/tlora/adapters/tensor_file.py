@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_PIECE_BYTES = 16 << 20  # written, then hashed while it is in the cache; beside a thread that computes, each piece waits for Python's lock
+_PIECE_BYTES = 16 << 20  # written, then hashed while it is in the cache; while another thread computes, each piece waits for Python's lock
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:

@@ -76,7 +76,7 @@ class Flow:
 
         A flow that joins starts there: it neither hoards credit for the past nor has to catch up. One that comes back with
         its next batch may stand at most its own longest sample before it, which is what it can be short of at the end of a
-        batch. Nobody stands more than `lead_tokens` behind: tokens that only filled a gap are not held against a flow for ever.
+        batch. No flow starts more than `lead_tokens` behind: tokens that only filled a gap are not held against a flow for ever.
         """
         if self._waits_for_entry:
             credit = self.longest_tokens / self.weight if self._offered else 0.0

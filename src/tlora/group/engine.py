@@ -51,14 +51,14 @@ class Engine:
         self._state_read: set[str] = set()  # jobs that have fetched what they begin with, and have not begun
         self._whole: dict[str, Whole] = {}  # sums that were taken, and are not in place yet
         self.runs: dict[str, JobRun] = {}
-        self.begin: Callable[[tuple[str, ...]], object] = lambda _: None  # is told the jobs of each micro-batch before it is computed
+        self.begin: Callable[[tuple[str, ...]], object] = lambda _: None  # called with the jobs of each micro-batch before it is computed
         self._weights: dict[str, float] = {}
         self._stepping: Stepping | None = None
         self._exchange: Exchange = exchange or RunningSums()
 
     def join(self, run: JobRun, state: AdapterState | None = None, wait: Callable[[str], object] | None = None) -> None:
         """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone. Where
-        others are in, and too little memory is left beside them, `wait` is called instead, with the reason; nothing has changed then.
+        others are in, and they leave too little memory, `wait` is called instead, with the reason; nothing has changed then.
 
         A job whose home is another rank waits here for the state that it begins with, and is never reported.
         """
@@ -237,8 +237,8 @@ class Engine:
             self._advance(run)
 
     def _step(self, through: list[JobRun]) -> None:
-        """The optimizer steps of all jobs that are through, together; one whose step raises fails alone. Unless something else than
-        their next batches follows, nobody waits for them.
+        """Take the optimizer steps of all jobs whose batch is through, together; a job whose step raises fails alone. The host waits for
+        them only if something else than the jobs' next batches follows.
         """
         if not through:
             return
@@ -299,8 +299,8 @@ class Engine:
         return (self.model.evaluate if kind == "eval" else self.model.forward_backward)(batch, objectives)
 
     def _advance(self, run: JobRun, *, offered: bool = False) -> None:
-        """What follows when a job has joined, or a batch or evaluation of its own is through. With `offered` its next batch is known.
-        Away from home that is the next batch, until somebody says otherwise.
+        """Start what follows when a job has joined, or a batch or evaluation of its own is through. `offered`: its next batch is known.
+        Away from the home rank, that is the next batch until the home rank says otherwise.
         """
         if not run.leads:
             if not (offered or run.exhausted):

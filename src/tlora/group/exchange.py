@@ -27,7 +27,7 @@ class Exchange(Protocol):
     """Flat gradients [P] of one global batch at a time for each job, added in the order of the replicas.
 
     The order is fixed because sums of floating-point numbers follow from it: a job's bytes are then the same on any number of GPUs, and on
-    each of those that compute it. All of them take the sum and make the optimizer step: nobody waits for new weights. The rank that
+    each of those that compute it. Each of them takes the sum and makes the optimizer step, so no rank waits for new weights. The rank that
     computes a job's first replica is its home, which publishes the state that the job begins with. Nothing here waits for another rank,
     nor for a device.
     """

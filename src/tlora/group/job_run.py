@@ -278,7 +278,7 @@ class JobRun:
 
     @property
     def goes_straight_on(self) -> bool:
-        """Whether the next global batch follows, whatever came of the last step: no evaluation, no checkpoint and no end."""
+        """Whether the next global batch follows regardless of the last step's outcome: no evaluation, no checkpoint and no end is due."""
         return not (self.needs_evaluation or self.exhausted or (self.leads and self.due(self.spec.save_steps)))
 
     def stepped(self, stats: StepStats, loss: float) -> None:

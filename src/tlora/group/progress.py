@@ -10,8 +10,8 @@ class TrainingProgress:
     """One value per moment of a job; losses are means per trained token. The order of samples and dropout follow from `step` and the
     spec's seed alone. What the optimizer counts (updates, skipped steps) is in the `AdapterState`.
 
-    A checkpoint keeps all of it. `seconds` and `unlogged` are filled in by whoever writes the checkpoint: the group has no clock and
-    writes no metrics.
+    A checkpoint keeps all of it. The checkpoint writer fills in `seconds` and `unlogged`: the group has no clock and writes
+    no metrics.
     """
 
     step: int = 0

@@ -335,7 +335,7 @@ def _update_step(dtype: torch.dtype) -> None:
 
 
 def _copy_chunks(dtype: torch.dtype) -> None:
-    """What a job that spans GPUs launches beside its steps."""
+    """What a job that spans GPUs launches in addition to its steps."""
     state, buffers, _, _ = _step_of_one_chunk()
     bank_chunks.gather(buffers.chunks_C4, True, state.params)
     bank_chunks.scatter(buffers.chunks_C4, True, state.params)

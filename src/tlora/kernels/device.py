@@ -34,8 +34,8 @@ _elsewhere: ContextVar[_Elsewhere | None] = ContextVar("a GPU that is not here",
 
 @contextmanager
 def as_if_on(name: str, capability: int, limit_bytes: int | None = None) -> Iterator[None]:
-    """Within it, a plan for a GPU is for one called `name`, of `capability` (89 for 8.9), whatever is here. Nothing is launched there.
-    `limit_bytes`: what a run may plan with.
+    """Within it, a plan for a GPU is for one called `name`, of `capability` (89 for 8.9), in place of this machine's. Nothing is launched
+    there. `limit_bytes`: what a run may plan with.
     """
     token = _elsewhere.set(_Elsewhere(name, capability, limit_bytes))
     try:

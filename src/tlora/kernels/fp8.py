@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 def quantize_rows(xs: Sequence[Tensor], column_scale_K: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(q [T, K] in e4m3, scale [T] in fp32): q * scale is x * column_scale but for rounding; scale is the row's amax / 448.
 
-    x [T, K] is up to three `xs` [T, K_m] beside each other, of one dtype, with rows of adjacent elements. A row of zeros gives
+    x [T, K] is up to three concatenated `xs` [T, K_m], of one dtype, with rows of adjacent elements. A row of zeros gives
     zeros; one that holds NaN or Inf has the scale NaN, and no meaning otherwise.
     """
     if xs[0].device.type != "cuda":  # Triton's interpreter loses carries when it rounds to e4m3

@@ -42,7 +42,7 @@ class LinearGroup:
     widths: tuple[int, ...]
     in_features: int
     programs: int  # of a GEMM
-    weight_scale_N: Tensor | None = None  # fp32, of all linears beside each other, where their weights are fp8 (`fp8.py`)
+    weight_scale_N: Tensor | None = None  # fp32, of all linears concatenated, where their weights are fp8 (`fp8.py`)
     tiles: TileTable = field(default_factory=TileTable)
     passes_back: bool = True
     feeds_backward: bool = True

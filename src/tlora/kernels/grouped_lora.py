@@ -159,7 +159,7 @@ def _chunks(values_TK: Tensor, slots: ChunkSlots) -> Tensor:
 
 
 def _rows(bank_RK: Tensor, slots: ChunkSlots) -> Tensor:
-    """[n, r, K]: each chunk's rows; those that its job does not have are zero, whatever lies in the bank."""
+    """[n, r, K]: each chunk's rows; rows that its job does not have are zero, with any bank content."""
     rows = bank_RK.index_select(0, slots.rows)
     if slots.beyond is not None:
         rows.masked_fill_(slots.beyond, 0)

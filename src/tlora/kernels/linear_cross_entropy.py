@@ -1,6 +1,6 @@
 """Frozen output head and cross-entropy in one go, a few rows at a time: the logits of all tokens never exist at once.
 
-The gradient is made beside the loss, so no graph is kept. Each row is on its own: a NaN in one stays in that one.
+The gradient is computed along with the loss, so no graph is kept. Each row is on its own: a NaN in one stays in that one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32 logits a chunk: stays near the caches
 
 
 def chunk_bytes(head: Head, device: torch.device) -> int:
-    """What `linear_cross_entropy` holds at its peak on `device`, beside what it is given and what it returns."""
+    """What `linear_cross_entropy` holds at its peak on `device`, not counting its arguments and results."""
     (vocab, width), element_bytes = head.weight_VH.shape, head.weight_VH.element_size()
     padding = gpu_chunk_rows(head) * 2 * width * element_bytes  # of the last chunk's rows
     if device.type == "cuda" and head.weight_VH.dtype != torch.float64 and may_run_kernels(device):

@@ -71,7 +71,7 @@ class LoraTables:
 
     @property
     def shape(self) -> tuple[int | bool, ...]:
-        """All that launches depend on, beside the number of tokens and where the banks lie."""
+        """All that launches depend on, except the number of tokens and where the banks lie."""
         return self.shape_with(len(self.samples_P2))
 
     def shape_with(self, num_samples: int) -> tuple[int | bool, ...]:

@@ -28,7 +28,7 @@ class PassState:
     """What the operations of one pass look up, from its forward to the end of its backward.
 
     `names`: all linears, group by group. `shrunk`: each group's S, from forward to backward. `recomputing`: a layer runs again, for what
-    its backward needs. The operations know the state by `number`, a 0-d int64 tensor on the CPU, for as long as somebody holds it.
+    its backward needs. The operations know the state by `number`, a 0-d int64 tensor on the CPU, for as long as the state is referenced.
     """
 
     groups: Sequence[LinearGroup]

@@ -100,7 +100,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, da, db, and the gradient of what the adapter read, `read_TK`, where that `drops` some of x; else it is part of dx, and empty.
 
-    dx is made even where nobody asks for it: that is the first layer's q, k and v alone.
+    dx is computed even where it is not asked for: that is the first layer's q, k and v alone.
     """
     if not takes_kernels(read_TK.device, read_TK.dtype):
         return _reference_backward(dy_TN, read_TK, s, weight_NK, a_RK, b_NR, scale, drops)
@@ -213,7 +213,7 @@ def _num_runs(num_tokens: int) -> int:
 
 
 _captured: dict[tuple[int, torch.device], LoraTables] = {}
-"""Tables that a CUDA graph reads, for as long as the process lives: who holds the graph is not known here. 2 KiB each."""
+"""Tables that a CUDA graph reads, for as long as the process lives: the holder of the graph is not known here. 2 KiB each."""
 
 
 def _token_tables(num_tokens: int, device: torch.device) -> LoraTables:

@@ -37,7 +37,7 @@ def table_path(directory: Path, gpu: str) -> Path:
 
 @functools.cache
 def table_of(device: torch.device) -> TileTable:
-    """The tiles of `device`, read once per process: a run keeps its tiles whatever becomes of the files. Raises ConfigError."""
+    """The tiles of `device`, read once per process: a run keeps its tiles even if the files change. Raises ConfigError."""
     if device.type != "cuda":
         return TileTable(card=launched_as(device))
     if is_forced():

@@ -100,7 +100,7 @@ def make_problem(key: Key, widths: tuple[int, ...], jobs: Jobs, device: torch.de
     runs = [Run(end - sum(own), end, own, jobs.dropout) for own, end in zip(jobs.lengths, ends, strict=True)]
     keys_T = torch.arange(num_tokens, dtype=torch.int32, device=device) if jobs.dropout else None
     tables = build_tables(runs, slots, num_tokens, keys_T, device)
-    by_rule = TileTable(card=launched_as(device))  # whatever tables there are
+    by_rule = TileTable(card=launched_as(device))  # ignores measured tables
     group = LinearGroup(0, widths, inner, fused_linear.programs_of(device), tiles=by_rule)
     x, dys = normal(num_tokens, inner), [normal(num_tokens, width) for width in widths]
     weights = [normal(width, inner, size=inner**-0.5) for width in widths]
@@ -141,7 +141,7 @@ class Launch:
 
 
 def prepare(problem: Problem, tile: AnyTile) -> Launch:
-    """The S that it reads is made with the rule's tiles, whatever `tile` is."""
+    """The launch with `tile`. The S that it reads is made with the rule's tiles for every `tile`."""
     p = problem
     reads_x = p.key.kernel in ("forward", "shrink")
     shrunk = fused_linear.shrink([p.x_TK] if reads_x else p.dys, p.group, p.tables, A if reads_x else B)

@@ -1,6 +1,6 @@
 """Tile shapes of the GPU kernels: an exact entry of a measured table (`tile_files.py`), else a rule.
 
-Chosen by the shape of the base and its dtype alone, never by the neighbours or what runs beside it: a tile shape is part of a job's bits.
+Chosen by the shape of the base and its dtype alone, never by the neighbours or other work on the GPU: a tile shape is part of a job's bits.
 One thing is not: how many rows and columns a GEMM's tile has. Each element of y is a sum over `inner` by itself, in one order, so a GEMM of
 few tokens takes smaller tiles, of which more processors have one.
 """
@@ -149,8 +149,8 @@ def describe(key: Key, tile: AnyTile) -> dict[str, Any]:
 
 
 def digest(table: TileTable, keys: Iterable[Key], others: object = None) -> str:
-    """16 hex digits of the tiles that `keys` get, and of `others`: the same for whatever table or rule they come from, another when one
-    differs.
+    """16 hex digits of the tiles that `keys` get, and of `others`: independent of the table or rule that they come from, and
+    another digest when one tile differs.
     """
     rows = sorted(json.dumps(describe(key, table.find(key)), sort_keys=True) for key in set(keys))
     rows += [repr(others)] if others is not None else []

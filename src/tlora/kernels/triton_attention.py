@@ -67,7 +67,7 @@ def _scores(products, inner, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     e = tl.exp2(tl.abs(x) * (-2 * 1.4426950408889634))  # LOG2E, which all kernels would share: see the test of their keys in the cache
     s = (1 - e) / (1 + e)
     s = tl.where(x < 0, -s, s)
-    if EXACT:  # 1 - e leaves 6e-8 whatever x is: of a cap of 50 that is 3e-6, below what 16-bit p can show, but not below fp32's
+    if EXACT:  # 1 - e leaves 6e-8 for any x: of a cap of 50 that is 3e-6, below what 16-bit p can show, but not below fp32's
         z = x * x
         series = x * (1 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835)))))
         s = tl.where(tl.abs(x) < 0.25, series, s)

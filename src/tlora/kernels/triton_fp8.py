@@ -45,7 +45,7 @@ def _store(q_ptr, x_ptr, column_scale_ptr, inverse, row, stride, first, K, width
 @triton.jit
 def quantize_kernel(x0_ptr, x1_ptr, x2_ptr, column_scale_ptr, q_ptr, scale_ptr, K0, K1, K2, stride0, stride1, stride2,
                     SOURCES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One row of up to three x beside each other: q = x * column_scale * (448 / amax) in e4m3, scale = amax / 448.
+    """One row of up to three concatenated x: q = x * column_scale * (448 / amax) in e4m3, scale = amax / 448.
 
     Grid (rows,). A row is read twice, the second time from a cache: held in registers, a long one would leave its multiprocessor
     to itself. The operations and their order are those of `fp8.quantize_rows_in_torch`, each rounded to nearest: the same bits, but for q

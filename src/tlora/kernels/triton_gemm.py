@@ -55,7 +55,7 @@ def _add(acc, s_BR, rows, row, n0, N, LOADS: tl.constexpr):
 @triton.jit
 def _expand_piece(acc, s, r0, r1, r2, at, num_runs, column, first, m0, n0, T, N,
                   M: tl.constexpr, W: tl.constexpr, R: tl.constexpr, LOADS: tl.constexpr):  # fmt: skip
-    """acc + S @ R rows of each of M linears, those from `first` on, for a tile whose tokens are one run's, or nobody's with zeros in S."""
+    """acc + S @ R rows of each of M linears, those from `first` on, for a tile whose tokens are one run's, or no run's with zeros in S."""
     acc = _add(acc, load_tile(s, m0, column, T, None, acc.shape[0], R, LOADS), r0, tl.load(at) + first, n0, N, LOADS)
     if M > 1:
         s_BR = load_tile(s, m0, column + W, T, None, acc.shape[0], R, LOADS)

@@ -23,7 +23,7 @@ def round_exact(values: Tensor) -> Tensor:
 
 
 class _SumBySequence(torch.autograd.Function):
-    """[S] sums of values [N], to 2^-57 a value and whatever their order: both parts of each, and so their sums, are on a grid.
+    """[S] sums of values [N], to 2^-57 a value and in any order: both parts of each, and so their sums, are on a grid.
 
     A sum that is rounded to 2^-28 a value, as those that are reported, would move the loss's slope by more than fp64 promises.
     """

@@ -206,7 +206,7 @@ class Decision:
     def target(self, jobs: Sequence[Job]) -> int | None:
         """Their share of the GPUs: where the mean of slowdown * (1 + price * GPUs / jobs) is least; None if they can run on none.
 
-        The first term is their own time, the second that of all others, who wait for the GPUs that these have meanwhile.
+        The first term is their own time, the second that of all others, which wait for the GPUs that these have meanwhile.
         """
         best = self._predictions.choice(jobs).cheapest(self._price / len(jobs))
         if best is None and jobs[0].spec.gpus <= self.state.num_gpus:

@@ -55,8 +55,8 @@ class Draft:
         changed = [(node, free) for name, free in self._free.items() if bool(free) != bool((node := self.state.nodes[name]).free)]
         if not changed:
             return places
-        names = {*places, *(node.place for node, free in changed if free)}
-        return sorted(names.difference([node.place for node, free in changed if not free]))
+        free_places = {*places, *(node.place for node, free in changed if free)}
+        return sorted(free_places.difference([node.place for node, free in changed if not free]))
 
     def allocate(self, count: int, least_room: float = 0.0) -> tuple[int, ...] | None:
         """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken. With

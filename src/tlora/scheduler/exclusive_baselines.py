@@ -1,6 +1,6 @@
-"""Policies that give each job its own GPUs, as many as it asks for: the baselines that everybody knows. None shares a base.
+"""Policies that give each job its own GPUs, as many as it asks for: the well-known baselines. None shares a base.
 
-All order by priority first, place by `Draft.allocate` and run a job under `exclusive_plan`; nobody gets GPUs ahead of time.
+All order by priority first, place by `Draft.allocate` and run a job under `exclusive_plan`; no job gets GPUs ahead of time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tlora.scheduler.waiting import Key, Waiting, arrival
 LAS_LIMITS = (3250.0, 18000.0)
 """GPU-seconds at which a job sinks a queue: Tiresias' simulator (SymbioticLab/Tiresias, jobs.py) has 3,250, and 18,000 as its last."""
 
-_Rank = tuple[float, float]  # minus the priority, and the policy's own measure: whoever has the greater gives way
+_Rank = tuple[float, float]  # minus the priority, and the policy's own measure: the job of the greater rank gives way
 
 
 def fifo() -> Policy:
-    """Strict first in, first out: whoever came first starts first, and those behind it wait for it."""
+    """Strict first in, first out: the job that came first starts first, and those behind it wait for it."""
     waiting = Waiting(arrival, lanes=False)
 
     def decide(state: ClusterState) -> list[JobGroup]:
@@ -43,7 +43,7 @@ def fifo() -> Policy:
 
 
 def backfill() -> Policy:
-    """First in, first out, but whoever fits starts, also before one who came earlier and does not fit, however long that one then waits."""
+    """First in, first out, but any job that fits starts, also before an earlier one that does not fit, however long that one then waits."""
     return _each_that_fits(arrival)
 
 
@@ -99,7 +99,7 @@ def srtf() -> Policy:
 def las(limits: tuple[float, ...] = LAS_LIMITS) -> Policy:
     """Tiresias' discretized two-dimensional LAS: queues by GPU-seconds attained, first in, first out in each; lower queues give way.
 
-    `limits` ascend and part the queues. Gu et al., Tiresias, NSDI 2019, section 3.2, without promoting those who starve (PROMOTEKNOB
+    `limits` ascend and part the queues. Gu et al., Tiresias, NSDI 2019, section 3.2, without promoting starving jobs (PROMOTEKNOB
     there). A running job sinks when the next event or tick looks at it.
     """
     return _preemptive(lambda job, now: (-job.spec.priority, float(bisect_right(limits, job.service_at(now)))))
@@ -139,9 +139,9 @@ def _each_that_fits(key: Callable[[Job], Key]) -> Policy:
 
 
 def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
-    """Who waits takes the GPUs of those of a greater rank, the greatest first; of equal ranks whoever runs goes on.
+    """A waiting job takes the GPUs of jobs of a greater rank, the greatest first; of equal ranks the running job continues.
 
-    The rank of one that waits does not change with time. Who gave way is again one of those that wait, in the same decision.
+    The rank of a waiting job does not change with time. A preempted job waits again in the same decision.
     """
     waiting = Waiting(lambda job: (*rank(job, job.seen_at), job.number))
 
@@ -166,12 +166,12 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
                     running = _running(state, rank)
                 victims = _who_gives_way(draft, job, _behind(running, rank, job, state.now))
                 if victims is None:
-                    too_many.add(job.lane)  # who comes later in order finds fewer that give way
+                    too_many.add(job.lane)  # a later job in the order finds fewer that give way
                     continue
                 for victim in victims:
                     draft.stop(_group_of(victim))
-                gone = {victim.number for victim in victims}
-                running = [other for other in running if other.number not in gone]
+                stopped_numbers = {victim.number for victim in victims}
+                running = [other for other in running if other.number not in stopped_numbers]
                 stopped += victims
                 started = start_alone(draft, job)
                 assert started, f"{job.spec.job_id} has no room on the GPUs of {len(victims)} jobs that gave way"
@@ -184,19 +184,19 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
 
 
 def _running(state: ClusterState, rank: Callable[[Job, float], _Rank]) -> list[Job]:
-    """Whoever has a group, the greatest rank first."""
+    """The jobs that have a group, the greatest rank first."""
     jobs = [state.jobs[name] for known in state.groups.values() for name in known.group.job_ids]
     return sorted(jobs, key=lambda job: (rank(job, state.now), job.number), reverse=True)
 
 
 def _behind(running: Iterable[Job], rank: Callable[[Job, float], _Rank], job: Job, now: float) -> Iterable[Job]:
-    """Those who run and rank behind `job`."""
+    """The running jobs that rank behind `job`."""
     own = rank(job, now)
     return takewhile(lambda other: rank(other, now) > own, running)
 
 
 def _who_gives_way(draft: Draft, job: Job, others: Iterable[Job]) -> list[Job] | None:
-    """The first of `others` whose GPUs make room for `job` with those that are free, but for any who need not; None if none do."""
+    """The first of `others` whose GPUs, with the free ones, make room for `job`, without any that are not needed; None if none do."""
     state, count, least = draft.state, job.spec.gpus, job.least_room
     size = state.node_size
     free = {name: len(draft.free_for(name, least)) for name in state.nodes}

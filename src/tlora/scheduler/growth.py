@@ -1,4 +1,4 @@
-"""What becomes of GPUs that nobody who waits can use now: groups grow onto them, move to them, or part with a member.
+"""Uses GPUs that no waiting job can use now: groups grow onto them, move to them, or part with a member.
 
 Growth is revocable: what a group has beyond its share is the first that `reclaim.py` takes back. Nothing is done for less than a
 share of the step, nor for less than it costs.
@@ -36,7 +36,7 @@ def is_worth_it(decision: Decision, view: View, after: Sequence[float]) -> bool:
 
 
 def _wider(decision: Decision, view: View) -> tuple[tuple[int, Prediction], ...]:
-    """Numbers of GPUs beyond its own on which steps are shorter by the least share, rising, whatever the rest is worth."""
+    """Numbers of GPUs beyond its own on which steps are shorter by the least share, rising, regardless of their worth elsewhere."""
     if view.wider is None:
         most = (1 - decision.settings.growth_gain) * sum(view.slowdowns)
         predictions = [(gpus, decision.predict(view.jobs, gpus)) for gpus in decision.sizes(view.jobs) if gpus > len(view.gpus)]
@@ -60,7 +60,7 @@ class _Grower:
 
 
 def _fill(decision: Decision, node: str, growing: Iterable[View]) -> None:
-    """The node's free GPUs one after another, or a few at a time, to whom they are worth most each."""
+    """Give the node's free GPUs, one after another or a few at a time, to the group for which each is worth most."""
     views = [view for view in growing if len(view.nodes) == 1 and decision.rested(view) and view.group_id not in decision.touched]
     free = len(decision.draft.free_of(node))
     views = [view for view in views if decision.can_have(view.jobs, decision.draft.free_of(node))]
@@ -185,8 +185,8 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
 
 
 def part(decision: Decision) -> None:
-    """Where somebody who shares would be faster alone on GPUs that are free, by more than the move costs, it goes: one member of each group
-    in a decision. While nobody waits, its group need not have rested: the others miss no step, and it may have joined while no other GPU
+    """Move a member of a shared group onto free GPUs of its own if it is faster there by more than the move costs: one member of each group
+    in a decision. While no job waits, its group need not have rested: the others miss no step, and it may have joined while no other GPU
     was free.
     """
     room: int | None = None

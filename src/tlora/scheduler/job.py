@@ -38,7 +38,7 @@ class Job:
     waited_seconds: float = 0.0  # before it last began to wait, all stays in the queue together
     times_unqueued: int = 0  # that it stopped waiting, as it was placed or held
     least_room: float = 0.0  # the room of the smallest GPUs on which it can run; 0 where all are alike to it, inf where there are none
-    number: int = 0  # of its submission: whoever came first has the lowest
+    number: int = 0  # of its submission: the job that came first has the lowest
     sample_tokens: int = field(init=False)  # as a group's member
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Job:
         return (self.spec.profile.steps - self.steps_at(now)) * self.alone_step_seconds
 
     def overran_seconds(self, now: float) -> float:
-        """How long it has run beyond the steps that were told of it, as predicted; 0 while there are some left."""
+        """How long it has run beyond its declared steps, as predicted; 0 while there are some left."""
         if not self.step_seconds:
             return 0.0
         return max(0.0, now - self.seen_at - (self.spec.profile.steps - self.steps_done) * self.step_seconds)

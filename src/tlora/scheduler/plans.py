@@ -40,7 +40,7 @@ def shared_plan(
     """The plan under which `jobs`, with their needs as weights, are on average slowed down least; None if there is none.
 
     Of the prepared budgets that hold every member's longest sample and fit into `room_bytes` of a GPU, and under which with `check_bounds`
-    nobody's step takes more than max slowdown * T0, nor would when all others have left, the one with the least mean of step / T0; of
+    no member's step takes more than max slowdown * T0, nor would when all others have left, the one with the least mean of step / T0; of
     equals the largest.
     """
     base = jobs[0].spec.base_model

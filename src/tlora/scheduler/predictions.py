@@ -1,6 +1,6 @@
 """How fast jobs run together on so many GPUs, if their bounds and memory allow it at all; worked out once for the same jobs and GPUs.
 
-Not here: who shall run with whom, and where.
+Not here: which jobs run together, and where.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
 
 
 class Choice:
-    """Numbers of GPUs on which jobs may run together, rising; `usual` are those of them that are considered for everybody, each with the
+    """Numbers of GPUs on which jobs may run together, rising; `usual` are those that are considered for every job, each with the
     sum of the slowdowns on it."""
 
     __slots__ = ("_best", "_from", "_to", "sizes", "usual")
@@ -183,7 +183,7 @@ def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int, room_b
 
 
 def _predict_alone(cost: CostModel, job: Job, gpus: int, nodes: int, room_bytes: float | None) -> Prediction | None:
-    """On as many GPUs as it asks for it may run whatever the model, once corrected, says of its bound."""
+    """Its prediction alone. On as many GPUs as it asks for it may run even if the corrected model says that its bound is broken."""
     plan = exclusive_plan(cost, job, gpus, room_bytes)
     seconds = lone_step_seconds(cost, job.spec.base_model, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
     slowdown = seconds / job.alone_step_seconds

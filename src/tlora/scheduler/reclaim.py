@@ -30,7 +30,7 @@ _DEPTHS = tuple(_Depth)
 class Sacrifice(NamedTuple):
     """A group that goes on with `keep` of its GPUs, at `prediction`, or that stops, without any. `gpus` come free on the node in question.
 
-    `loss` is the value that its members lose, `pause` that of the time for which they stand still.
+    `loss` is the value that its members lose, `pause` that of the time for which they are paused.
     """
 
     group_id: str
@@ -60,7 +60,7 @@ class Offer(NamedTuple):
 def offers(decision: Decision, node: str, job: Job, most: int, gently: bool = False) -> Iterator[Offer]:
     """What the node has for the job, up to `most` GPUs: those that are free, then more and more at the expense of others.
 
-    `gently`: at nobody's expense but of those who have more than their share.
+    `gently`: only at the expense of groups that have more than their share.
     """
     free = len(decision.draft.free_for(node, job.least_room))
     if free:
@@ -136,7 +136,7 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
 
 
 def _needed(taken: dict[str, Sacrifice], free: int, most: int) -> tuple[Sacrifice, ...]:
-    """Without those who need not give anything after others have given more."""
+    """The sacrifices without those that are not needed after others have given more."""
     needed: list[Sacrifice] = []
     for each in taken.values():
         if free - each.gpus >= most:

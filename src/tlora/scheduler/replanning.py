@@ -1,5 +1,5 @@
 """Groups that were planned by constants of another base, once their own base has been measured: other budgets, and fewer members where
-bounds do not hold any more. Where those who leave go is decided as for all who wait.
+bounds do not hold any more. The jobs that leave are placed like all that wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tlora.scheduler.job import Job
 
 def replan(decision: Decision, bases: Iterable[str]) -> list[Job]:
     """Each group of those bases gets the plan that suits the new predictions, on the GPUs that it has. As long as a member's bound cannot
-    hold, the last to come leaves; a job alone leaves GPUs that are other in number than it asks for. Returns those who left.
+    hold, the last to come leaves; a job alone leaves GPUs that are other in number than it asks for. Returns the jobs that left.
     """
     left: list[Job] = []
     for name in [name for base in bases for name in decision.state.groups_of_base[base]]:

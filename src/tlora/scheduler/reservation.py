@@ -23,8 +23,8 @@ TRIED = 64  # jobs of a lane that are looked at for a place under a reservation:
 
 @dataclass(slots=True)
 class Reservation:
-    """`free` are GPUs of `nodes` that nobody has now, taken from the draft; at the time `at` all that the job needs are. `spare` of them
-    it will not need then.
+    """`free` are free GPUs of `nodes`, taken from the draft; at the time `at` all GPUs that the job needs are free. `spare` of them it
+    will not need then.
     """
 
     job: Job

@@ -1,7 +1,7 @@
 """The policy of this project: jobs share GPUs within bounds on each one's slowdown, and groups grow and shrink with the load.
 
-Its rules: docs/explanation/scheduling.md. Who comes first is `urgency.py`'s, GPUs that others give up `reclaim.py`'s, growth
-`growth.py`'s, the index of groups `group_index.py`'s. Pure but for what it remembers, all of which could be worked out anew.
+Its rules: docs/explanation/scheduling.md. The order of jobs is in `urgency.py`, reclaiming of GPUs in `reclaim.py`, growth in `growth.py`,
+the index of groups in `group_index.py`. Pure but for its caches, all of which could be worked out anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tlora.scheduler.waiting import Waiting
 from tlora.scheduler.whole_nodes import WholeNodes
 
 _JOINS_TRIED = 8
-_FAILURES_OF_A_LANE = 4  # jobs that ask for as many GPUs, of whom none found room, until those behind them stop nobody
+_FAILURES_OF_A_LANE = 4  # jobs that ask for as many GPUs and found no room, until those behind them preempt no group
 _GAPS_TRIED = (
     16  # and until they are not tried at all. 4 leave gaps of a node that a job behind would fill: 1 % of the tokens/s of a full cluster
 )
@@ -40,7 +40,7 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
     """The policy with these settings. Each job that waits, the most urgent first, has the best of these in value, or waits on:
 
     GPUs that are free, as many as its share; a group of its base whose residual capacity R = u * C(B, G) - sum of needs holds what it
-    needs, by best fit; GPUs that others give up. What is then still free goes to members who gain by leaving their groups, and then to
+    needs, by best fit; GPUs that others give up. What is then still free goes to members that gain by leaving their groups, and then to
     groups for which it is worth most, revocably.
     """
     memory = _Memory(settings)
@@ -91,7 +91,7 @@ class _Memory:
         self._idle_until = -math.inf if wanted else min(state.now + _RETHINK_SECONDS, self.starvation.next_at)
 
     def queue(self, state: ClusterState, levels: Mapping[str, int]) -> Waiting:
-        """Those who wait in order: as it is now, but that of a long queue as it was a short time ago, where tenants stand as they did."""
+        """The waiting jobs in order: today's, but a long queue keeps its order for a short time while the tenants' levels are the same."""
         recent = len(state.pending) > _LONG_QUEUE and 0 <= state.now - self._ordered_at < _REORDER_SECONDS
         if self._queue is None or not recent or levels != self._levels:
             self._ordered_at, self._levels = state.now, levels
@@ -116,8 +116,8 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
 
 
 def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Sequence[Job]) -> None:
-    """By priority; of equal priority who starves first, then in order. Those who had to give way come last, at nobody's expense, among
-    them the `displaced`.
+    """Place by priority; within a priority starving jobs first, then in order. Jobs that were preempted come last, among them the
+    `displaced`, and preempt none.
     """
     settings = decision.settings
     tries = _GAPS_TRIED if settings.elastic or settings.sharing or settings.preemption else 1
@@ -178,7 +178,7 @@ class _Place(NamedTuple):
 
 
 def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
-    """Give it a place. Returns those who lost theirs by that, or None if there is no place for it."""
+    """Give the job a place. Returns the jobs that lost theirs by that, or None if there is no place for it."""
     settings, draft = decision.settings, decision.draft
     sizes = decision.sizes_alone(job)
     if sizes:
@@ -227,7 +227,7 @@ def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: b
 
 
 def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
-    """On GPUs of several nodes. Nobody is stopped for more than it asks for."""
+    """Places on GPUs of several nodes. No group is stopped to give the job more than it asks for."""
     wide = [gpus for gpus in sizes if gpus > decision.node_size]
     if not wide:
         return []
@@ -267,7 +267,7 @@ def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -
 
 
 def _goes_first(decision: Decision, job: Job, chosen: tuple[Offer, ...]) -> bool:
-    """Whether those at whose expense it is have to yield whatever they lose."""
+    """Whether the groups that the place takes GPUs from have to yield at any loss."""
     if decision.is_starving(job):
         return True
     sacrifices: list[Sacrifice] = [each for offer in chosen for each in offer.sacrifices]

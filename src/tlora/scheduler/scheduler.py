@@ -42,7 +42,7 @@ from tlora.scheduler.state import ClusterState, without_job
 from tlora.scheduler.tenants import Tenants
 from tlora.scheduler.wanted import why_impossible
 
-MOST_COUNTED = 2**53  # above it a float does not tell a whole number from the next
+MOST_COUNTED = 2**53  # above it a float does not distinguish a whole number from the next
 _MOST_DECISIONS = 16  # at one event
 
 Policy = Callable[[ClusterState], list[JobGroup]]
@@ -58,8 +58,9 @@ class Scheduler:
     def __init__(
         self, policy: Policy, cost: CostModel, on_fault: Callable[[str], object] | None = None, tenants: Tenants | None = None
     ) -> None:
-        """`on_fault` is told why a decision was left out, where the policy raised or wants what cannot be. All else that an event brings
-        has been done then, and the next event asks again. Without it, such a policy raises. `tenants` has what they used before.
+        """`on_fault` is called with the reason why a decision was left out, if the policy raised or wants what cannot be. All else that an
+        event brings has been done then, and the next event asks again. Without `on_fault`, such a policy raises. `tenants` has what they
+        used before.
         """
         self._on_fault = on_fault
         self.state, self._policy = ClusterState(copy.deepcopy(cost), tenants=tenants or Tenants()), policy
@@ -78,8 +79,8 @@ class Scheduler:
         return actions
 
     def _decide_for_all_who_wait(self) -> list[Action]:
-        """As long as somebody who waited gets a place in a group that others may want to join too: no group changes twice in one decision,
-        and until the next event all of them would wait. Where jobs come or end there is one decision for each.
+        """Decide again as long as a waiting job gets a place in a group that others may want to join too: no group changes twice in one
+        decision, and until the next event all of them would wait. Where jobs come or end there is one decision for each.
         """
         actions: list[Action] = []
         for _ in range(_MOST_DECISIONS):
@@ -96,7 +97,7 @@ class Scheduler:
             wanted = self._policy(state)
             if wanted and (reason := why_impossible(state, wanted)) is not None:
                 raise ValueError(f"the policy wants what cannot be: {reason}")
-        except Exception as error:  # a policy is anybody's code
+        except Exception as error:  # a policy may be a user's code
             if self._on_fault is None:
                 raise
             self._on_fault(f"{type(error).__name__}: {error}")
@@ -138,7 +139,7 @@ class Scheduler:
             case Tick():
                 return [], True
             case GroupFound():
-                return self._adopt(event), False  # others may follow; a back end tells a Tick after the last
+                return self._adopt(event), False  # others may follow; a back end sends a Tick after the last
             case GroupLost():
                 known = event.group_id in state.groups
                 if known:
@@ -189,7 +190,7 @@ class Scheduler:
         return actions if group == found.group else [*actions, ChangeGroup(group)]
 
     def _hold(self, job_id: str) -> tuple[list[Action], bool]:
-        """Its group is told to let it go, whatever the policy wants: the back end must never be left to guess."""
+        """Take the job out of its group without asking the policy: the back end must never be left to guess."""
         state = self.state
         job = state.jobs.get(job_id)
         if job is None or job_id in state.held:
@@ -258,7 +259,7 @@ def why_unsound(cost: CostModel, spec: JobSubmitted) -> str | None:
 
 
 def reconcile(state: ClusterState, wanted: list[JobGroup]) -> list[Action]:
-    """Enters `wanted` into the state and gives the actions that lead there: whatever frees GPUs or jobs comes before what takes them.
+    """Enters `wanted` into the state and gives the actions that lead there: those that free GPUs or jobs come before those that take them.
 
     A group that is already as wanted gives none, so that asking twice is asking once.
     """

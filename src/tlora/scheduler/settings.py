@@ -20,7 +20,7 @@ class Settings:
 
     Urgency is (patience + age) / (remaining time * GPUs ** width_exponent): a patience far above remaining times makes it shortest first,
     one of 0 the response ratio; an exponent of 1 goes by GPU-seconds, one of 0 by time alone. A GPU costs `delay_price` * jobs / GPUs: so
-    many jobs are one second later for each second that it is taken. Who gives way is `preemption_ratio` times less urgent. A move must
+    many jobs are one second later for each second that it is taken. A preempted job is `preemption_ratio` times less urgent. A move must
     save (1 + `hysteresis`) times what it costs, growth must shorten steps by `growth_gain`, and a group whose members or GPUs have changed
     rests for `min_residence_seconds`, unless what it gives up is more than its share.
 

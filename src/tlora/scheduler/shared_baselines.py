@@ -1,6 +1,6 @@
 """Policies of others that let jobs share a base: mLoRA's rule, which looks at memory alone, and tLoRA's grouping as published.
 
-Both let whoever finds as many GPUs free as it asks for start alone. Ours is in `residual_capacity.py`.
+Under both, a job that finds as many free GPUs as it asks for starts alone. Ours is in `residual_capacity.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tlora.scheduler.waiting import Key, arrival
 
 
 def memory_only() -> Policy:
-    """mLoRA's rule: a job joins a running group of its base whenever memory permits, whatever that does to anybody's speed.
+    """mLoRA's rule: a job joins a running group of its base whenever memory permits, without regard to any job's speed.
 
     mLoRA (Ye et al., 2312.02515, its task scheduler) has one group, so that which of several is left open. This takes the one whose
     members, with the new one, ask for the fewest GPUs for each that it has: to go by the memory left instead puts jobs that ask for many
-    GPUs on one. The plan is the best for the members' mean slowdown, without a bound on anybody's.
+    GPUs on one. The plan is the best for the members' mean slowdown, without a bound on any of them.
     """
     sums = _Sums()
 
@@ -52,8 +52,8 @@ def memory_only() -> Policy:
 def tlora_published() -> Policy:
     """tLoRA's grouping (arXiv 2602.07263) from its description, since no code is public.
 
-    Jobs by urgency, the most urgent first, then by residual capacity, the least first. Whoever finds no GPUs joins a group of its base
-    together with as many of those behind it as make the largest merge that raises joint throughput and keeps everybody's bound; groups
+    Jobs by urgency, the most urgent first, then by residual capacity, the least first. A job that finds no GPUs joins a group of its base
+    together with as many of those behind it as make the largest merge that raises joint throughput and keeps every bound; groups
     are tried by residual capacity, the least first. A group that opens merges, GPUs and all, by the same rule with groups on its nodes,
     then in its racks, then anywhere. Where jobs wait, a group gives up the GPUs that its members never asked for.
 
@@ -192,7 +192,7 @@ def _is_as_large(job: Job, other: Job) -> bool:
 
 
 class _Refused:
-    """Who cannot join which group, as long as that is the same object: what decides it does not change with time."""
+    """Which jobs cannot join a group, as long as that is the same object: what decides it does not change with time."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[JobGroup, set[str]]] = {}
@@ -246,7 +246,7 @@ def _join_groups(draft: Draft, sums: _Sums, refused: _Refused, queue: Sequence[J
 
 
 def _join(draft: Draft, group: JobGroup, queue: Sequence[Job]) -> int:
-    """How many of the first of `queue` join `group`: the most that raise its throughput and leave everybody's bound."""
+    """How many of the first of `queue` join `group`: the most that raise its throughput and keep every bound."""
     cost, nodes, members = draft.state.cost, draft.state.num_nodes(group.gpus), draft.members(group.group_id)
     before = _tokens_per_second(cost, group.base_model, group.plan, nodes, members)
 

@@ -23,7 +23,7 @@ def starves_after(job: Job, settings: Settings) -> float:
 
 
 class Starvation:
-    """Who has waited too long stays so until it ends. `first` are those of them that go before all others of their priority."""
+    """A job that has waited too long counts as starving until it ends. `first` are those that go before all others of their priority."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -39,7 +39,7 @@ class Starvation:
         self._numbers: set[int] = set()  # of those that are late
 
     def follow(self, state: ClusterState) -> None:
-        """Take in who has begun to wait since the last time, and who has waited too long by now."""
+        """Take in the jobs that have begun to wait since the last time, and those that have waited too long by now."""
         if state is not self._state or state.cost.times_corrected != self._times_corrected:
             self._state, self._times_corrected = state, state.cost.times_corrected
             self._forget()
@@ -68,7 +68,7 @@ class Starvation:
         return min(due, self._changes_at)
 
     def first(self, state: ClusterState) -> list[Job]:
-        """Those who starve, by priority and then as they came, as long as they together ask for no more than their share of the GPUs.
+        """Starving jobs, by priority and then as they came, as long as they together ask for no more than their share of the GPUs.
 
         The first of them may ask for more, as long as it and those like it that come before it have had no more than the share of the GPU
         time of about the last day. Those that come after it do not count: they cannot keep it back.
@@ -83,7 +83,7 @@ class Starvation:
                 ended.append(index)
             elif job.status != "held":
                 if not starving and job.spec.gpus > share:
-                    if barred is None:  # who comes later is barred if this one is: more come before it
+                    if barred is None:  # a later job is barred if this one is: more come before it
                         barred = self._is_barred(state, job, share)
                     if barred:
                         continue

@@ -24,7 +24,7 @@ LONG_WAIT_SECONDS = 3600.0
 
 @dataclass(slots=True)
 class Node:
-    """`free` holds the GPUs of nobody, in rising order. `place` is its own in the order in which nodes came."""
+    """`free` holds the node's free GPUs, in rising order. `place` is the node's own in the order in which nodes came."""
 
     name: str
     rack: str
@@ -62,8 +62,8 @@ class ClusterState:
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     nodes_by_free: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])  # number of free GPUs -> nodes
-    group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> whose it is
-    latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, who changed or ended last behind; some that have ended
+    group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> its group
+    latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, the last to change or end behind; some that have ended
     memory: GpuMemory = field(default_factory=GpuMemory)
     tenants: Tenants = field(default_factory=Tenants)
     node_size: int = 0  # GPUs of the largest node
@@ -230,7 +230,7 @@ class ClusterState:
 
     def see_steps(self, event: StepsDone) -> None:
         """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back: infinitely many would
-        hide all reports that follow. Finitely many beyond the job's are all of its steps, as its order may have told too few.
+        hide all reports that follow. Finitely many beyond the job's are all of its steps, as its order may have given too few.
 
         Step times correct the cost model where the group is ready. A report is of the time since the one before: the first after
         `GroupReady`, or after another member's end, is left out, as it has in it what was before (joins, loading, other company).
@@ -349,7 +349,7 @@ class ClusterState:
             known.group, known.need, known.step_seconds = group, 0.0, []
 
     def _set_members(self, known: Group, group: JobGroup) -> None:
-        """Who shares the group from now on, and what each then takes for a step."""
+        """Set which jobs share the group from now on, and what each then takes for a step."""
         self._has_changed(group.group_id)
         known.group = group
         jobs = [self.jobs[name] for name in group.job_ids]

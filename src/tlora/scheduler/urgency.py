@@ -27,7 +27,7 @@ def urgency(job: Job, now: float, settings: Settings) -> float:
 
 
 def remaining_seconds(job: Job, now: float, settings: Settings) -> float:
-    """What is left of it alone. Of one that runs on beyond the steps told of it, max(told, 0.1 * the time that it has run).
+    """What is left of it alone. Of one that runs on beyond its declared steps, max(what they leave, 0.1 * the time that it has run).
 
     It then runs on by more than a start takes: what a start or a change of GPUs took is not among its steps.
     """

@@ -18,7 +18,7 @@ _Entry = tuple[Key, int, Job]  # between is the job's `times_unqueued` when it c
 
 
 def arrival(job: Job) -> Key:
-    """The highest priority first, and of equals who was submitted first."""
+    """The highest priority first, and of equals the job submitted first."""
     return (-job.spec.priority, job.number)
 
 
@@ -42,7 +42,7 @@ class Waiting:
         self._taken: list[_Entry] = []
 
     def follow(self, state: ClusterState) -> None:
-        """Take in who has begun to wait since the last time. Who was taken and yet still waits is back."""
+        """Take in the jobs that have begun to wait since the last time. A job that was taken and yet still waits is back."""
         if state is not self._state or state.cost.times_corrected != self._times_corrected:
             self._state, self._times_corrected = state, state.cost.times_corrected
             self._forget()

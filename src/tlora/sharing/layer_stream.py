@@ -43,10 +43,10 @@ class LayerSource(Protocol):
 
 
 class Fetches(Protocol):
-    """How copies run beside the computing."""
+    """How copies overlap with computation."""
 
     def current(self) -> torch.cuda.Stream | None:
-        """The stream that whoever asks for a weight computes on; None where work is done when it is asked for."""
+        """The stream on which the caller computes; None where each copy is done when it is asked for."""
         ...
 
     def start(self, copy: Callable[[], None], after: Sequence[torch.Event]) -> torch.Event | None:

@@ -11,5 +11,5 @@ NO_MULTICAST: Mapping[str, str] = MappingProxyType({"NCCL_NVLS_ENABLE": "0", "TO
 
 
 def turn_multicast_off() -> None:
-    """In this process and those that it starts from now on, whatever the environment says."""
+    """Turn NVLink multicast off in this process and those that it starts from now on, overriding the environment."""
     os.environ.update(NO_MULTICAST)

@@ -1,7 +1,7 @@
 """Memory of one size on each rank that all ranks of the host can read. The one place that knows how a device does that.
 
-Reads are one-sided: no rank waits for another, and nobody may write what may still be read. Memory of a rank that has ended stays
-readable as long as somebody has it mapped, but for that behind CUDA's IPC handles.
+Reads are one-sided: no rank waits for another, and no rank may write memory that may still be read. Memory of a rank that has ended
+stays readable as long as a process has it mapped, except memory behind CUDA's IPC handles.
 
 On a GPU this is torch's symmetric memory, a prototype API (`torch.distributed._symmetric_memory`). Copies between GPUs then go over
 NVLink by the copy engines and take no processors from kernels. On a CPU it is anonymous shared memory.
@@ -27,7 +27,7 @@ _GROUP_TIME = timedelta(seconds=60)  # for peers to find each other
 
 
 class PeerMemory(Protocol):
-    """`own` is this rank's memory, bytes on its device. What is written there can be read once a word has told so."""
+    """`own` is this rank's memory, bytes on its device. Peers may read what is written there once a message has announced it."""
 
     @property
     def own(self) -> Tensor: ...
@@ -48,7 +48,7 @@ def open_peer_memory(num_bytes: int, peers: Peers, device: torch.device) -> Peer
 
 
 class _HostMemory:
-    """Anonymous shared memory, which a peer opens through this process's table of open files: nothing is left behind by who is killed."""
+    """Anonymous shared memory, which a peer opens through this process's table of open files: a killed process leaves nothing behind."""
 
     def __init__(self, num_bytes: int, peers: Peers) -> None:
         if not hasattr(os, "memfd_create"):
@@ -116,7 +116,7 @@ def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _G
         own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     except RuntimeError as error:
         why = str(error)
-    refused = [w for w in peers.exchange("allocated", why) if w is not None]  # else some would wait for one who does not come
+    refused = [w for w in peers.exchange("allocated", why) if w is not None]  # else some would wait for a rank that does not come
     if own is None or refused:
         raise RuntimeError(refused[0])
     handle = _SymmetricMemory.rendezvous(own, group.group_name)
@@ -126,7 +126,7 @@ def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _G
 
 def _register_group(peers: Peers) -> Any:
     """A group of the peers that symmetric memory finds by its name, and whose store it uses. The registry does not hold it: keep it.
-    torch's default group is left alone, for whoever trains in this process.
+    torch's default group is left to the process's own training code.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo

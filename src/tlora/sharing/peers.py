@@ -47,7 +47,7 @@ class Sharing:
 
 
 class Peers:
-    """The ranks of a `Sharing`, who have met: each knows the others' processes. Raises RankError where one does not come in time."""
+    """The ranks of a `Sharing` after they have met: each knows the others' processes. Raises RankError if one does not come in time."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing, self.store = sharing, sharing.store
@@ -68,7 +68,7 @@ class Peers:
             for peer in range(self.world_size):
                 self._wait_for(f"{key}/{peer}", peer, deadline)
             return [json.loads(self.store.get(f"{key}/{peer}")) for peer in range(self.world_size)]
-        except RuntimeError as error:  # of torch's stores: the one who keeps it is gone
+        except RuntimeError as error:  # of torch's stores: the rank that keeps it is gone
             raise RankError(f"the ranks' store cannot be reached any more: {str(error).splitlines()[0]}. Start all ranks again") from None
 
     def _wait_for(self, key: str, peer: int, deadline: float) -> None:

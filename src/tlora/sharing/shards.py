@@ -1,4 +1,4 @@
-"""Fills this rank's part of a shared base from whatever has the rows of its weights: files, a model that is loaded, or a seed."""
+"""Fills this rank's part of a shared base from any source of its weights' rows: files, a loaded model, or a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlora.sharing.layout import BaseLayout, LayerLayout, Piece
 
 _BLOCK_BYTES = 64 << 20  # of rows at a time
 _READERS = 4  # threads, each with a block
-_SEEDED_ROWS = 1024  # rows that one seed gives, whoever asks for which of them
+_SEEDED_ROWS = 1024  # rows that one seed gives, independent of which rank asks for which of them
 
 Found = Tensor | Mapping[str, Tensor]
 Rows = Callable[[str, int, int], Found]

@@ -38,7 +38,7 @@ from tlora.sim.mapping import MappedJob
 from tlora.sim.records import FinalState, GroupSpan, Sample
 from tlora.sim.simulated_job import SimulatedJob
 
-SETTLED_SECONDS = 900.0  # so long after the last change ticks go on where nobody waits
+SETTLED_SECONDS = 900.0  # ticks continue this long after the last change if no job waits
 MOST_TICKS = 16  # the most that the time between ticks grows to while they change nothing, in times of its own
 CHECK_SECONDS = 1800.0  # between a group's reports of its own accord, where its speed is not as believed
 
@@ -157,7 +157,8 @@ class SimulatedCluster:
         return bool(self._upcoming) or self._asked_at < math.inf or self._machines.repairs
 
     def _tick(self) -> None:
-        """Ticks come while somebody waits, and a while after each change, as policies have times of rest; else nothing is to be decided.
+        """Ticks come while a job waits, and for a while after each change, as policies have times of rest; otherwise there is nothing to
+        decide.
 
         The first comes so long after the last change or action; each that is answered by no action doubles the time to the next.
         """

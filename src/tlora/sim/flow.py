@@ -1,6 +1,6 @@
-"""A simulated group as a link with flows: who runs in it at which speed, until when. What the flows' speeds are is the cost model's.
+"""A simulated group as a link with flows: which jobs run in it, at which speed, until when. The cost model gives the speeds.
 
-Starts and ends no group, and tells nobody: `backend.py` does.
+Starting and ending groups and reporting events is left to `backend.py`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class GroupFlow:
     num_nodes: int = 0  # on which its GPUs lie, once it is loaded
     version: int = 0  # of what was last planned with it
     stale: bool = True  # speeds are to be worked out anew
-    pauses: float = 0.0  # micro-batches for which those that run stand still, as others join
-    stands: bool = True  # somebody in it, or it as a whole, waits for what was asked
+    pauses: float = 0.0  # micro-batches for which running jobs are paused, as others join
+    stands: bool = True  # a member, or the whole group, waits for what was asked
     announce: bool = True  # that it runs as wanted, once it does
     micro_batch_seconds: float = 0.0
     tokens_per_second: float = 0.0
-    finishing: SimulatedJob | None = None  # who ends first, if that is the next thing that happens
+    finishing: SimulatedJob | None = None  # the member that ends first, if that is the next thing that happens
 
     @property
     def loaded(self) -> bool:
-        """Nobody in it runs before."""
+        """Whether its base is on its GPUs; before that no member runs."""
         return self.loaded_at == math.inf
 
 
@@ -93,14 +93,14 @@ def begin(flow: GroupFlow, num_nodes: int) -> None:
 
 
 def halt(flow: GroupFlow, loaded_at: float) -> None:
-    """Nobody in it runs until its base is loaded on other GPUs."""
+    """Stop all members until the base is loaded on other GPUs."""
     flow.loaded_at = loaded_at
     for job in flow.members.values():
         job.runs = False
 
 
 def enter(flow: GroupFlow, job: SimulatedJob, weight: float, now: float, join_seconds: float) -> None:
-    """A member more, which runs when the group does and it has joined."""
+    """Add a member, which runs once the group runs and its join is over."""
     assert job.group_id is None, f"{job.spec.job_id} is in {job.group_id} and cannot enter {flow.wanted.group_id}"
     job.group_id, job.joined_at, job.joined_steps = flow.wanted.group_id, now, job.steps
     job.counts = job.counts and job.left_at == now  # a move counts, a wait does not
@@ -112,7 +112,7 @@ def enter(flow: GroupFlow, job: SimulatedJob, weight: float, now: float, join_se
 
 
 def leave(flow: GroupFlow, job: SimulatedJob, now: float, back_to_steps: float) -> None:
-    """A member less, which has `back_to_steps` of its steps to go on from."""
+    """Remove a member, which continues from `back_to_steps` of its steps."""
     del flow.members[job.spec.job_id]
     job.undo(back_to_steps)
     job.group_id, job.runs, job.left_at = None, False, now
@@ -120,7 +120,7 @@ def leave(flow: GroupFlow, job: SimulatedJob, now: float, back_to_steps: float) 
 
 
 def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions) -> None:
-    """Work out everybody's speed."""
+    """Compute the speed of each member."""
     wanted, count, jobs = flow.wanted, len(flow.wanted.gpus), list(flow.members.values())
     base, budget = wanted.base_model, wanted.plan.token_budget
     if len(jobs) == 1:
@@ -142,7 +142,7 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions)
 
 
 def _pause(flow: GroupFlow, now: float) -> None:
-    """Those that run stand still for the micro-batches that the joins of others take."""
+    """Pause the running members for the micro-batches that the joins of others take."""
     seconds = flow.pauses * flow.micro_batch_seconds
     flow.pauses = 0.0
     for job in flow.members.values():

@@ -1,7 +1,7 @@
 """A lower bound on mean JCT from a flow of work: jobs whose rates have limits, on GPUs whose time has a price. A proof for any prices.
 
 Let a job of w GPU-seconds need at least d seconds, so that its rate is at most w / d. If it is done at C, the mean time at which its work
-is done is at most C - d / 2. So the sum of all C is at least that of these means, plus half of all d, whatever the schedule. The means
+is done is at most C - d / 2. So the sum of all C is at least that of these means, plus half of all d, under any schedule. The means
 are a linear program: rates within their limits, together at most the number of GPUs. Its Lagrangian dual has a price p(t) >= 0 for a
 GPU-second at t:
 

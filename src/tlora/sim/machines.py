@@ -33,7 +33,7 @@ class ClusterShape:
 
 
 class Machines:
-    """`owner` tells of each GPU that is in use whose it is; `num_gpus` are not lost. A failure or repair is due at `next_at`."""
+    """`owner` maps each GPU in use to its group; `num_gpus` counts those that are not lost. A failure or repair is due at `next_at`."""
 
     def __init__(self, shape: ClusterShape, conditions: Conditions) -> None:
         self.owner: dict[int, str] = {}
@@ -56,7 +56,7 @@ class Machines:
         return [self._added(node, self._gpus_of(node)) for node in range(self._shape.nodes)]
 
     def take(self, group_id: str, gpus: Sequence[int]) -> bool:
-        """False if one of them is lost: the scheduler does not know it yet, but will be told."""
+        """Give the GPUs to a group. False if one of them is lost: the event that says so has not reached the scheduler yet."""
         for gpu in gpus:
             assert gpu not in self.owner, f"GPU {gpu} is {self.owner[gpu]}'s, and {group_id} shall have it"
         if self._lost and not self._lost.isdisjoint(gpus):
@@ -93,7 +93,7 @@ class Machines:
                 del self._workers[other]
 
     def fail_or_repair(self) -> NodeAdded | GpusLost:
-        """What is due. Whose the lost GPUs are is left as it is."""
+        """Apply the failure or repair that is due. The owner of a lost GPU stays as it is."""
         seconds, node, count, back = self._failures[0]
         conditions, gpus = self._conditions, self._gpus_of(node)
         if back:

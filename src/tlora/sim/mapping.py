@@ -1,7 +1,7 @@
-"""From a row of a trace to a LoRA job, by anchored replay: what the trace does not tell is drawn, and the steps are as many as take
-the recorded run time on the recorded GPUs (docs/reference/simulator.md).
+"""From a row of a trace to a LoRA job, by anchored replay: what the trace lacks is drawn, and the steps are as many as take the
+recorded run time on the recorded GPUs (docs/reference/simulator.md).
 
-Reads no file, and knows nothing of who trains with whom.
+Reads no file, and knows nothing of groups.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MappedJob:
 
     @property
     def most_gpus(self) -> int:
-        """The most that have a sample of each step to work on; of a job whose samples are not told, what the scheduler believes."""
+        """The most that have a sample of each step to work on; of a job with an unknown number of samples, what the scheduler assumes."""
         return max(self.job.gpus, self.samples_per_step) if self.samples_per_step else most_useful_gpus(self.job)
 
     @property

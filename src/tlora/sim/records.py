@@ -1,6 +1,6 @@
-"""What a simulation leaves behind: one record per job, stretches of groups for the Gantt view, samples over time, and who ran it.
+"""What a simulation leaves behind: a record per job, stretches of groups for the Gantt view, samples over time, and its settings.
 
-Plain values without behaviour. Nobody changes one: they are not frozen because to make frozen ones took 8 % of a simulation under FIFO.
+Plain values without behaviour. They are never changed, but not frozen: making frozen ones took 8 % of a simulation under FIFO.
 Times are seconds on the simulation's own clock. What is computed from them: `metrics.py`, `bounds.py`.
 """
 
@@ -17,11 +17,11 @@ FinalState = Literal["done", "cancelled", "failed", "unknown", "rejected", "unfi
 class JobRecord:
     """One job of a trace under one policy.
 
-    `started_seconds` is its first run, nan if it never ran; `finished_seconds` is when it ended in whatever state, nan if it did not.
+    `started_seconds` is its first run, nan if it never ran; `finished_seconds` is when it ended, in any state; nan if it did not.
     `alone_seconds` = steps x (measured time between its optimizer steps alone on its `gpus`, with the same kernels). Slowdowns are over
     windows of 10 optimizer steps; nan without a window. `gpu_seconds` is its share of the GPU time of the groups that it was in.
     `most_gpus` are the most that have a sample of each of its steps to work on. `group_seconds` is the time in a group from its first run
-    on, `paused_seconds` that part of it in which it stood still. A window has a move in it if the job stood still in it.
+    on, `paused_seconds` the part of it in which it was paused. A window has a move in it if the job was paused in it.
     """
 
     job_id: str

@@ -41,9 +41,9 @@ def write_result(path: Path, content: str | bytes, remedy: str = "Free space or 
 
 @contextmanager
 def held(path: Path) -> Generator[None]:
-    """No other sweep writes `path` meanwhile: each would put the rows that it knows over those of the other. Raises ConfigError.
+    """Keep other sweeps from writing `path` meanwhile: each would overwrite the other's rows. Raises ConfigError.
 
-    What is locked is a file beside it, as the table itself is replaced all the time. A killed sweep holds nothing.
+    The lock is a file in the same directory, as the table itself is replaced all the time. A killed sweep holds no lock.
     """
     target = _target(path)
     lock = target.with_name(f".{target.name}.lock")
@@ -51,7 +51,7 @@ def held(path: Path) -> Generator[None]:
     try:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(handle).st_nlink:  # who held it took it away between the two calls
+        if not os.fstat(handle).st_nlink:  # its holder deleted it between the two calls
             raise BlockingIOError(EWOULDBLOCK, "locked")
     except OSError as error:
         if handle is not None:

@@ -40,7 +40,7 @@ class Scenario:
 
     `load` None: arrivals as recorded. `jobs`: only so many, the first. `delta`: every job's bound on its slowdown, instead of its own.
     `kappa`: saturated tokens/s of our kernels over PEFT's, instead of the measured. `scale`: factors on constants of all kernels.
-    `paper`: ranks and batches drawn as the reference draws them. `closed`: all jobs are submitted at once, whatever the trace says.
+    `paper`: ranks and batches drawn as the reference draws them. `closed`: all jobs are submitted at once, ignoring the trace's times.
     """
 
     trace: str = "ee9e8c"

@@ -1,6 +1,6 @@
 """How far a simulated job is, and how its windows of 10 optimizer steps went: arithmetic over stretches of constant speed.
 
-Knows neither groups nor events; whoever drives it says how long the job ran, stood still or waited.
+Knows neither groups nor events; the caller says how long the job ran, was paused or waited.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ class SimulatedJob:
     """One job. `alone_step_seconds` is T0, its actual step alone on its own GPUs with the same kernels, at its submission.
     `fastest_step_seconds` is the least on any GPUs: a sample is not divided, so that a step uses no more GPUs than it has samples.
 
-    Windows follow each other; none is counted before its tenth step. In its time counts: all of it while the job is in a group and has
-    begun to run there, be it that it stands still because another joins or its GPUs change; and a move from group to group at one
-    moment, with checkpoint, start and join. Not in it counts waiting for a group, and the start of the group that it then gets, or that
-    it gets after a loss: that is queueing. A window is beyond its bound if it took more than 10 * max_slowdown * T0 and the tolerance
-    of one micro-batch.
-    Steps that a failure has undone are counted again when they are run again. A window has a move in it if the job stood still in it.
+    Windows follow each other; none is counted before its tenth step. A window's time includes all time after the job has begun to run in
+    its group, also pauses because another job joins or its GPUs change; and a move from group to group at one moment, with checkpoint,
+    start and join. It excludes waiting for a group, and the start of the group that the job then gets, or gets after a loss: that is
+    queueing. A window is beyond its bound if it took more than 10 * max_slowdown * T0 and the tolerance of one micro-batch.
+    Steps that a failure has undone are counted again when they are run again. A window has a move in it if the job was paused in it.
     """
 
     spec: JobSubmitted
@@ -44,8 +43,8 @@ class SimulatedJob:
     weight: float = 1.0
     runs: bool = False
     step_seconds: float = 0.0  # between its steps while it runs
-    resume_at: float = 0.0  # until then it stands still
-    counts: bool = False  # whether standing still counts in its windows
+    resume_at: float = 0.0  # until then it is paused
+    counts: bool = False  # whether pauses count in its windows
     joined_at: float = 0.0
     joined_steps: float = 0.0
     left_at: float = -math.inf
@@ -55,8 +54,8 @@ class SimulatedJob:
     regroupings: int = 0  # times that it left a group before its end, or ran while its group's GPUs changed; losses are none
     window_steps: float = 0.0
     window_seconds: float = 0.0
-    window_moves: bool = False  # whether it stood still in this window
-    window_slack: float = 0.0  # the longest micro-batch for which it stood still
+    window_moves: bool = False  # whether it was paused in this window
+    window_slack: float = 0.0  # the longest micro-batch for which it was paused
     windows: int = 0
     windows_beyond: int = 0
     windows_with_moves: int = 0

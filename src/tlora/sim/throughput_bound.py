@@ -1,6 +1,6 @@
 """How many tokens/s no schedule can exceed that keeps every job's bound on its slowdown: a fluid linear program, solved in closed form.
 
-Let a job have e GPU-seconds for each of its tokens at least (`least_gpu_seconds`), whoever it shares a group with. The fluid program is
+Let a job need at least e GPU-seconds for each of its tokens (`least_gpu_seconds`), in any group. The fluid program is
 
     minimise T  subject to  sum over jobs of e * tokens <= GPUs * T,  all tokens are done.
 

@@ -120,7 +120,7 @@ def rebased(jobs: Sequence[TraceJob]) -> tuple[TraceJob, ...]:
 
 
 def read_trace(source: str | Path) -> Trace:
-    """The trace in a CSV file (also .gz), its format told by its columns; or a shipped one by its name (`SHIPPED`).
+    """The trace in a CSV file (also .gz), recognised by its columns; or a shipped one by its name (`SHIPPED`).
 
     Run time is end minus start in ACMETrace and Helios, as both define it: the column `duration` of ACMETrace's Kalos counts the wait
     too. Rows without GPUs, and those that never ran or had not ended, are skipped and counted. A broken row raises DataError with its line.
@@ -220,7 +220,7 @@ def _layout_of(header: list[str], place: str) -> _Layout:
     """The format that has these columns; others may be among them (Kalos has four more than Seren)."""
     for column, count in Counter(header).items():
         if column and count > 1:
-            raise DataError(f"{place}: the header names column {column!r} {count} times; which one counts is not told. Take the others out")
+            raise DataError(f"{place}: the header names column {column!r} {count} times; which one counts is unclear. Take the others out")
     missing = {layout.name: [column for column in layout.columns if column not in header] for layout in _LAYOUTS}
     for layout in _LAYOUTS:
         if not missing[layout.name]:

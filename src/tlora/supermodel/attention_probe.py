@@ -19,7 +19,7 @@ from tlora.supermodel.layer_values import values_in_layers
 
 NAME = "tlora_probe"
 _MOST_POSITIONS = 1 << 18
-# What layers hand to their attention beside tensors, scale, window and cap. None of it changes who sees whom.
+# What layers hand to their attention in addition to tensors, scale, window and cap. None of it changes the attention mask.
 _WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal"}
 _OTHERWISE = (
     "Samples longer than a limit would be trained with another attention than the model's. Use a base with full or sliding-window attention"

@@ -182,7 +182,7 @@ class FastPath:
         state = self.begin(batch, weights, bank, dropout)
         if self._graphs is None or self._graphs.busy:
             return self.run(batch, state)
-        if self._base.decoder._forward_hooks:  # somebody measures: a graph calls no hooks
+        if self._base.decoder._forward_hooks:  # a measurement is on: a graph calls no hooks
             return self._graphs.run_uncaptured(batch, state)
         tokens = len(batch.input_ids_T)
         own = Shape(tokens, self.recompute.layers(tokens), state.shape)

@@ -63,7 +63,7 @@ class Base:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that the weights stand for, in whatever form they are held."""
+        """Numbers that the weights stand for, counted alike for plain and packed forms."""
         held = [m for m in self.model.modules() if isinstance(m, HeldLinear)]
         packed = sum(sum(p.numel() for name, p in m.named_parameters() if name != "bias") for m in held)
         return sum(p.numel() for p in self.model.parameters()) - packed + sum(m.in_features * m.out_features for m in held)
@@ -338,7 +338,7 @@ def _not_finite(base: Base) -> str:
 
 @torch.no_grad()
 def _check_reach(base: Base) -> None:
-    """The samples above are short: here each layer's rule of who sees whom is compared at all distances (`attention_probe.py`)."""
+    """The samples above are short: here each layer's attention mask is compared at all distances (`attention_probe.py`)."""
     device, kind = base.head.weight_VH.device, type(base.model).__name__
     tokens = torch.arange(3, device=device)
     base.model.set_attn_implementation(attention_probe.NAME)

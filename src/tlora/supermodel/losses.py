@@ -16,7 +16,7 @@ from tlora.supermodel.batch import PackedBatch, Span
 
 @dataclass(frozen=True)
 class JobLoss:
-    """One job's part of a batch, as 0-d tensors that nobody waits for.
+    """One job's part of a batch, as 0-d tensors that the host does not wait for.
 
     Cross-entropy: the sum of weight * token loss, and the sum of weights. With an objective: the sum of its units' losses, and how many
     units there were; `metrics` are sums over the units by name, `logprobs_N` the log-probabilities of the trained tokens, in order.

@@ -1,6 +1,6 @@
 """The fused linear inside an ordinary PEFT model, for users of other trainers: the model, its parameters and its files stay PEFT's.
 
-Only the forward of each LoRA linear is exchanged. Whatever the kernels do not compute goes PEFT's own way, and is said.
+Only the forward of each LoRA linear is replaced. What the kernels do not compute is left to PEFT, and reported.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _foreign_forward(layer: Any) -> str | None:
 
 
 def _obstacle(layer: Any) -> str | None:
-    """Why PEFT keeps this layer whatever its input, and whether or not its adapters are merged or disabled just now; else None.
+    """Why PEFT keeps this layer for every input, whether or not its adapters are merged or disabled just now; None if it does not.
 
     Asked at each call, and so traced by torch.compile.
     """
@@ -184,7 +184,7 @@ def _obstacle_of_adapter(layer: Any, adapter: str, halves: tuple[nn.Module, nn.M
 
 
 def _obstacle_of_hooks(modules: tuple[nn.Module, ...]) -> str | None:
-    """The operation passes these modules by, and with them whoever listens there (offloading, sharding, users' hooks)."""
+    """Why hooks on these modules (offloading, sharding, users' own) forbid the operation, which would skip them; None if none do."""
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
             return "hooks are on the linears inside it, which would not be called"

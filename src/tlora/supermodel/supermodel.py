@@ -55,7 +55,7 @@ class SuperModel(nn.Module):
     """A frozen base shared by any number of adapters.
 
     With `deterministic`, each sample is computed by itself and gradients are added in sample order: an adapter's bytes are then
-    those of training it alone, whoever shares the batch.
+    those of training it alone, with any other jobs in the batch.
     """
 
     def __init__(self, base: Base, deterministic: bool = False) -> None:
@@ -262,7 +262,7 @@ class SuperModel(nn.Module):
         return stats
 
     def queue_optim_step(self, job_ids: Iterable[str]) -> QueuedSteps:
-        """The same without a wait, for a caller who has other work for the device until he asks. These jobs may train on at once; before
+        """The same without a wait, for a caller with other work for the device until it asks. These jobs may train on at once; before
         one steps again, leaves or is saved, the answer must have been read.
         """
         return self.measure_gradients(job_ids).update()
@@ -289,7 +289,7 @@ class SuperModel(nn.Module):
         self._optimizer.set_gradient(job_id, gradient_P.contiguous())
 
     def rewrite(self, job_id: str) -> None:
-        """Compute with the weights that `state(job_id)` holds: somebody has written them, for example from another super-model's."""
+        """Compute with the weights that `state(job_id)` holds, after the caller has written them, for example from another super-model."""
         resident = self._residents[job_id]
         self._optimizer.write(job_id, resident.state.params)
         resident.version = next(self._versions)
@@ -304,7 +304,7 @@ class SuperModel(nn.Module):
             resident.version = next(self._versions)
         return self._optimizer.measure(residents)
 
-    # -- beside them ---------------------------------------------------------------------------------------------------
+    # -- evaluation and the rest ---------------------------------------------------------------------------------------
 
     def evaluate(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss] | None = None) -> dict[str, JobLoss]:
         """Loss per job without gradients and without dropout."""
