@@ -31,16 +31,16 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlora.data.dataset import Dataset, Sample, Writer
+from tlora.engine.driver import Records
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
-from tlora.kernels.segments import Segment
+from tlora.kernels.reference import Segment
 from tlora.store.disk_reserve import DiskReserve
 from tlora.store.metrics import Tracker
 from tlora.store.recorder import Recorder, RunContext
-from tlora.store.records import Records
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 

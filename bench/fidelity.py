@@ -35,22 +35,22 @@ from bench.fidelity_calibration import Calibration, calibrate
 from bench.fidelity_work import BASE, SIZES, Work, draw_arrivals, draw_openers, draw_orders, is_opener, make_work
 from bench.machine import facts, write
 from bench.shapes import DEMO_BASE, SHAPES, write_base
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.live.cluster_run import submit_all
 from tlora.protocol import ChangeGroup, JobFinished, JobGroup, JobSubmitted, StartGroup
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
 from tlora.sim.conditions import Conditions, MoveCosts
-from tlora.sim.event_log import read_event_log
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.metrics import metrics
 from tlora.sim.records import GroupSpan
 from tlora.sim.simulate import simulate
+from tlora.sim.trace import read_event_log
 
 LEAST_STARTS = 4.0  # a job lasts at least so many times a start
 RESIDENCE_STARTS = 2.0  # for so many of them a group is left as it is

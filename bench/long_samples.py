@@ -36,10 +36,9 @@ from tlora.group.reports import Computed, Ended, Noted, Report
 from tlora.job import DataConfig, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import memory_limit
-from tlora.planning.memory_probe import DeviceMeter, Meter, probe
+from tlora.planning.memory_probe import DeviceMeter, Meter, probe, rehearse
 from tlora.planning.micro_batches import MicroBatches
 from tlora.planning.plan import RunPlan, describe_plan, plan_memory, settle
-from tlora.planning.rehearsal import rehearse
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
 

@@ -26,8 +26,7 @@ from bench import machine
 from tlora.adapters.bank import ROW_ALIGNMENT
 from tlora.kernels import fused_linear
 from tlora.kernels.lora_tables import LoraTables, Run, Slots, build_tables
-from tlora.kernels.reference import lora_backward_, lora_forward_
-from tlora.kernels.segments import Segment, Segments
+from tlora.kernels.reference import Segment, Segments, lora_backward_, lora_forward_
 
 MOST_ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # relative, in norm, against fp32 from the same inputs
 CACHE_BYTES = 200 << 20  # four times the L2 of an H200: inputs in turn, so that none is still there from the last time

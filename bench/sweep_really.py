@@ -28,7 +28,7 @@ from bench import launch, machine
 from bench.base_files import DATA, make_base
 from bench.shapes import SHAPES
 from tlora.protocol import JobFinished, JobSubmitted
-from tlora.sim.event_log import read_event_log
+from tlora.sim.trace import read_event_log
 
 JOBS, SAMPLES, RANK = 8, 4, 16
 TEXTS = DATA / "alpaca_en_demo.json"

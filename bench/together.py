@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from bench.machine import wait
 from bench.workload import Job
 from tlora.batching.pack import auto_token_budget
-from tlora.engine.token_counts import TokenCounts
+from tlora.engine.run_monitor import TokenCounts
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Ended, Noted, Report

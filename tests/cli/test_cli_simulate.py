@@ -24,14 +24,12 @@ from tlora.cli.simulate_command import POLICIES as DEFAULT_POLICIES
 from tlora.cli.simulate_view import SWEEP_LINES, print_sweep, progress_shown
 from tlora.errors import ConfigError
 from tlora.scheduler.policies import POLICIES
-from tlora.sim import processes, run
+from tlora.sim import run, sweep
 from tlora.sim.conditions import Conditions
-from tlora.sim.processes import Standing
 from tlora.sim.scenario import Scenario, contender
-from tlora.sim.sweep import SweepRow
+from tlora.sim.sweep import Standing, SweepRow
 from tlora.sim.trace import SHIPPED
-from tlora.wording.decomposition import CHAIN
-from tlora.wording.metrics import TIMES
+from tlora.wording.metrics import CHAIN, TIMES
 from tlora.wording.numbers import DASH
 
 
@@ -46,7 +44,7 @@ def call(*arguments: object, columns: int | None = None) -> tuple[int, str, str]
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes, "num_cores", lambda: 1)
+    monkeypatch.setattr(sweep, "num_cores", lambda: 1)
     return write_trace(tmp_path).name
 
 

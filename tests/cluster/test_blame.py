@@ -9,10 +9,10 @@ import pytest
 from tests.cluster.fake_workers import STARTED, FakeCrew
 from tests.cluster.test_local import group, job, machine, poll_until, submitted
 from tlora.cluster import local
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.blame import FILE, MOST_DEATHS, Blame
 from tlora.cluster.local import LocalBackend
 from tlora.errors import CheckpointError
+from tlora.live.cluster_run import submit_all
 from tlora.protocol import Event, GroupLost, JobFailed, StartGroup
 from tlora.worker_protocol import Joined, Report, Stepped
 

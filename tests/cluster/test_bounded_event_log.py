@@ -10,8 +10,8 @@ from tests.sim.small_clusters import even_cost, made_job
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.log_file import KEPT
 from tlora.protocol import BaseAdded, JobSubmitted, NodeAdded
-from tlora.sim.event_log import read_event_log
 from tlora.sim.mapping import logged_jobs
+from tlora.sim.trace import read_event_log
 
 THERE = (NodeAdded("n", (0, 1)), BaseAdded("base", 10**9))
 

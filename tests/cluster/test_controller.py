@@ -20,7 +20,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.sim.event_log import read_event_log
+from tlora.sim.trace import read_event_log
 
 SUBMITTED = JobSubmitted("a", "base", 1, JobProfile(100.0, 10, 30, 1000, (0, 1, 2)))
 GROUP = JobGroup("g0", "base", (0,), ParallelPlan(1, 1024), ("a",), (2.5,))

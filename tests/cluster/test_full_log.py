@@ -9,10 +9,10 @@ import pytest
 from tests.cluster.test_culprit import OneGroup
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, train, write_rows
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.live.cluster_run import submit_all
 from tlora.protocol import Action, Event, GroupLost, JobFailed, JobFinished, JobProfile, JobSubmitted
 
 

@@ -17,13 +17,13 @@ import pytest
 from tests.cluster.memory_group import MemoryGroup, memory_group
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.blame import MOST_DEATHS
 from tlora.cluster.controller import run
 from tlora.cluster.crew import Limits
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.live.cluster_run import submit_all
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,

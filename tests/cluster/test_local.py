@@ -12,13 +12,13 @@ import pytest
 
 from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
 from tlora.cluster import local
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.blame import MOST_DEATHS
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.engine.commands import Share
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
+from tlora.live.cluster_run import submit_all
 from tlora.protocol import (
     BaseMeasured,
     BaseSpeed,

@@ -14,11 +14,11 @@ import pytest
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.live.cluster_run import submit_all
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
@@ -34,7 +34,7 @@ from tlora.protocol import (
     StepsDone,
     StopGroup,
 )
-from tlora.sim.event_log import read_event_log
+from tlora.sim.trace import read_event_log
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from tlora.errors import ConfigError
 from tlora.protocol import Action, Event, GroupFound, JobFinished, JobGroup, JobSubmitted, NodeAdded, ParallelPlan, Tick, to_json
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.sim.event_log import read_event_log
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import logged_jobs
 from tlora.sim.simulate import simulate
+from tlora.sim.trace import read_event_log
 
 JOBS = (made_job("a", 100), made_job("b", 50, at=10.0), made_job("c", 20, at=1000.0))
 

@@ -11,12 +11,12 @@ import pytest
 from tests.cluster.test_culprit import OneGroup
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.crew import Limits
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.live.cluster_run import submit_all
 from tlora.protocol import Action, Event, GroupLost, JobFinished, JobProfile, JobSubmitted
 
 # Runs in each worker's process before anything else does. The first worker that comes to its nth rename below jobs/ stops itself there.

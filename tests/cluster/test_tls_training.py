@@ -16,7 +16,6 @@ import pytest
 from tests.cluster.test_culprit import OneGroup
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.controller import run
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.crew import Limits
@@ -24,6 +23,7 @@ from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.live.cluster_run import submit_all
 from tlora.protocol import Action, Event, GroupLost, JobFinished, JobProfile, JobSubmitted, StepsDone
 
 

@@ -11,11 +11,11 @@ import pytest
 from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
 from tests.cluster.test_local import group, job, machine, submitted
 from tlora.cluster import local
-from tlora.cluster.arrivals import submit_all
 from tlora.cluster.blame import MOST_DEATHS
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import Held
 from tlora.errors import ConfigError
+from tlora.live.cluster_run import submit_all
 from tlora.protocol import (
     ChangeGroup,
     Event,

@@ -94,7 +94,7 @@ def test_the_batches_of_one_that_has_most_tokens_end_in_micro_batches_that_nobod
 
 
 def test_whole_samples_fill_no_more_than_others_do() -> None:
-    """What a micro-batch holds at most bounds what a cluster can train (`sim/throughput_bound.py`)."""
+    """What a micro-batch holds at most bounds what a cluster can train (`sim/bounds.py`)."""
     filled, _ = fill(FILL_SHARE, 2048, 1, [Member(24, 1.0), Member(8096, 8.0, 1012)])
     assert filled <= FILL_SHARE * 2048
 

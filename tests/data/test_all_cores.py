@@ -14,9 +14,8 @@ from chat_templates import CHATML
 
 from tlora.data import encoded_blocks
 from tlora.data.build import Order, build, hash_file
-from tlora.data.data_files import list_files
 from tlora.data.encode import open_encoder
-from tlora.data.sources import Source
+from tlora.data.sources import Source, list_files
 from tlora.errors import DataError
 
 

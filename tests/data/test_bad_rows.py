@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tlora.data.bad_rows import BadRows
+from tlora.data.build import BadRows
 from tlora.data.prepare import Prepared, PrepareRequest, prepare
 from tlora.errors import DataError
 from tlora.job import DataConfig

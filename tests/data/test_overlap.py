@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora.data.dataset import Dataset, Sample, Writer, join
-from tlora.data.overlap import count_shared
+from tlora.data.dataset import Dataset, Sample, Writer, count_shared, join
 
 # few tokens and short rows, so that many have equal lengths, and equal tokens in some places
 ROWS = st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=6), min_size=1, max_size=12)

@@ -11,8 +11,7 @@ import trl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.data.order import PackedRows, epoch_size, global_batch, mix, row_tokens
-from tlora.data.packed_rows import join_rows, pack_rows
+from tlora.data.order import PackedRows, epoch_size, global_batch, join_rows, mix, pack_rows, row_tokens
 from tlora.data.profile import tokens_of_steps
 from tlora.job import JobSpec
 

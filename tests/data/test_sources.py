@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from small_hub import SmallHub, small_hub
 
-from tlora.data.data_files import SUFFIXES, list_files
 from tlora.data.rows import read_files, read_rows
-from tlora.data.sources import open_source, shown_files
+from tlora.data.sources import SUFFIXES, list_files, open_source, shown_files
 from tlora.errors import DataError
 from tlora.job import DATA_SUFFIXES, DataSource, may_be_hub_data
 

@@ -13,7 +13,7 @@ from test_trained_turns import CHATS, bot, call, ours, read, result, texts, user
 from transformers import AutoTokenizer
 
 from tlora.data.encode import ChatSettings
-from tlora.data.stop_tokens import read_stop_tokens
+from tlora.data.tokenizer import read_stop_tokens
 
 TURNS = CHATS["turns"]
 PHI3 = (

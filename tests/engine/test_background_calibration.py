@@ -21,11 +21,10 @@ from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine import background_calibration, calibration
 from tlora.engine import trainer as trainer_room
-from tlora.engine.calibration import recall
-from tlora.engine.calibration_attempt import Attempt, find_deadly
+from tlora.engine.calibration import Attempt, find_deadly, recall
 from tlora.engine.commands import Command, Leave, Stop
 from tlora.engine.trainer import Trainer
-from tlora.engine.worker_memory import WorkerMemory
+from tlora.engine.worker_base import WorkerMemory
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.link.flight import read_flight

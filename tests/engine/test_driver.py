@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.tiny_runs import job, sha256, train
-from tlora.group.decisions import Decisions
+from tlora.group.exchange import Decisions
 
 
 def test_a_run_stops_when_the_ranks_have_decided_so(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
 from tlora.group.engine import Engine
 from tlora.store import checkpoint
-from tlora.supermodel import host_optimizer, plain_path
+from tlora.supermodel import job_by_job, plain_path
 from tlora.supermodel.supermodel import SuperModel
 
 POISON = 260  # a token that stands in the victim's data alone
@@ -228,14 +228,14 @@ def test_a_sample_that_never_fits_fails_its_job(wide_base: Path, data: Path, tmp
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room for the step"), RuntimeError("broken step")])
 def test_an_optimizer_step_that_raises(neighbourhood: Neighbourhood, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    step = host_optimizer.adamw_step
+    step = job_by_job.adamw_step
 
     def raising(state: Any, *args: Any) -> Any:
         if state.layout.shapes[0].rank == 5 and state.step == 2:
             raise error
         return step(state, *args)
 
-    monkeypatch.setattr(host_optimizer, "adamw_step", raising)
+    monkeypatch.setattr(job_by_job, "adamw_step", raising)
     result = neighbourhood.train(job("victim", str(neighbourhood.data / "b.jsonl"), r=5))["victim"]
     assert (result.status, result.steps) == ("failed", 2) and str(error) in result.reason
     assert (neighbourhood.out / "victim" / "checkpoint-2").is_dir()

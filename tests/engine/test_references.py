@@ -20,7 +20,7 @@ from tlora.engine import trainer
 from tlora.engine.commands import Command, Leave, Share
 from tlora.engine.watcher import Watcher
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.store.reference import REFERENCE_DIRECTORY
+from tlora.store.checkpoint import REFERENCE_DIRECTORY
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Join, Left, Load, Stepped
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, train
 from tlora.batching.pack import MicroBatch, Row
-from tlora.engine.token_counts import Packing, TokenCounts
+from tlora.engine.run_monitor import Packing, TokenCounts
 from tlora.engine.watcher import Watcher
 
 

@@ -12,8 +12,8 @@ from tests.group.test_engine_reports import heard as heard
 from tests.group.test_engine_reports import of, spec, until_idle
 from tests.group.test_engine_reports import sets as sets
 from tlora.data.dataset import Dataset
-from tlora.group.decisions import Decisions
 from tlora.group.engine import Engine
+from tlora.group.exchange import Decisions
 from tlora.group.job_run import JobRun, Means
 from tlora.group.reports import Ended, Evaluated, Report, Stepped
 from tlora.group.wall import Failure

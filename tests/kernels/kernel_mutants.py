@@ -19,12 +19,12 @@ with interpreted():
     from tlora.kernels import fused_adamw, triton_adamw, triton_attention, triton_cross_entropy, triton_gemm, varlen_attention
     from tlora.kernels.bank_chunks import gather, scatter
     from tlora.kernels.device import ToHost as HealthyToHost
+    from tlora.kernels.fp8 import _largest as healthy_largest
     from tlora.kernels.fused_adamw import launch_update as healthy_launch_update
     from tlora.kernels.fused_adamw import scalars_of as healthy_scalars_of
     from tlora.kernels.triton_attention import _visible as healthy_visible
     from tlora.kernels.triton_chunks import chunk_at as healthy_chunk_at
     from tlora.kernels.triton_cross_entropy import _capped as healthy_capped
-    from tlora.kernels.triton_fp8 import _largest as healthy_largest
     from tlora.kernels.triton_gemm import _expand_many as healthy_expand_many
     from tlora.kernels.triton_loads import load_tile as healthy_load_tile
     from tlora.kernels.triton_lora import _sum_run as healthy_sum_run

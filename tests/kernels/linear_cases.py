@@ -14,8 +14,7 @@ from torch import Tensor
 from tests.kernels.interpreter import DEVICE, interpreted
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels.dropout import token_keys
-from tlora.kernels.reference import lora_backward_, lora_forward_
-from tlora.kernels.segments import Segment
+from tlora.kernels.reference import Segment, lora_backward_, lora_forward_
 
 with interpreted():
     from tlora.kernels import fused_linear

@@ -18,13 +18,13 @@ with interpreted():
 
     from tests.kernels import kernel_mutants as m
     from tlora.kernels import (
+        fp8,
         fused_adamw,
         triton_adamw,
         triton_attention,
         triton_chunks,
         triton_cross_entropy,
         triton_dot,
-        triton_fp8,
         triton_gemm,
         triton_loads,
         triton_lora,
@@ -127,8 +127,8 @@ HEAD_AND_ATTENTION = (
         p.attention_of_a_sample_is_its_own,
         p.attention_is_the_formula,
     ),
-    Mutant("fp8: the scale is of the first source alone", (triton_fp8, "_largest", m.largest_of_the_first_source), p.fp8_rows_are_torchs),
-    Mutant("fp8: a row with Inf is clamped", (triton_fp8, "_largest", m.largest_finite), p.fp8_spoils_one_row, p.fp8_rows_are_torchs),
+    Mutant("fp8: the scale is of the first source alone", (fp8, "_largest", m.largest_of_the_first_source), p.fp8_rows_are_torchs),
+    Mutant("fp8: a row with Inf is clamped", (fp8, "_largest", m.largest_finite), p.fp8_spoils_one_row, p.fp8_rows_are_torchs),
     Mutant("fp8: the first row's scale for all", (triton_gemm, "gemm_kernel", m.first_scale_gemm), p.fp8_linear_is_the_formula),
 )
 

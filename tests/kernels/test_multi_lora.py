@@ -16,7 +16,7 @@ from tests.tolerances import KERNEL, assert_close
 from tlora.kernels.dropout import keep_mask
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
-from tlora.kernels.segments import Segment, Segments, check_segments
+from tlora.kernels.reference import Segment, Segments, check_segments
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

@@ -27,8 +27,8 @@ from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.live.cluster_run import train_on_cluster
 from tlora.protocol import BaseAdded, GroupFound, JobFinished, JobSubmitted, MemoryFound, NodeAdded, StartGroup, Tick
-from tlora.sim.event_log import read_event_log
 from tlora.sim.scenario import Scenario, scene_of
+from tlora.sim.trace import read_event_log
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterState, init_state
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels import multi_lora
-from tlora.kernels.reference import _dropped
-from tlora.kernels.segments import Segments
+from tlora.kernels.reference import Segments, _dropped
 from tlora.supermodel import attention, batch
 from tlora.supermodel.batch import BatchRow, PackedBatch
 from tlora.supermodel.job_by_job import JobByJobSteps

@@ -19,7 +19,7 @@ from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import Span
 from tlora.costs.hardware import live_cost_model
-from tlora.data.packed_rows import pack_rows
+from tlora.data.order import pack_rows
 from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher

@@ -16,8 +16,8 @@ from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import Stage
+from tlora.planning.memory_probe import rehearse
 from tlora.planning.plan import RunPlan, settle
-from tlora.planning.rehearsal import rehearse
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = MARKS

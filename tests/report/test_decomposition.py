@@ -11,7 +11,7 @@ from test_simulation_page import make_view
 from tlora.report.simulation_page import simulation_page
 from tlora.scheduler.policies import POLICIES
 from tlora.sim.scenario import contender
-from tlora.wording.decomposition import CHAIN, decomposition_text, factors
+from tlora.wording.metrics import CHAIN, decomposition_text, factors
 
 SECONDS = {name: 100.0 / (at + 1) for at, (name, _) in enumerate(CHAIN)}
 

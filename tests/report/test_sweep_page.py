@@ -17,8 +17,7 @@ from tlora.report.looks import Look
 from tlora.report.rows import smoothing_window
 from tlora.report.run_page import report_page
 from tlora.report.run_view import read_run
-from tlora.report.sparklines import spark_scale, sparkline
-from tlora.report.tables import change
+from tlora.report.tables import change, spark_scale, sparkline
 from tlora.wording.numbers import MINUS
 
 RATES = (1e-4, 1e-3, 1e-2)

@@ -10,8 +10,8 @@ from tests.scheduler.mirror import made_settings, made_spec
 from tests.scheduler.timeline import Timeline, made_timeline
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.exclusive_baselines import easy
+from tlora.scheduler.forecast import Reasons
 from tlora.scheduler.policies import reservation
-from tlora.scheduler.waiting_reasons import Reasons
 
 LIVE = made_settings(elastic=False, preemption=False, reservations=True, order="arrival", starvation_factor=float("inf"))
 START = LIVE.start_seconds

@@ -8,7 +8,7 @@ import pytest
 
 from tests.scheduler.mirror import made_settings, made_spec
 from tests.scheduler.timeline import Timeline, made_timeline
-from tlora.scheduler.waiting_reasons import Reasons
+from tlora.scheduler.forecast import Reasons
 
 LIVE = made_settings(elastic=False)
 

@@ -12,8 +12,7 @@ import pytest
 from tlora.api import JobView, OrderedData, OrderSpec
 from tlora.client.access import Access
 from tlora.client.connection import Connection
-from tlora.client.downloads import download_adapter
-from tlora.client.uploads import plain_name, upload_files
+from tlora.client.transfers import download_adapter, plain_name, upload_files
 from tlora.errors import ConfigError, DataError, ServiceError
 from tlora.service.archives import entries_of, stream_tar, tar_bytes
 from tlora.service.uploads import check_filename

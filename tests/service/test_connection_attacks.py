@@ -22,7 +22,7 @@ from tests.service.served import ROW, Served, config_of, listening, until
 from tests.service.test_real_server import Server, running
 from tlora.cluster.credentials import open_certificate
 from tlora.errors import ConfigError
-from tlora.service.database import event_rows
+from tlora.service.database import job_rows
 from tlora.service.server import _open_tls, raise_file_limit
 
 NEVER = 3600.0  # no deadline helps: what is tested is who gives way
@@ -170,7 +170,7 @@ def test_a_client_that_reads_a_little_at_a_time_is_dropped_and_its_place_is_free
         file = served.upload("alice", ROW * 400_000)
         tenant = next((tmp_path / "server" / "files").iterdir()).name
         told = [(tenant, None, "note", "x" * 1000)] * 3000  # more than the kernel's buffers take
-        served.opened.services.writer.do(lambda connection: event_rows.add_events(connection, told))
+        served.opened.services.writer.do(lambda connection: job_rows.add_events(connection, told))
         wanted = f"/v1/files/{file}/content" if path == "file" else "/v1/events/stream?after=0"
         with attacking(url, 1, get(wanted, served.key("alice")), room=4096) as attack:
 

@@ -10,7 +10,7 @@ from sqlalchemy import update
 
 from tests.service.served import Served
 from tlora.api import OrderedData, OrderSpec
-from tlora.service import direct_orders
+from tlora.service import app
 from tlora.service.database.tables import answers
 
 DIRECT, BY_ROUTE = "application/json", "application/vnd.tlora+json"  # the second is JSON for FastAPI alone
@@ -45,7 +45,7 @@ def _object(fields: dict[str, str]) -> str:
 def test_what_is_read_directly_is_what_the_route_reads(key: str) -> None:
     accepted = 0
     for body in (body_with(key, value) for value in VALUES):
-        direct = direct_orders._order_in(body)
+        direct = app._order_in(body)
         if direct is not None:
             accepted += 1
             assert repr(direct) == read_by_route(body), body
@@ -55,13 +55,13 @@ def test_what_is_read_directly_is_what_the_route_reads(key: str) -> None:
 @pytest.fixture
 def accepted_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    accept = direct_orders.accept
+    accept = app.accept
 
     async def note_and_accept(*arguments: Any) -> Any:
         found.append(arguments[2][0].name)
         return await accept(*arguments)
 
-    monkeypatch.setattr(direct_orders, "accept", note_and_accept)
+    monkeypatch.setattr(app, "accept", note_and_accept)
     return found
 
 
@@ -125,7 +125,7 @@ def test_a_bug_is_answered_as_one(served: Served, monkeypatch: pytest.MonkeyPatc
         raise ZeroDivisionError("of the test")
 
     order = served.order("alice")
-    monkeypatch.setattr(direct_orders, "accept", fail)
+    monkeypatch.setattr(app, "accept", fail)
     with pytest.raises(ZeroDivisionError):  # as the test's client shows it; a socket gets 500
         served.ask("alice", "POST", "/v1/jobs", json=order)
 

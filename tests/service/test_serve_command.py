@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.served import Served, config_of, serving
-from tlora.cli.serve_command import _numbers, named_bases
+from tlora.cli.server_commands import _numbers, named_bases
 from tlora.errors import ConfigError, ModelError
 from tlora.service import outlines
 from tlora.service.outlines import Precision, find_outline

@@ -16,9 +16,9 @@ from tests.service.served import serving, until
 from tlora.cli.commands import app
 from tlora.protocol import BaseAdded, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone, Tick
 from tlora.service.usage import Usage
-from tlora.sim import processes
-from tlora.sim.event_log import read_event_log
+from tlora.sim import sweep
 from tlora.sim.scenario import Scenario, scene_of
+from tlora.sim.trace import read_event_log
 
 
 def orders_in(path: Path) -> list[tuple[float, JobSubmitted]]:
@@ -27,7 +27,7 @@ def orders_in(path: Path) -> list[tuple[float, JobSubmitted]]:
 
 def test_its_jobs_are_replayed_as_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a restart: the same jobs, arrivals, sizes and tenants."""
-    monkeypatch.setattr(processes, "num_cores", lambda: 1)
+    monkeypatch.setattr(sweep, "num_cores", lambda: 1)
     place, jobs = tmp_path / "server", dict[str, str]()
     for tenant in ("alice", "bob"):
         with serving(place) as served:

@@ -19,8 +19,8 @@ from tests.service.served import ROW, Served, listening, until
 from tlora.api import JobView
 from tlora.client.access import Access
 from tlora.client.connection import Connection
-from tlora.client.downloads import download_adapter
 from tlora.client.jobs import watch
+from tlora.client.transfers import download_adapter
 
 PREFIX = "/team/tlora"
 

@@ -19,7 +19,7 @@ from tests.service.served import until
 from tlora.api import OrderedData, OrderSpec
 from tlora.errors import ConfigError
 from tlora.service.config import Limits
-from tlora.service.database import answer_rows, event_rows, job_rows, store
+from tlora.service.database import answer_rows, job_rows, store
 from tlora.service.database.store import SCHEMA, open_store, refuse_network_system
 from tlora.service.database.tables import files, jobs, metadata, tenants
 from tlora.service.database.writer import StoreError, Writer
@@ -227,8 +227,8 @@ def test_jobs_change_by_compare_and_set(engine: Engine, writer: Writer) -> None:
     with engine.connect() as connection:
         row = job_rows.row_of(connection, job.id)
         assert row is not None and row.status == "cancelled" and row.ended is not None
-        kinds = [event.kind for event in event_rows.list_events(connection, "t", job.id, 0, 10)]
-        assert kinds == ["created", "queued", "cancelled"] and event_rows.last_event(connection) == 3
+        kinds = [event.kind for event in job_rows.list_events(connection, "t", job.id, 0, 10)]
+        assert kinds == ["created", "queued", "cancelled"] and job_rows.last_event(connection) == 3
         assert job_rows.open_jobs(connection) == []
 
 
@@ -271,7 +271,7 @@ def test_batches_that_are_written_together_are_refused_alone(engine: Engine, wri
     assert [(row.name, row.sweep) for row in (*first, *last)] == [("a", None), ("b", None), ("e", "sweep-1")]
     with engine.connect() as connection:
         assert job_rows.open_jobs(connection) == [*first, *last]
-        assert [row.job for row in event_rows.list_events(connection, "t", None, 0, 10)] == [row.id for row in (*first, *last)]
+        assert [row.job for row in job_rows.list_events(connection, "t", None, 0, 10)] == [row.id for row in (*first, *last)]
 
 
 def test_answers_are_given_once_a_key(engine: Engine, writer: Writer) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.service.served import serving
 from tlora.data import scratch
 from tlora.service.housekeeping import Housekeeping
-from tlora.service.steady_clock import SteadyClock
+from tlora.service.storage import SteadyClock
 from tlora.service.uploads import SCRATCH
 
 HOURS = 3 * 3600.0

@@ -13,7 +13,7 @@ from tlora.errors import ConfigError
 from tlora.sim.metrics import metrics
 from tlora.sim.run import run_scenario
 from tlora.sim.scenario import Scenario, scene_of
-from tlora.sim.states import end_of
+from tlora.sim.trace import end_of
 
 HEAD = "job_id,submit_s,gpus,duration_s,user,vc,type,state\n"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.sim.made_results import make_orders, make_result
 from tlora.costs.cost import BaseConstants, CostModel
 from tlora.costs.sharing import Member, group_step_seconds
-from tlora.sim import flow_bound
+from tlora.sim import bounds
 from tlora.sim.bounds import Work, lower_bounds, work_of
 from tlora.sim.records import JobRecord
 
@@ -101,14 +101,14 @@ def test_the_flow_bound_holds_for_any_prices(jobs: Instance, gpus: int, seed: in
     """Weak duality: what the prices are may weaken the bound, never break it."""
     dice = np.random.default_rng(seed)
 
-    def any_prices(flows: flow_bound.Flows, edges: flow_bound.Array, num_gpus: int) -> flow_bound.Array:
+    def any_prices(flows: bounds.Flows, edges: bounds.Array, num_gpus: int) -> bounds.Array:
         return dice.exponential(2.0, len(edges) - 1) * (dice.random(len(edges) - 1) < 0.5)
 
     work = sorted(as_work(jobs, gpus), key=lambda each: each.submitted_seconds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flow_bound, "_prices", any_prices)
-        patch.setattr(flow_bound, "_BUCKETS", 12)
-        found = flow_bound.mean_flow_seconds([(each.submitted_seconds, each.gpu_seconds, each.fastest_seconds) for each in work], gpus)
+        patch.setattr(bounds, "_prices", any_prices)
+        patch.setattr(bounds, "_BUCKETS", 12)
+        found = bounds.mean_flow_seconds([(each.submitted_seconds, each.gpu_seconds, each.fastest_seconds) for each in work], gpus)
     assert found <= best_schedules(jobs, gpus)[0] + 1e-9
 
 

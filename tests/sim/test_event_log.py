@@ -30,8 +30,8 @@ from tlora.protocol import (
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.settings import Settings
-from tlora.sim.event_log import is_event_log, read_event_log
 from tlora.sim.mapping import BASES
+from tlora.sim.trace import is_event_log, read_event_log
 
 GROUP = JobGroup("g0", "llama-3-8b", (0, 1), ParallelPlan(2, 4096), ("a",), (1.5,))
 LOG: list[tuple[float, Event | Action]] = [

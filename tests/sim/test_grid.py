@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tlora.errors import ConfigError
-from tlora.sim.grid import KEYS, RANGE_POINTS, read_grid, scenarios_of
 from tlora.sim.scenario import CONSTANTS, Scenario
+from tlora.sim.sweep import KEYS, RANGE_POINTS, read_grid, scenarios_of
 
 
 def test_values_and_ranges() -> None:

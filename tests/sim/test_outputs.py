@@ -13,13 +13,12 @@ import pytest
 from tests.sim.made_results import make_orders, make_result
 from tlora.costs.cost import BaseConstants
 from tlora.errors import ConfigError
-from tlora.report.simulation_tables import is_extrapolated
+from tlora.report.simulation_page import is_extrapolated
 from tlora.sim.bounds import Bounds
 from tlora.sim.conditions import MoveCosts
 from tlora.sim.metrics import metrics
-from tlora.sim.outputs import constant_rows, metric_rows, move_rows, simulation_view, write_job_csv, write_metrics_csv
+from tlora.sim.outputs import constant_rows, metric_rows, move_rows, simulation_view, write_job_csv, write_metrics_csv, write_result
 from tlora.sim.records import JobRecord, SimulationResult
-from tlora.sim.result_files import write_result
 
 BOUND = Bounds(100.0, 200.0, 150.0, 1000.0)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tlora.errors import CapacityError, ConfigError
-from tlora.sim import processes
-from tlora.sim.processes import Standing, map_in_processes, num_cores
+from tlora.sim import sweep
+from tlora.sim.sweep import Standing, map_in_processes, num_cores
 
 
 def double(number: int) -> tuple[int, int]:
@@ -37,7 +37,7 @@ def wait_for_ever_but_at_0(number: int) -> int:
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "num_cores", lambda: 2)
+    monkeypatch.setattr(sweep, "num_cores", lambda: 2)
 
 
 def test_each_task_is_done_once_and_none_here(two_cores: None) -> None:
@@ -52,7 +52,7 @@ def test_each_task_is_done_once_and_none_here(two_cores: None) -> None:
 
 @pytest.mark.parametrize("tasks, cores", [([5], 2), ([5, 6], 1)])
 def test_one_task_or_one_core_needs_no_second_process(monkeypatch: pytest.MonkeyPatch, tasks: list[int], cores: int) -> None:
-    monkeypatch.setattr(processes, "num_cores", lambda: cores)
+    monkeypatch.setattr(sweep, "num_cores", lambda: cores)
     heard: list[Standing] = []
     found = dict(map_in_processes(double, tasks, heard.append))
     assert found == {number: (2 * task, os.getpid()) for number, task in enumerate(tasks)}

@@ -11,13 +11,11 @@ from pyarrow import parquet
 
 from tests.sim.small_traces import write_trace
 from tlora.errors import ConfigError, DataError
-from tlora.sim import processes
+from tlora.sim import sweep
 from tlora.sim.conditions import Conditions
-from tlora.sim.grid import read_grid, scenarios_of
-from tlora.sim.processes import Standing
-from tlora.sim.result_files import held
+from tlora.sim.outputs import held
 from tlora.sim.scenario import Scenario
-from tlora.sim.sweep import read_table, run_sweep, setting_cells, write_table
+from tlora.sim.sweep import Standing, read_grid, read_table, run_sweep, scenarios_of, setting_cells, write_table
 
 FORMATS = pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
 COLUMNS = tuple(setting_cells(Scenario(), ""))
@@ -35,7 +33,7 @@ def never(scenario: Scenario) -> dict[str, float]:
 
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scenario:
-    monkeypatch.setattr(processes, "num_cores", lambda: 1)
+    monkeypatch.setattr(sweep, "num_cores", lambda: 1)
     return Scenario(trace=str(write_trace(tmp_path)))
 
 
@@ -95,7 +93,7 @@ def test_two_processes_write_the_same_bytes(plain: Scenario, tmp_path: Path, mon
     scenarios = points(plain, "load=0.5..0.9/3")
     one, two = tmp_path / "one.csv", tmp_path / "two.csv"
     run_sweep(scenarios, one, measured, silent)
-    monkeypatch.setattr(processes, "num_cores", lambda: 2)
+    monkeypatch.setattr(sweep, "num_cores", lambda: 2)
     run_sweep(scenarios, two, measured, silent)
     assert one.read_bytes() == two.read_bytes()
 

@@ -13,12 +13,12 @@ from scipy.optimize import linprog
 from tests.scheduler.mirror import BASES, made_cost
 from tlora.costs.cost import CostModel
 from tlora.scheduler.policies import POLICIES
+from tlora.sim.bounds import least_gpu_seconds, throughput_bound
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import mapped_jobs
 from tlora.sim.records import JobRecord
 from tlora.sim.scenario import Scenario, cost_of
 from tlora.sim.simulate import simulate
-from tlora.sim.throughput_bound import least_gpu_seconds, throughput_bound
 from tlora.sim.trace import Trace, TraceJob
 
 COST = made_cost()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlora.adapters import tensor_file
+from tlora.adapters import peft
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.errors import CheckpointError
-from tlora.group.progress import TrainingProgress
+from tlora.group.reports import TrainingProgress
 from tlora.job import LoraConfig
 from tlora.store import checkpoint
 
@@ -41,11 +41,11 @@ def test_counters_come_back_with_the_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_tensor_files_are_those_of_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(peft, "_PIECE_BYTES", 100)
     tensors = {name: torch.randn(7, 5).to(dtype) for name in ("b", "a", "ä")} | {"none": torch.empty(0, 3, dtype=dtype)}
     for number, metadata in enumerate((None, {"format": "pt"})):
         ours, theirs = tmp_path / f"ours{number}", tmp_path / f"theirs{number}"
-        digest = tensor_file.write_tensors(ours, {"turned": torch.randn(3, 4).to(dtype).t(), **tensors}, metadata)
+        digest = peft.write_tensors(ours, {"turned": torch.randn(3, 4).to(dtype).t(), **tensors}, metadata)
         save_file({"turned": load_file(ours)["turned"], **tensors}, theirs, metadata)
         assert ours.read_bytes() == theirs.read_bytes() and digest == hashlib.sha256(theirs.read_bytes()).hexdigest()
 

@@ -14,13 +14,13 @@ import pytest
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora import durable, manifest
 from tlora.engine import run_monitor
+from tlora.engine.driver import Records
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
 from tlora.group.engine import Engine
 from tlora.group.reports import Ended
 from tlora.store import checkpoint
 from tlora.store.recorder import Recorder
-from tlora.store.records import Records
 from tlora.store.writer import Writer
 
 PATIENCE_SECONDS = 600.0

@@ -21,9 +21,9 @@ from tlora.adapters.state import init_state
 from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.job_by_job import make_queued_optimizer
 from tlora.supermodel.load import make_base
 from tlora.supermodel.plain_path import chunk, groups_on
-from tlora.supermodel.queued_optimizer import make_queued_optimizer
 from tlora.supermodel.supermodel import SuperModel
 
 CPU = torch.device("cpu")

@@ -15,9 +15,8 @@ from tests.tolerances import assert_close
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel.host_optimizer import make_host_optimizer
+from tlora.supermodel.job_by_job import make_host_optimizer, make_queued_optimizer
 from tlora.supermodel.optimizer_steps import Optimizer, Stepping
-from tlora.supermodel.queued_optimizer import make_queued_optimizer
 
 CPU = torch.device("cpu")
 TARGETS = {"layers.0.q_proj": (32, 48), "layers.0.v_proj": (32, 7)}

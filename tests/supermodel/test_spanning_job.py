@@ -20,7 +20,7 @@ from tlora.adapters.adamw import StepStats
 from tlora.errors import ConfigError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.host_optimizer import make_host_optimizer
+from tlora.supermodel.job_by_job import make_host_optimizer
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 

@@ -14,9 +14,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from tests.tiny import SHAPE, make_model
-from tlora.adapters.patterns import find_matches
 from tlora.adapters.peft import adapter_config, read_config, save_adapter
 from tlora.adapters.state import init_state
+from tlora.adapters.targets import find_matches
 from tlora.errors import ModelError
 from tlora.job import JobSpec, LoraConfig
 from tlora.planning.start import adopt_adapter_config

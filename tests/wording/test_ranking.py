@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tlora.job import JobSpec
-from tlora.wording.ranking import incomparable
+from tlora.wording.losses import incomparable
 
 
 def order(**keys: Any) -> dict[str, Any]:

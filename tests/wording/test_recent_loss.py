@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tlora.wording.recent_loss import recent_loss
+from tlora.wording.losses import recent_loss
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.serve_command import WorkerListen, serve
-from tlora.cli.server_commands import backup, bases, drain, keys, login, restore
+from tlora.cli.server_commands import WorkerListen, backup, bases, drain, keys, login, restore, serve
 from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
 from tlora.cli.worker_commands import worker, worker_token

@@ -18,9 +18,8 @@ from tlora.cli.progress import STYLES
 from tlora.cli.terminal import open_console, open_table, path_text, printable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
+from tlora.wording.losses import RECENT_STEPS, incomparable
 from tlora.wording.numbers import by_jobs, count_text, duration_text, loss_text, names_text, setting_text, shortened
-from tlora.wording.ranking import incomparable
-from tlora.wording.recent_loss import RECENT_STEPS
 
 if TYPE_CHECKING:
     from tlora.engine.train import JobResult, Results

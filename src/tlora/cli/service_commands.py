@@ -167,8 +167,8 @@ def download(
     from tlora.cli.terminal import exit_on_error, open_console, path_text
 
     with exit_on_error(debug), connected() as connection:
-        from tlora.client.downloads import download_adapter
         from tlora.client.jobs import find_job
+        from tlora.client.transfers import download_adapter
 
         console = open_console()
         for name in jobs:

@@ -97,7 +97,7 @@ def simulate(  # one parameter for each option, as typer has it
         if seed is not None and seeds is not None:
             raise typer.BadParameter("--seed and --seeds exclude each other; give one of the two")
         from tlora.sim.conditions import Conditions
-        from tlora.sim.result_files import check_results
+        from tlora.sim.outputs import check_results
         from tlora.sim.scenario import Scenario, check_names
 
         num_nodes, gpus_per_node = _cluster(gpus, nodes)
@@ -120,7 +120,7 @@ def simulate(  # one parameter for each option, as typer has it
 def _tell_overruled(sweep: str, given: set[str], also_plain: bool) -> None:
     """Say which options the axes of a sweep replace."""
     from tlora.cli.terminal import open_console
-    from tlora.sim.grid import read_grid
+    from tlora.sim.sweep import read_grid
 
     for key in read_grid(sweep):
         if key in given:
@@ -156,9 +156,8 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
     """Simulate the points that `out` does not have yet, and print the table. Returns the rows for the page."""
     from tlora.cli.simulate_view import point_name, print_sweep, progress_shown
     from tlora.cli.terminal import open_console, path_text
-    from tlora.sim.grid import read_grid, scenarios_of
     from tlora.sim.run import gain_rows, sweep_numbers
-    from tlora.sim.sweep import run_sweep
+    from tlora.sim.sweep import read_grid, run_sweep, scenarios_of
 
     axes = read_grid(text)
     scenarios = scenarios_of(axes, contest.plain, contest.seeds, contest.policies)
@@ -182,8 +181,8 @@ def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, err
     """Simulate each policy with each seed, print the results and write the requested files."""
     from tlora.cli.simulate_view import point_name, print_origin, print_policies, progress_shown, title
     from tlora.cli.terminal import open_console, path_text, printable
-    from tlora.sim.grid import scenarios_of
     from tlora.sim.run import constants_in, run_scenarios, summary
+    from tlora.sim.sweep import scenarios_of
 
     scenarios = scenarios_of({}, contest.plain, contest.seeds, contest.policies)
     with progress_shown(errors, [point_name(scenario, ["seed"]) for scenario in scenarios]) as watch:
@@ -201,8 +200,7 @@ def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, err
 
 def _written(outcomes: list[Outcome], swept: list[dict[str, Any]], outputs: Outputs) -> list[Path]:
     """Write the requested files. The page shows the first seed, and the gains of the sweep or else of all seeds."""
-    from tlora.sim.outputs import metric_rows, write_document, write_job_csv, write_metrics_csv
-    from tlora.sim.result_files import write_result
+    from tlora.sim.outputs import metric_rows, write_document, write_job_csv, write_metrics_csv, write_result
     from tlora.sim.run import WALL_TIMES, document
 
     paths = [path for _, path in outputs.files()]
@@ -238,7 +236,7 @@ def _cluster(gpus: int | None, nodes: str | None) -> tuple[int, int]:
 def _policies(text: str, kernels: str) -> list[str]:
     """Policies with their kernels, each once."""
     from tlora.sim.scenario import contender
-    from tlora.wording.decomposition import CHAIN
+    from tlora.wording.metrics import CHAIN
 
     chain = [name for name, _ in CHAIN]
     names = [each for name in text.split(",") for each in (chain if name.strip() == "decomposition" else [name.strip()])]
@@ -247,7 +245,7 @@ def _policies(text: str, kernels: str) -> list[str]:
 
 def _seeds(seed: int | None, seeds: str | None) -> list[int]:
     from tlora.errors import ConfigError
-    from tlora.sim.grid import MOST_POINTS
+    from tlora.sim.sweep import MOST_POINTS
 
     text = (str(seed or 0) if seeds is None else seeds).replace(" ", "")
     if not _SEEDS.fullmatch(text):

@@ -18,16 +18,14 @@ from tlora.cli.terminal import open_table, printable, shows_live
 from tlora.costs.hardware import extrapolated_fields
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
-from tlora.wording.decomposition import decomposition_text
-from tlora.wording.metrics import GROUPS, TIMES, metric_text
+from tlora.wording.metrics import GROUPS, TIMES, decomposition_text, metric_text
 from tlora.wording.numbers import DASH, duration_text
 
 if TYPE_CHECKING:
     from tlora.costs.cost import BaseConstants
     from tlora.sim.outputs import MetricRow
-    from tlora.sim.processes import Standing
     from tlora.sim.scenario import Scenario
-    from tlora.sim.sweep import SweepRow
+    from tlora.sim.sweep import Standing, SweepRow
 
 LINE_SECONDS = 10.0  # between two plain lines
 SWEEP_LINES = 60  # of a sweep's table; the file has all

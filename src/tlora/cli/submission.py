@@ -14,7 +14,7 @@ from tlora.cli.terminal import bytes_text, printable
 from tlora.client.connection import Connection
 from tlora.client.jobs import find_job
 from tlora.client.orders import Plan, find_base, order_of
-from tlora.client.uploads import upload_files
+from tlora.client.transfers import upload_files
 from tlora.errors import ConfigError, TloraError
 from tlora.job import DataSource
 from tlora.jobs_file import read_settings

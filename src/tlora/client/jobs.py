@@ -12,7 +12,7 @@ from tlora.api import EventList, EventView, JobList, JobView, MetricList
 from tlora.client.connection import Connection
 from tlora.client.event_bell import EventBell
 from tlora.errors import ServiceError
-from tlora.wording.recent_loss import RECENT_STEPS, recent_loss
+from tlora.wording.losses import RECENT_STEPS, recent_loss
 
 _ID = re.compile(r"job-[0-9a-f]{24}")
 _PAGE = 100

@@ -1,12 +1,28 @@
-"""The loop of a cluster, real or simulated: poll, handle, execute. It decides nothing."""
+"""A cluster, real or simulated, as its controller sees it, and the controller's loop: poll, handle, execute. It decides nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from tlora.cluster.backend import Backend
 from tlora.protocol import Action, Event
+
+
+class Backend(Protocol):
+    """A cluster: of this machine (`local.py`), or simulated."""
+
+    def now(self) -> float:
+        """Seconds on this cluster's clock, which begins at 0 and never goes back."""
+        ...
+
+    def poll(self) -> list[Event]:
+        """What has happened since the last time, in its order. Waits until something has; empty means that nothing ever will."""
+        ...
+
+    def execute(self, action: Action) -> None:
+        """See to it that `action` is done. Does not wait for it: that it is done is an event."""
+        ...
+
 
 Record = Callable[[float, Event | Action], None]
 """Takes each event and each action with its time, in the order in which they come."""

@@ -1,6 +1,7 @@
 """Where workers come in: the unix socket, where the kernel says who they are, and a TCP port with TLS, where they have to show it.
 
-A door yields connections, each with the function that admits it, which runs in a thread of its own: a slow peer delays no other.
+A door gives connections and what admits each of them; that is called by a thread of the connection's own, so that nobody who dawdles keeps
+others waiting.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What happened in a cluster, as a file: a JSON object a line, {"seconds": t, "type": ..., the fields of the event or action}.
 
-A fresh scheduler that gets the same events answers with the same actions, so an incident can be repeated. `sim/event_log.py` reads it. A
+A fresh scheduler that gets the same events answers with the same actions, so an incident can be repeated. `sim/trace.py` reads it. A
 restarted cluster appends to the same file, and its time continues from the last line: for how long no controller ran is left out.
 
 A server's log is bounded: from a size on it goes on in a new file, and the oldest is removed. Each file begins with the nodes and bases

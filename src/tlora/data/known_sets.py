@@ -1,5 +1,5 @@
-"""Records which tokenized sets belong to a request, keyed by the identity of its input files: with a warm cache no process has to load a
-tokenizer, and no data file has to be hashed.
+"""Remembers which tokenized sets answered a request, keyed by the identity of its input files: with a warm cache no process has to
+load a tokenizer, and no data file has to be hashed.
 
 A file's identity is its inode, size and times. A record whose files are younger than a clock's tick is not made: a change within the
 same tick could not be seen. Hub data sets and splits of directories are not recorded; the worker finds their files.
@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlora import durable
-from tlora.data.data_files import list_files
 from tlora.data.dataset import FORMAT_VERSION, find_damage
-from tlora.data.sources import has_layout, is_on_hub
+from tlora.data.sources import has_layout, is_on_hub, list_files
 from tlora.errors import DataError
 from tlora.json_file import read_object
 from tlora.version import __version__

@@ -1,11 +1,12 @@
 """The order of samples in an epoch (also of a mixture), the global batches cut from it, and the train/eval split.
 
-Counter-based: every answer depends on its arguments only, so a resumed job needs no random state. Which samples share a packed row is
-`packed_rows.py`'s.
+Counter-based: every answer depends on its arguments only, so a resumed job needs no random state. Rows of `packing: true` hold the samples
+that best-fit decreasing puts together, as TRL's `bfd`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -126,3 +127,43 @@ def split(num_samples: int, eval_size: float, seed: int) -> tuple[npt.NDArray[np
         raise DataError(f"eval_size {eval_size:g} takes {count} of {num_samples} samples and leaves none to train on; lower it or add rows")
     order = epoch_order(seed, _SPLIT_STREAM, num_samples)
     return np.sort(order[count:]), np.sort(order[:count])
+
+
+def pack_rows(lengths: npt.NDArray[np.int64], capacity: int) -> PackedRows:
+    """Pack samples, none longer than `capacity` tokens, in rows of at most `capacity`: from the longest to the shortest each goes into the
+    row where it leaves the least room, or into a new one if it fits nowhere. Within a row samples keep their order.
+    """
+    shortest = int(lengths.min())
+    row_of = np.empty(len(lengths), np.int64)
+    rooms: list[int] = []  # that rows have left, each once, ascending
+    rows_with: dict[int, list[int]] = {}
+    count = 0
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        tokens = int(lengths[sample])
+        place = bisect_left(rooms, tokens)
+        if place < len(rooms):
+            room = rooms[place]
+            row = rows_with[room].pop()
+            if not rows_with[room]:
+                del rooms[place], rows_with[room]
+        else:
+            room, row, count = capacity, count, count + 1
+        row_of[sample] = row
+        room -= tokens
+        if room >= shortest:  # else no sample fits any more
+            if room not in rows_with:
+                insort(rooms, room)
+                rows_with[room] = []
+            rows_with[room].append(row)
+    samples = np.argsort(row_of, kind="stable")
+    return PackedRows(count, samples, np.searchsorted(row_of[samples], np.arange(count + 1)))
+
+
+def join_rows(packed: Sequence[PackedRows]) -> PackedRows:
+    """The rows of sets of samples that lie one after another. An epoch takes all of them."""
+    sizes, rows = (
+        [0, *np.cumsum(each).tolist()] for each in ([len(one.samples) for one in packed], [len(one.starts) - 1 for one in packed])
+    )
+    samples = np.concatenate([one.samples + size for one, size in zip(packed, sizes[:-1], strict=True)])
+    starts = [one.starts[:-1] + size for one, size in zip(packed, sizes[:-1], strict=True)]
+    return PackedRows(rows[-1], samples, np.concatenate([*starts, np.array(sizes[-1:])]))

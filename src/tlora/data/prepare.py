@@ -1,4 +1,4 @@
-"""The entry point of `data`: from `DataConfig`s to tokenized sets, tokenized in a separate process.
+"""The data room's front door: from `DataConfig`s to tokenized sets, tokenized in a process of its own.
 
 A job whose data is invalid, or crashes or hangs the process, gets a DataError; the other jobs continue in a new process.
 """
@@ -20,11 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tlora.data import known_sets, scratch
-from tlora.data.dataset import Dataset
+from tlora.data.dataset import Dataset, count_shared
 from tlora.data.limits import DataLimits, describe_signal
-from tlora.data.order import Epoch, PackedRows, epoch_size, mix, split
-from tlora.data.overlap import count_shared
-from tlora.data.packed_rows import join_rows, pack_rows
+from tlora.data.order import Epoch, PackedRows, epoch_size, join_rows, mix, pack_rows, split
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError

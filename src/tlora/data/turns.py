@@ -19,11 +19,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tlora.data.chat_template import RenderError, Template, render_messages
+from tlora.data.chat_template import RenderError, Template, render_generation, render_messages
 from tlora.data.examples import Chat, Message
-from tlora.data.generation_marks import plan_by_marks, plan_by_marks_alone
 from tlora.data.turn_marks import Marked, common_prefix, common_suffix, forms, last_mark, mark_message, marker_at, markers_in, marks_in
-from tlora.data.turn_plan import LostTurnError, Plan, Range, World, end_of_mark, with_stops, written_text
+from tlora.data.turn_plan import LostTurnError, Plan, Range, World, end_of_mark, find_stop, with_stops, written_text
 
 _MOST_PLANS = 512
 _MODES = ("enable_thinking", "thinking")  # what well-known templates call the switch that changes their generation prompt
@@ -272,3 +271,60 @@ def _plan_by_prefixes(world: World, weights: Sequence[float]) -> Plan:
             end = end if prompted else start + len(content)
         ranges[i] = [(start, end)]
     return with_stops(Plan(world.text, ranges), world)
+
+
+def plan_by_marks(world: World, trained: Sequence[int]) -> Plan:
+    """A block belongs to the assistant's turn whose placeholder it holds; without one (a thought, say), to that whose text comes next."""
+    ranges: dict[int, list[Range]] = {}
+    for start, end in _blocks(world):
+        marks = marks_in(world.text, start, end) or marks_in(world.text, start)[:1]
+        turns = {mark.index for mark in marks if world.messages[mark.index]["role"] == "assistant"}
+        if len(turns) != 1:
+            raise LostTurnError("what the template marks with {% generation %} is not the text of one turn")
+        ranges.setdefault(turns.pop(), []).append((start, end))
+    ranges |= {i: written_text(world, i) for i in trained if world.messages[i]["role"] != "assistant"}
+    return _with_marked_stops(Plan(world.text, {i: ranges[i] for i in trained if i in ranges}), world)
+
+
+def plan_by_marks_alone(world: World, weights: Sequence[float]) -> Plan:
+    """For templates that inspect contents, so that no placeholder can replace them: block by block if each turn has one, and all alike
+    if each turn has the same weight.
+    """
+    turns, blocks = [i for i, message in enumerate(world.messages) if message["role"] == "assistant"], _blocks(world)
+    if any(weight for i, weight in enumerate(weights) if i not in turns):
+        raise LostTurnError("the template marks what the model writes, and a turn of another role is to be trained")
+    for i in turns:
+        message = world.messages[i]
+        other = [*world.messages[:i], message | {"content": f"{message['content']} x"}, *world.messages[i + 1 :]]
+        if weights[i] and message["content"] and world.render(other) == world.text:
+            raise LostTurnError(f"turn {i + 1} (assistant): its text is not written")
+    if len(blocks) == len(turns):
+        ranges = {i: [block] for i, block in zip(turns, blocks, strict=True) if weights[i]}
+    elif len({weights[i] for i in turns}) == 1:
+        ranges = {turns[-1]: blocks}
+    else:
+        blocks_said = "1 block" if len(blocks) == 1 else f"{len(blocks)} blocks"
+        raise LostTurnError(f"the template marks {blocks_said} as generated for {len(turns)} turns, of which some are not trained")
+    return _with_marked_stops(Plan(world.text, ranges), world)
+
+
+def _blocks(world: World) -> list[Range]:
+    try:
+        text, blocks = render_generation(world.template, world.messages, world.tools, world.kwargs)
+    except RenderError as error:
+        raise LostTurnError(str(error)) from error
+    if text != world.text:
+        raise LostTurnError("the template writes another text each time")
+    if not blocks:
+        raise LostTurnError("the template marks with {% generation %} what the model writes, and marks nothing of this chat")
+    return blocks
+
+
+def _with_marked_stops(plan: Plan, world: World) -> Plan:
+    """The plan, with what ends a turn in which no stop token is marked. Nothing is trained that is not marked."""
+    unstopped = None
+    for i, own in plan.ranges.items():
+        if world.messages[i]["role"] == "assistant":
+            missing = find_stop(world.template, plan.text[own[-1][0] : own[-1][1]], "")[1]
+            unstopped = missing if missing is not None else unstopped
+    return replace(plan, unstopped=unstopped)

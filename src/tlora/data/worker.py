@@ -1,7 +1,7 @@
 """The process in which users' bytes are parsed: `python -m tlora.data.worker`. Requests on stdin, one event a line on stdout.
 
-Imports no torch, and limits what one bad file can take. A Python error fails its job alone; the parent (`prepare.py`) handles a death or
-hang of this process.
+Holds no torch, and limits on what one bad file can take. A Python error fails the job it belongs to; whatever kills or hangs this process
+is the parent's to handle (`prepare.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.data.limits import DataLimits
 from tlora.data.scratch import remove_old
 from tlora.data.sources import is_on_hub, open_source
-from tlora.data.stop_tokens import read_stop_tokens
-from tlora.data.tokenizer import load_libraries, load_tokenizer
+from tlora.data.tokenizer import load_libraries, load_tokenizer, read_stop_tokens
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, DataSource, Rows
 

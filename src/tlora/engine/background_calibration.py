@@ -17,6 +17,7 @@ import torch
 from tlora.engine.calibration import (
     MEMBERS,
     PROBES,
+    Attempt,
     CalibrationError,
     MadeUpJobs,
     Timed,
@@ -27,7 +28,6 @@ from tlora.engine.calibration import (
     probe,
     worth_trying,
 )
-from tlora.engine.calibration_attempt import Attempt
 from tlora.errors import TloraError
 from tlora.group.job_run import JobRun
 from tlora.protocol import BaseSpeed

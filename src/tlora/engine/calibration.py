@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended, Noted, Report
 from tlora.job import DataConfig, JobSpec
+from tlora.link.process_identity import ProcessIdentity, boot_id, identify
 from tlora.protocol import BaseSpeed
+from tlora.supermodel.base_config import learned_positions, longest_safe_sequence
 from tlora.supermodel.load import find_directory
-from tlora.supermodel.positions import learned_positions, longest_safe_sequence
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 from tlora.worker_protocol import Load, Measured
@@ -216,3 +218,42 @@ def key_of(load: Load, device: str) -> str:
     ]
     what += [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+class Attempt:
+    """Of this process at one base on one device."""
+
+    def __init__(self, load: Load, device: str) -> None:
+        self._path = _directory() / f"{key_of(load, device)}.{os.getpid()}"
+        self._identity = identify(os.getpid())
+
+    @contextmanager
+    def mark(self) -> Iterator[None]:
+        """While this lasts, the end of this process is taken to be the measurement's doing; not where the cache cannot be written."""
+        if self._identity is not None:
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.write_text(json.dumps(asdict(self._identity)))
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+
+def find_deadly(load: Load, device: str) -> Path | None:
+    """The file of a measurement in which a process was killed; None where there is none. Those of before the last start of this machine
+    are removed: what ended them is not known.
+    """
+    for path in sorted(_directory().glob(f"{key_of(load, device)}.*")):
+        with suppress(OSError, ValueError, TypeError):
+            found = ProcessIdentity(**json.loads(path.read_text()))
+            if found.boot != boot_id():
+                path.unlink(missing_ok=True)
+            elif not found.is_alive:
+                return path
+    return None
+
+
+def _directory() -> Path:
+    return cache_dir() / "measuring"

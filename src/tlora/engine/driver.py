@@ -1,4 +1,6 @@
-"""Runs one group with its files. Its clients, `tlora train` and the worker, differ in where commands come from and what they show."""
+"""Runs one group with its files: each report goes to its job's recorder. The two clients, `tlora train` and the worker, differ in where
+commands come from and what they show.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,73 @@ from tlora.engine.job_opening import open_run, refuse
 from tlora.group.engine import Engine
 from tlora.group.exchange import Exchange
 from tlora.group.job_run import JobRun
-from tlora.group.reports import Listener, Report
+from tlora.group.reports import Computed, Ended, Listener, Noted, Report, Status
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
+from tlora.store.checkpoint import read_reference
+from tlora.store.job_result import JobResult
 from tlora.store.metrics import Tracker
-from tlora.store.recorder import Recorder, RunContext
-from tlora.store.records import Records
-from tlora.store.reference import read_reference
+from tlora.store.recorder import Outcome, Recorder, RunContext
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.supermodel import SuperModel
+
+
+class Records:
+    """Receives a group's reports. `ending`: jobs after their last step whose files are being written; `results`: those that have ended."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._recorders: dict[str, Recorder] = {}
+        self.ending: dict[str, Future[Outcome]] = {}
+        self.results: dict[str, JobResult] = {}
+
+    def add(self, name: str, recorder: Recorder) -> None:
+        """Call before the job joins."""
+        self._recorders[name] = recorder
+
+    def drop(self, name: str) -> None:
+        """The job does not join after all: it has no result."""
+        self._recorders.pop(name).drop()
+
+    def hand_over(self, name: str) -> None:
+        """A job that was finished before does not join; its adapter is exported once more."""
+        self.ending[name] = self._recorders[name].hand_over()
+
+    def listen(self, report: Report) -> None:
+        match report:
+            case Noted(line):
+                self._note(line)
+            case Computed():
+                pass
+            case Ended(name, _, status, reason, None):
+                self._end(name, status, reason)
+            case Ended(name):
+                self.ending[name] = self._recorders[name].end(report)
+            case _:
+                self._recorders[report.job_id].listen(report)
+
+    def see_ended(self, *, wait: bool = False) -> None:
+        """Set the results of the jobs in `ending` whose files are written by now, or, with `wait`, of all of them."""
+        errors: list[BaseException] = []
+        for name, written in list(self.ending.items()):
+            if wait or written.done():
+                error = written.exception()
+                del self.ending[name]  # last: an interrupted wait begins anew
+                if error is None:
+                    self._end(name, *written.result())
+                else:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _end(self, name: str, status: Status, reason: str) -> None:
+        self.results[name] = self._recorders.pop(name).result(status, reason)
+        if status == "failed":
+            self._note(f"{name} failed: {reason}")
+        elif status == "done" and (why := self.results[name].reason):
+            self._note(f"{name}: {why}")
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.start import start_state
 from tlora.store import checkpoint
 from tlora.store.best_checkpoint import settle_best
+from tlora.store.checkpoint import has_reference, read_reference, write_reference
 from tlora.store.job_result import RESULT_FILE, JobResult, is_finished, read_result, saved_result, write_result
-from tlora.store.reference import has_reference, read_reference, write_reference
 from tlora.store.run_directory import REFERENCE_KEY, check_same_job, find_checkpoint, names_reference, write_job_file
 
 _NAME_IT = "Write `reference: base` on the job to say so, or use a new output_dir to compare with the adapter that it starts from"

@@ -29,9 +29,8 @@ from tlora.group.wall import Failure, attempt
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared
-from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, remember
+from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
 from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
-from tlora.planning.rehearsal import rehearse
 from tlora.planning.start import start_ahead
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads

@@ -1,9 +1,9 @@
-"""What a worker does with its GPU: loads a base once and trains the jobs that its commands add and remove.
+"""What a worker does with its GPU: loads a base once and trains the jobs that come and go, as it is told.
 
-Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); which jobs train together is decided
-elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares
-with the others. A job joins and leaves between two micro-batches; its data and state are prepared, and files written, while the others
-train.
+Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); who trains with whom is decided elsewhere,
+and how a worker is told is `worker.py`'s. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares with the
+others. A job joins and leaves between two micro-batches; its data and its state are made ready beside,
+while the others train, and files are written beside.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import BackgroundCalibration
-from tlora.engine.calibration import device_name, recall
-from tlora.engine.calibration_attempt import find_deadly
+from tlora.engine.calibration import device_name, find_deadly, recall
 from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.patience import Patience
@@ -31,8 +30,7 @@ from tlora.engine.ranks.waits import wait_for
 from tlora.engine.step_timer import StepTimer
 from tlora.engine.team.messages import Follow, Meet, Spread
 from tlora.engine.team.parts import Parts, Planned, Seat, Together
-from tlora.engine.worker_base import load_base
-from tlora.engine.worker_memory import WorkerMemory
+from tlora.engine.worker_base import WorkerMemory, load_base
 from tlora.errors import DataError
 from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport

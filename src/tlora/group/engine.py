@@ -15,11 +15,9 @@ from itertools import groupby
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.group.decisions import Decisions, End
-from tlora.group.exchange import Exchange, RunningSums, Whole
-from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Passed
+from tlora.group.exchange import Decisions, End, Exchange, RunningSums, Whole
+from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Losses, Passed, Stepping
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
-from tlora.group.stepping import Losses, Stepping
 from tlora.group.token_budget import CALM, NO_LAYER, TokenBudget
 from tlora.group.wall import Failure, attempt, is_out_of_memory
 from tlora.supermodel.batch import PackedBatch, collate

@@ -9,8 +9,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import islice
 from operator import add
 
+import torch
 from torch import Tensor
 
 from tlora.adapters.adamw import StepStats
@@ -19,12 +21,14 @@ from tlora.batching.pack import Row
 from tlora.batching.replicas import cut
 from tlora.data.dataset import Dataset
 from tlora.data.order import epoch_size, global_batch
-from tlora.group.progress import TrainingProgress
+from tlora.group.reports import TrainingProgress
 from tlora.job import JobSpec
+from tlora.kernels.device import ToHost
 from tlora.objectives import Objective, Unit, UnitLoss, objective_of
 from tlora.supermodel.batch import BatchRow
+from tlora.supermodel.optimizer_steps import QueuedSteps
 from tlora.supermodel.supermodel import JobLoss
-from tlora.wording.recent_loss import RECENT_STEPS
+from tlora.wording.losses import RECENT_STEPS
 
 QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
 
@@ -316,3 +320,32 @@ class JobRun:
             self.progress = replace(p, best_eval=loss, best_step=p.step, evals_without_gain=0)
         else:
             self.progress = replace(p, evals_without_gain=p.evals_without_gain + math.isfinite(loss))
+
+
+class Losses:
+    """Of runs whose batch or evaluation is through, on their way to the host in one copy."""
+
+    def __init__(self, passed: Sequence[Passed]) -> None:
+        self._names = [each.metrics for each in passed]
+        self._counts = [len(each.parts) for each in passed]
+        self._elsewhere = [each.elsewhere for each in passed]
+        values = [value for each in passed for value in each.values]
+        self._values = ToHost(torch.stack(values)) if values else None
+
+    def read(self) -> list[Means]:
+        """Of each."""
+        values = iter(self._values.read() if self._values is not None else ())
+        shapes = zip(self._counts, self._names, self._elsewhere, strict=True)
+        return [means_of([*(list(islice(values, 2 + len(names))) for _ in range(count)), *more], names) for count, names, more in shapes]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """Runs whose optimizer steps are under way, but for those in `steps.errors`; with `offered` each of them has its next global batch on
+    offer.
+    """
+
+    runs: list[JobRun]
+    steps: QueuedSteps
+    losses: Losses
+    offered: bool

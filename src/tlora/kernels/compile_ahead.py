@@ -28,9 +28,8 @@ from torch import Tensor
 
 from tlora.kernels import bank_chunks, fused_linear, varlen_attention
 from tlora.kernels.bank_chunks import CHUNK
-from tlora.kernels.cards import CardClass
+from tlora.kernels.cards import CardClass, compile_as
 from tlora.kernels.device import capability_of, class_of, is_forced
-from tlora.kernels.forced_class import compile_as
 from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update

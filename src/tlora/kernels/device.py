@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ConfigError
-from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_of_capability
+from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_of_capability, compile_as
 
 FORCED = "TLORA_CARD_CLASS"
 """A developer's variable: the card at hand compiles and runs the kernels of this class, such as sm_80, or with "plain" none of them
@@ -113,8 +113,6 @@ def launched_as(device: torch.device) -> CardClass:
     """The class whose kernels are launched on `device`. Where it is forced, Triton compiles for that class from now on."""
     card = card_of(device) or HOPPER
     if device.type == "cuda" and is_forced() and not _is_forced_plain():
-        from tlora.kernels.forced_class import compile_as  # brings triton, which not every CPU install has
-
         compile_as(card, capability_of(device))
     return card
 

@@ -9,15 +9,31 @@ from typing import Any, TypeVar
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlora.kernels.cards import Loads
 from tlora.kernels.fp8 import quantize_rows, transpose
 from tlora.kernels.lora_tables import DA, DB, TILE, WIDEST_PIECE, A, B, LoraTables
-from tlora.kernels.operands import Operand, bank_operand, operand
 from tlora.kernels.tile_files import table_of
 from tlora.kernels.tiles import LARGEST_TOGETHER, Kernel, Key, SkinnyTile, Tile, TileTable
 from tlora.kernels.triton_gemm import gemm_kernel
 from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
+
+Operand = TensorDescriptor | tuple[Tensor, int] | tuple[Tensor, int, int]
+
+
+def operand(matrix: Tensor, block: list[int], loads: Loads) -> Operand:
+    """`matrix` [rows, columns] with adjacent elements in a row, of which a program takes `block` at a time."""
+    if loads == "descriptor":
+        return TensorDescriptor.from_tensor(matrix, block)
+    assert matrix.stride(1) == 1, f"strides {matrix.stride()}"
+    return matrix, matrix.stride(0)
+
+
+def bank_operand(rows: Tensor, block: list[int], loads: Loads) -> Operand:
+    """The same of a bank's rows, with their number: a block may reach beyond the last."""
+    return operand(rows, block, loads) if loads == "descriptor" else (rows, rows.stride(0), rows.shape[0])
+
 
 LARGEST_GROUP = LARGEST_TOGETHER
 _ONE_TILE_EACH = 1 << 30

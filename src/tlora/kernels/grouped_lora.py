@@ -24,7 +24,7 @@ from tlora.kernels.dropout import keep_mask, threshold_of
 from tlora.kernels.frozen import FrozenLinear
 from tlora.kernels.gemm import linear
 from tlora.kernels.multi_lora import LoraWeights
-from tlora.kernels.segments import Segments
+from tlora.kernels.reference import Segments
 
 _SIZES = (1024, 512, 256, 128, 64, 32, 16)  # of chunks of several jobs
 _MOST_PADDING = 1 / 16  # of the tokens: more would cost the base more than larger chunks save the adapters

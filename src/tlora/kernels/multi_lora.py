@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tlora.kernels.frozen import FrozenLinear
 from tlora.kernels.gemm import linear
-from tlora.kernels.reference import lora_backward_, lora_forward_
-from tlora.kernels.segments import Segments, check_segments
+from tlora.kernels.reference import Segments, check_segments, lora_backward_, lora_forward_
 
 
 @dataclass(frozen=True)

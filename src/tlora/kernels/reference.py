@@ -1,17 +1,43 @@
-"""The specification of a linear with many adapters: loops over segments in plain torch. Also the path for the CPU.
+"""The specification of a linear with many adapters: segments, and loops over them in plain torch. Also the path for the CPU.
 
 T tokens, K in features, N out features, R rank rows of all slots. A is `a_RK`; B is held transposed, `b_RN`, so that a slot's
-rows are contiguous and aligned, with any other slots. Routing selects rows and never multiplies by a mask: 0 * NaN is NaN.
+rows are contiguous and aligned whatever the other slots hold. Routing selects rows and never multiplies by a mask: 0 * NaN is NaN.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlora.kernels.dropout import keep_mask
 from tlora.kernels.gemm import add_product_, linear
-from tlora.kernels.segments import Segment, Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens `t0:t1` use rank rows `r0:r1` with `scale`; `dropout` is the probability that an input is dropped."""
+
+    t0: int
+    t1: int
+    r0: int
+    r1: int
+    scale: float
+    dropout: float = 0.0
+
+
+Segments = tuple[Segment, ...]
+"""One micro-batch as a linear sees it, in token order; tokens of no segment have no adapter there."""
+
+
+def check_segments(segments: Segments, num_tokens: int, num_rows: int) -> None:
+    """Assert that token runs are ordered and disjoint and that all pointers lie inside the tensors."""
+    end = 0
+    for s in segments:
+        assert end <= s.t0 <= s.t1 <= num_tokens, f"segment tokens {s.t0}:{s.t1} overlap, or leave 0:{num_tokens}"
+        assert 0 <= s.r0 <= s.r1 <= num_rows, f"segment rows {s.r0}:{s.r1} leave 0:{num_rows}"
+        end = s.t1
 
 
 def _dropped(x_tK: Tensor, keys_t: Tensor | None, module_key: int, segment: Segment) -> tuple[Tensor, Tensor | None]:

@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tlora.kernels.device import runs_kernels
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, A, B, LoraTables, Run, Slots, build_tables, rank_width
-from tlora.kernels.reference import lora_backward_, lora_forward_
-from tlora.kernels.segments import Segment
+from tlora.kernels.reference import Segment, lora_backward_, lora_forward_
 
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup

@@ -1,6 +1,6 @@
 """How a kernel reads and writes a tile of a matrix: by tensor descriptor, or by pointer. One constexpr of the card's class decides.
 
-A matrix is a descriptor, or the pair (pointer, elements between two rows) of `operands.py`. By descriptor, what lies beyond an edge is
+A matrix is a descriptor, or the pair (pointer, elements between two rows) of `fused_linear.py`. By descriptor, what lies beyond an edge is
 zero. By pointer it is the matrix's last row again, or its first columns, so that a loop over full blocks has no masks. What a kernel makes
 of such rows and columns it never stores, or it multiplies them by zeros: both ways give the same bits.
 """

@@ -8,7 +8,7 @@ ended too left checkpoints, from which their jobs go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 
 from tlora import durable
 from tlora.cache_directory import open_caches
-from tlora.cluster.arrivals import Arrival, submit_all
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
@@ -39,11 +38,23 @@ from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
 from tlora.live.picture import Picture
-from tlora.live.untold_ends import not_told
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.planning.memory import count_base, memory_limit
 from tlora.planning.plan import gib
-from tlora.protocol import Action, BaseAdded, Event, JobFailed, JobFinished, JobSubmitted, RejectJob, Tick
+from tlora.protocol import (
+    Action,
+    BaseAdded,
+    Event,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobHeld,
+    JobReleased,
+    JobSubmitted,
+    RejectJob,
+    Request,
+    Tick,
+)
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
@@ -54,6 +65,26 @@ from tlora.store.run_directory import earlier_base, pin_base, pin_dtype, write_r
 from tlora.supermodel.load import Base, find_directory, load_config, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
+
+Arrival = tuple[float, JobSubmitted | Request]
+
+
+def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: Iterable[Arrival]) -> None:
+    """Ask for all `arrivals`, each with its time on the back end's clock, and seal the back end. Raises ConfigError for one of them."""
+    for seconds, event in sorted(arrivals, key=lambda arrival: arrival[0]):
+        match event:
+            case JobSubmitted(name):
+                if name not in jobs:
+                    raise ConfigError(f"unknown job {name!r}. Give its spec too")
+                backend.submit(event, jobs[name], seconds)
+            case JobCancelled(name):
+                backend.cancel(name, seconds)
+            case JobHeld(name):
+                backend.hold(name, seconds)
+            case JobReleased(name):
+                backend.release(name, seconds)
+    backend.seal()
+
 
 _BASE = "base"  # the base's name in all groups
 _SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
@@ -268,3 +299,16 @@ def _arrival(spec: JobSpec, job: ProfiledJob, there: int, least: int) -> Arrival
     rest = {"priority": spec.priority, "deadline": deadline, "max_slowdown": spec.max_slowdown}
     gpus = max(least, min(spec.gpus, there))
     return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, gpus, job.profile, **rest, least_gpus=least)
+
+
+def not_told(names: Iterable[str], events: Path) -> list[str]:
+    """Those of `names` whose end is missing in the event log: they ended while no controller ran."""
+    left = dict.fromkeys(names)
+    mark = f'"{JobFinished.__name__}"'
+    if left and events.is_file():
+        with events.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if mark in line:
+                    for name in [name for name in left if f'"{name}"' in line]:
+                        del left[name]
+    return list(left)

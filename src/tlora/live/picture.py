@@ -1,4 +1,4 @@
-"""Folds a cluster's events and actions into one view of its jobs' progress."""
+"""What a cluster's events and actions say of its jobs, as one picture for whoever watches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tlora.protocol import (
     StopGroup,
 )
 from tlora.store.job_result import JobResult
-from tlora.wording.recent_loss import recent_loss
+from tlora.wording.losses import recent_loss
 
 _TAIL_BYTES = 16384  # of metrics.jsonl: holds the rows of its last steps, with the metrics of pairs
 

@@ -22,10 +22,10 @@ from tlora import durable
 from tlora.errors import TloraError
 from tlora.job import BasePrecision, DType, Layout, UnusedWeights
 from tlora.planning.memory import count_base
+from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import outline
-from tlora.supermodel.positions import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 

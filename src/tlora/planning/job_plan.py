@@ -23,8 +23,8 @@ from tlora.errors import DataError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.start import PLACES, adopt_adapter_config, find_start
+from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.base_name import same_base
-from tlora.supermodel.positions import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import by_jobs
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,9 +22,11 @@ from torch import Tensor
 
 from tlora import durable
 from tlora.cache_directory import cache_dir
-from tlora.job import JobSpec, TrainConfig
+from tlora.job import JobSpec, RunSpec, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning.memory import MemoryModel, Stage
+from tlora.planning.plan import RunPlan, gib, settle
+from tlora.supermodel.base_config import learned_positions, longest_safe_sequence
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
@@ -232,3 +234,46 @@ def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, 
     facts: tuple[object, ...] = (sizes, ranks, deterministic, name, kernels, torch.__version__, __version__)
     facts += (model.base.layers.held_bytes,) if model.base.layers is not None else ()  # of a shared base, fewer the more share it
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+_TRIED = 4  # times
+_LEFT_FREE = 16  # the part of the memory limit that is left free after a micro-batch ran out of memory
+
+
+def rehearse(run: RunSpec, plan: RunPlan, model: SuperModel, meter: Meter, note: Callable[[str], object]) -> RunPlan:
+    """Where samples are longer than the token budget: `plan`, after the longest by itself and a full micro-batch have shown that they take
+    no more than is planned, or else a plan by what they take. `model` must have no resident.
+    """
+    left = 0  # bytes that the plan leaves free by now
+    for _ in range(_TRIED):
+        if plan.largest == plan.token_budget or not plan.can_run:
+            break
+        excess = _excess_bytes(plan, model, meter)
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks of other sizes than the run's
+        if excess is not None and excess <= left:
+            break
+        more = plan.limit_bytes // _LEFT_FREE if excess is None else excess - left
+        took = "ran out of memory" if excess is None else f"took {gib(more)} more than planned"
+        note(f"a full micro-batch or that of the longest sample {took}: the plan leaves {gib(more)} more free")
+        left += more
+        plan = settle(run, plan, replace(plan.memory, base_bytes=plan.memory.base_bytes + more), model.device)
+    return plan
+
+
+def _excess_bytes(plan: RunPlan, model: SuperModel, meter: Meter) -> int | None:
+    """By how much the two take more than is planned, with adapters like the largest two of the jobs; None where memory runs out."""
+    before, excess = model.recompute, 0
+    try:
+        with residents(model, plan.can_run) as names:
+            limits = plan.longest, learned_positions(model.model), longest_safe_sequence(model.model)
+            longest = probe_batch(names[:1], plan.longest, model, min(limit for limit in limits if limit), plan.largest)
+            for batch in (longest, probe_batch(names, plan.token_budget, model)):
+                tokens = len(batch.input_ids_T)
+                peaks = run_batch(model, batch, plan.recompute.layers(tokens), meter)
+                excess = max(excess, max(peaks.head, peaks.layers) - plan.memory.activation_bytes(tokens, peaks.recomputed_layers))
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        model.recompute = before
+    return excess

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from tlora.report.looks import CATEGORIES, DASHES, Look, job_colours, sequence_colours
+from tlora.report.looks import CATEGORIES, DASHES, Look, job_colours, render, sequence_colours
 from tlora.report.rows import number
 from tlora.report.run_view import JobView
-from tlora.report.templates import render
 from tlora.wording.numbers import setting_text
 
 _MISSING = "#8a929c"  # of a job without the field, and of the key's dashes

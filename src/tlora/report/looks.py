@@ -1,11 +1,16 @@
-"""Colours and dashes of lines, and the mark in front of a name. `job_looks.py` and `simulation_view.py` assign them."""
+"""How pages look: colours and dashes of lines, the mark in front of a name, and the environment of the HTML templates."""
 
 from __future__ import annotations
 
 import colorsys
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+
+from tlora.wording.numbers import shorten
 
 DASHES = {"solid": "none", "dash": "6 3", "dot": "1.5 3", "longdash": "10 3", "dashdot": "6 3 1.5 3", "longdashdot": "10 3 1.5 3"}
 CATEGORIES = 6  # the first of `job_colours`, which stay distinct for colour-blind eyes
@@ -56,3 +61,17 @@ def job_colours(count: int) -> list[str]:
         red, green, blue = colorsys.hls_to_rgb(hue, (0.5, 0.42, 0.6)[index % 3], (0.75, 0.6, 0.65)[index % 3])
         colours.append(f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}")
     return colours
+
+
+def render(template: str, /, **values: Any) -> Markup:
+    """A file of `templates/` with `values` put in, each escaped unless it is `Markup`."""
+    return Markup(_environment().get_template(template).render(values))
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("tlora.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals |= {"mark": mark, "shorten": shorten}
+    return environment

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tlora.report.looks import Look
-from tlora.report.templates import render
+from tlora.report.looks import Look, render
 
 FAINT_UP_TO = 12  # groups shown at once: above that, the raw values under the averages are a fog
 ROWS_SHOWN = 40  # of a table; a button under a longer one shows the rest

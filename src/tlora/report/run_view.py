@@ -12,7 +12,7 @@ from typing import Any
 
 from tlora.errors import ConfigError
 from tlora.report.rows import JsonObject, column, merge_gpus, number, read_json, read_rows
-from tlora.wording.recent_loss import recent_loss
+from tlora.wording.losses import recent_loss
 
 
 @dataclass(frozen=True)

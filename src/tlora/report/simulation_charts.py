@@ -1,6 +1,6 @@
 """The figures of a simulation as plain plotly dictionaries: completion times, queue and utilisation over time, gain against load.
 
-A trace's `legendgroup` is its policy's name. How a page shows them: `page.py`; the view of the groups: `simulation_gantt.py`.
+A trace's `legendgroup` is its policy's name. How a page shows them: `page.py`; the view of the groups: `simulation_page.py`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The policy of this project: jobs share GPUs within bounds on each one's slowdown, and groups grow and shrink with the load.
 
-Its rules: docs/explanation/scheduling.md. The order of jobs is in `urgency.py`, reclaiming of GPUs in `reclaim.py`, growth in `growth.py`,
-the index of groups in `group_index.py`. Pure but for its caches, all of which could be worked out anew.
+Its rules: docs/explanation/scheduling.md. Who comes first is `urgency.py`'s, GPUs that others give up `reclaim.py`'s, growth
+`growth.py`'s, the index of groups `group_index.py`'s. Pure but for what it remembers, all of which could be worked out anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tlora.protocol import JobGroup
@@ -17,7 +17,6 @@ from tlora.scheduler.growth import grow, part
 from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
-from tlora.scheduler.replanning import replan
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
@@ -297,3 +296,24 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         if net > 0 or decision.is_below_share(job):
             joins.append(_Place(net, joins=name, prediction=prediction))
     return joins
+
+
+def replan(decision: Decision, bases: Iterable[str]) -> list[Job]:
+    """Each group of those bases gets the plan that suits the new predictions, on the GPUs that it has. As long as a member's bound cannot
+    hold, the last to come leaves; a job alone leaves GPUs that are other in number than it asks for. Returns the jobs that left.
+    """
+    left: list[Job] = []
+    for name in [name for base in bases for name in decision.state.groups_of_base[base]]:
+        group = decision.state.groups[name].group
+        if not group.job_ids:
+            continue
+        view = decision.view(name)
+        jobs = list(view.jobs)
+        while (prediction := decision.predict_on(jobs, view.gpus)) is None and len(jobs) > 1:
+            left.append(jobs.pop())
+        if prediction is None:
+            left += jobs
+            decision.stop(name)
+        elif prediction.plan != group.plan or len(view.jobs) > 1:  # the weights of several are other needs now
+            decision.change(name, jobs, view.gpus, prediction)
+    return left

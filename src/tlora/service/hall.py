@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tlora.cluster.backend import Backend
+from tlora.cluster.controller import Backend
 from tlora.cluster.reconciler import LocalJob
 from tlora.protocol import JobSubmitted
 from tlora.service.config import ServerConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tlora.wording.recent_loss import recent_loss
+from tlora.wording.losses import recent_loss
 
 Points = tuple[tuple[float, float], ...]
 

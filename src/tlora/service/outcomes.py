@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +16,7 @@ from sqlalchemy import Connection, update
 
 from tlora import durable
 from tlora.api import OPEN
-from tlora.cluster.backend import Backend
+from tlora.cluster.controller import Backend
 from tlora.json_file import read_object
 from tlora.protocol import Action, Event, GroupFound, StepsDone, Tick
 from tlora.service.database import job_rows
@@ -24,8 +25,24 @@ from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.live_jobs import ChangeStatus, Effect, EndJob, LiveJobs, ShowSteps
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Places
-from tlora.service.remedies import in_service_words
 from tlora.service.waiting_queue import QueuePlace
+
+ANEW = "Clone the job to train it anew; if that fails too, ask the server's operator"
+_PART = re.compile(r"(?<=[.;]) +")
+_NOT_THEIRS = re.compile(
+    r"(?<!\w)--[a-z]|\boutput_dir\b|\b(TLORA|OMP)_[A-Z]|\btaskset\b|\brun\.json\b|\bjobs file\b"
+    r"|\b[Rr]esume (the run|with)\b|\bwith resume\b|\b[Pp]ut (it|that|the [a-z ]+) back\b|\bRemove this checkpoint\b"
+)
+
+
+def in_service_words(reason: str) -> str:
+    """What is wrong stays, and remedies that a tenant can follow; `ANEW` takes the place of the others."""
+    first, *rest = _PART.split(reason)
+    kept = [part for part in rest if not _NOT_THEIRS.search(part)]
+    if len(kept) == len(rest):
+        return reason
+    return f"{' '.join([first, *kept]).rstrip(' .;')}. {ANEW}"
+
 
 _SHOW_SECONDS = 0.5  # between two pictures: with thousands of jobs one takes milliseconds
 _SETTLE_SECONDS = 30.0  # for the store to take an end: far below a worker's lease, far above a full disk's answer

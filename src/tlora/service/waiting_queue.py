@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tlora.protocol import Action, ChangeGroup, Event, GroupReady, StartGroup, StepsDone
-from tlora.scheduler.forecast import forecast
+from tlora.scheduler.forecast import Reasons, forecast
 from tlora.scheduler.policies import LIVE_POLICIES, reservation, waiting_order
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.settings import Settings
-from tlora.scheduler.waiting_reasons import Reasons
 
 _FRESH_SECONDS = 10.0  # so old, predicted times are worked out anew though nothing but steps has happened
 _SHARE = 0.05  # of the scheduler's thread, over time

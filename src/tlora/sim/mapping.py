@@ -1,7 +1,7 @@
-"""From a row of a trace to a LoRA job, by anchored replay: what the trace lacks is drawn, and the steps are as many as take the
-recorded run time on the recorded GPUs (docs/reference/simulator.md).
+"""From a row of a trace to a LoRA job, by anchored replay: what the trace does not tell is drawn, and the steps are as many as take
+the recorded run time on the recorded GPUs (docs/reference/simulator.md).
 
-Reads no file, and knows nothing of groups.
+Reads no file, and knows nothing of who trains with whom.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
 from tlora.scheduler.predictions import most_useful_gpus
 from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
 from tlora.sim.records import FinalState
-from tlora.sim.states import end_of
-from tlora.sim.trace import Trace, TraceJob
+from tlora.sim.trace import Trace, TraceJob, end_of
 
 Targets = Literal["all-linear", "attention"]
 _T = TypeVar("_T")

@@ -11,17 +11,15 @@ from tlora.costs.cost import BaseConstants
 from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import SimulationView
 from tlora.scheduler.policies import POLICIES
-from tlora.sim.bounds import Bounds, lower_bounds, work_of
+from tlora.sim.bounds import Bounds, ThroughputBound, lower_bounds, throughput_bound, work_of
 from tlora.sim.machines import ClusterShape
 from tlora.sim.metrics import STEADY, compare
 from tlora.sim.outputs import REFERENCE, MetricRow, constant_rows, metric_rows, move_rows, policy_name, simulation_view
-from tlora.sim.processes import Standing, map_in_processes
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
 from tlora.sim.simulate import Labels, simulate
-from tlora.sim.sweep import SweepRow
-from tlora.sim.throughput_bound import ThroughputBound, throughput_bound
-from tlora.wording.decomposition import factors
+from tlora.sim.sweep import Standing, SweepRow, map_in_processes
+from tlora.wording.metrics import factors
 
 WALL_TIMES = ("decision_milliseconds", "wall_seconds")  # the only metrics that differ between equal runs
 

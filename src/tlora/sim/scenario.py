@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
@@ -15,14 +16,13 @@ from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
 from tlora.protocol import BaseAdded
 from tlora.scheduler.policies import POLICIES
+from tlora.scheduler.scheduler import why_never
 from tlora.scheduler.settings import Settings
-from tlora.sim.admission import rejections, warning_of
+from tlora.scheduler.state import ClusterState
 from tlora.sim.conditions import Conditions
-from tlora.sim.event_log import is_event_log, read_event_log
-from tlora.sim.machines import ClusterShape
+from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs
-from tlora.sim.states import end_of
-from tlora.sim.trace import SHIPPED, find_trace, read_trace
+from tlora.sim.trace import SHIPPED, end_of, find_trace, is_event_log, read_event_log, read_trace
 from tlora.sim.workload import at_load, compressed, first, natural_load, only, span_seconds
 from tlora.version import __version__
 
@@ -254,3 +254,37 @@ def _with_delta(jobs: list[MappedJob], delta: float | None) -> list[MappedJob]:
     if delta is None:
         return jobs
     return [replace(job, job=replace(job.job, max_slowdown=min(delta, NO_BOUND))) for job in jobs]
+
+
+def rejections(jobs: Sequence[MappedJob], shape: ClusterShape, costs: Sequence[CostModel]) -> dict[str, str]:
+    """By job, why the scheduler rejects it: the reason under the last of `costs`. A job that one of them admits is not here."""
+    reason_by_job: dict[str, str] = {}
+    states = [_empty_cluster(shape, cost) for cost in costs]
+    for job in jobs:
+        reasons = [why_never(state, job.job) for state in states]
+        if all(reasons):
+            reason_by_job[job.job.job_id] = str(reasons[-1])
+    return reason_by_job
+
+
+def warning_of(rejected: dict[str, str], jobs: Sequence[MappedJob]) -> str:
+    """One line on the rejected jobs; empty without any. Raises ConfigError if every job is rejected."""
+    if not rejected:
+        return ""
+    name, reason = next(iter(rejected.items()))
+    if len(rejected) == len(jobs):
+        raise ConfigError(f"no job of this trace can run on this cluster. {name!r}, the first, is rejected: {reason}")
+    asked = {job.job.job_id: job.job.gpus * job.recorded_seconds for job in jobs}
+    total = sum(asked.values())
+    share = f", {sum(asked[name] for name in rejected) / total:.1%} of the GPU time asked for," if total else ""
+    return (
+        f"{len(rejected):,} of {len(jobs):,} jobs{share} can never run on this cluster and are rejected; load counts the others only. "
+        f"{name!r}, the first: {reason}"
+    )
+
+
+def _empty_cluster(shape: ClusterShape, cost: CostModel) -> ClusterState:
+    state = ClusterState(cost)
+    for node in Machines(shape, Conditions()).added():
+        state.add_node(node.node, node.rack, node.gpus)
+    return state

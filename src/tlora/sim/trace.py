@@ -1,7 +1,7 @@
 """Cluster traces as tables: our own CSV, ACMETrace's and Helios's, and the shipped ones by name; every row checked.
 
-Which of the jobs are replayed, and how densely, is `workload.py`'s; what LoRA job a row stands for, `mapping.py`'s; this program's
-own event log is read by `event_log.py`.
+Which of the jobs are replayed, and how densely, is `workload.py`'s; what LoRA job a row stands for, `mapping.py`'s. This program's
+own event log is read here too, so that an incident can be replayed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import itertools
+import json
 import math
 import zlib
 from collections import Counter
@@ -17,9 +18,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any, cast
 
 from tlora.errors import DataError
-from tlora.sim.states import is_unfinished
+from tlora.protocol import Action, Event, from_json
+from tlora.sim.records import FinalState
+
+# The words of Slurm (ACMETrace, Helios), Philly, Kubernetes (Alibaba 2023: the phases of pods, and what kubectl shows for them), Alibaba
+# 2018 and 2020 ("only Terminated tasks are successful"), Borg and LSF. An empty cell and UNKNOWN (the shipped Philly traces, a pod whose
+# node does not answer) record no state: such a job is replayed as done. Any other word is unknown: the job runs, and is left out of the
+# completion times.
+_WORDS: tuple[tuple[FinalState, str], ...] = (
+    ("done", "UNKNOWN COMPLETED COMPLETE DONE PASS SUCCEEDED SUCCESS TERMINATED FINISH FINISHED"),
+    ("cancelled", "CANCELLED CANCELED KILLED KILL PREEMPTED REVOKED EVICTED EVICT INTERRUPTED"),
+    ("failed", "FAILED FAIL TIMEOUT NODE_FAIL BOOT_FAIL DEADLINE OUT_OF_MEMORY ERROR OOMKILLED EXIT"),
+)
+_ENDS: dict[str, FinalState] = {"": "done", **{word: end for end, words in _WORDS for word in words.split()}}
+_UNFINISHED = {"RUNNING", "PENDING", "WAITING", "QUEUED", "READY", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING"}
+_UNFINISHED_PODS = {"CONTAINERCREATING", "TERMINATING"}
+
+
+def end_of(state: str) -> FinalState:
+    """How a job ends whose row has this state; "unknown" for a word that is not listed."""
+    return _ENDS.get(_word(state), "unknown")
+
+
+def is_unfinished(state: str) -> bool:
+    """Whether the job had not ended when the trace was taken: its length is not known."""
+    return _word(state) in _UNFINISHED | _UNFINISHED_PODS
+
+
+def _word(state: str) -> str:
+    """`sacct` adds to CANCELLED which user did it: "CANCELLED by 1004"; a cell that was cut to its column's width ends in "+"."""
+    word = state.strip().upper()
+    return "CANCELLED" if word.startswith("CANCELLED BY ") or word == "CANCELLED+" else word
+
 
 TRACES = Path(__file__).with_name("traces")
 SHIPPED = {
@@ -278,3 +311,51 @@ def _logged_job(row: _Row, zone: timedelta | None) -> TraceJob | str:
     return TraceJob(
         cells["job_id"], submitted.timestamp(), gpus, run_seconds, cells["user"], cells.get("vc", ""), cells.get("type", ""), cells["state"]
     )
+
+
+_REMEDY = "Take the line out"
+
+
+def is_event_log(source: str | Path) -> bool:
+    """Whether the file holds JSON lines and no table. Raises DataError where there is none."""
+    return is_json_lines(text_of(find_trace(source)[1]))
+
+
+def read_event_log(path: str | Path) -> list[tuple[float, Event | Action]]:
+    """The entries of a log with their seconds: lines of `protocol.to_json` plus "seconds", in order of time.
+
+    A last line that a crash has torn is left out. Any other that is no event or action raises DataError with its number.
+    """
+    path = find_trace(path)[1]
+    lines = text_of(path).split("\n")
+    entries: list[tuple[float, Event | Action]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):  # no newline follows: the write was cut short
+                break
+            raise DataError(f"{place}: {line[:80]!r} is not JSON ({error}). {_REMEDY}") from None
+        entries.append(_entry(entry, entries[-1][0] if entries else -math.inf, place))
+    return entries
+
+
+def _entry(entry: Any, after: float, place: str) -> tuple[float, Event | Action]:
+    if not isinstance(entry, dict):
+        raise DataError(f"{place}: {str(entry)[:80]!r} is no JSON object; every line of an event log is one. {_REMEDY}")
+    values = cast("dict[str, Any]", entry)
+    seconds = values.pop("seconds", None)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not abs(seconds) <= MOST_NUMBER:
+        raise DataError(f'{place}: "seconds" is {repr(seconds)[:80]}, and must be a number of at most {MOST_NUMBER:,.0f}. {_REMEDY}')
+    if seconds < after:
+        raise DataError(
+            f'{place}: "seconds" is {seconds}, and the line before has {after}; time goes on. '
+            'If another run begins here, give it a file of its own; else sort the lines by "seconds"'
+        )
+    try:
+        return float(seconds), from_json(values)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{place}: {error}. {_REMEDY}") from None

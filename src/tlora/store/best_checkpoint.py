@@ -1,4 +1,4 @@
-"""The checkpoint of a job's best evaluation, which `load_best_model_at_end` hands over: what to do if it is missing."""
+"""The checkpoint of a job's best evaluation, which `load_best_model_at_end` hands over: what to do where it is gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
-from tlora.group.progress import TrainingProgress
+from tlora.group.reports import TrainingProgress
 from tlora.job import JobSpec
 from tlora.manifest import find_damage
 from tlora.store.job_result import is_finished, read_result

@@ -1,6 +1,7 @@
 """A checkpoint is a PEFT directory plus optimizer and progress files; it appears whole or not at all (`durable.py`).
 
-Tensors are safetensors, the rest JSON: nothing is ever unpickled.
+Tensors are safetensors, the rest JSON: nothing is ever unpickled. The adapter that an objective compares with lies in the job's directory
+as it was at the start, since `adapter_path` may change or go.
 """
 
 from __future__ import annotations
@@ -15,13 +16,39 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlora import durable
-from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, write_adapter
+from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, write_adapter, write_tensors, write_weights
 from tlora.adapters.state import AdapterLayout, AdapterState
-from tlora.adapters.tensor_file import write_tensors
 from tlora.errors import CheckpointError
-from tlora.group.progress import TrainingProgress
+from tlora.group.reports import TrainingProgress
 from tlora.job import LoraConfig
 from tlora.json_file import read_object
+
+REFERENCE_DIRECTORY = "reference"
+
+
+def write_reference(directory: Path, layout: AdapterLayout, params: Tensor) -> None:
+    """Keep the start of the job in `directory`, durably. Raises CheckpointError."""
+    durable.write_directory(directory / REFERENCE_DIRECTORY, lambda scratch: write_weights(scratch, layout, params))
+
+
+def has_reference(directory: Path) -> bool:
+    """Whether the job in `directory` has kept its start."""
+    return (directory / REFERENCE_DIRECTORY).is_dir()
+
+
+def read_reference(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> Tensor:
+    """Read what `write_reference` kept, to the host. Raises CheckpointError if it is missing or damaged."""
+    path = directory / REFERENCE_DIRECTORY
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: is gone, and with it the adapter that this job began with and compares with. Put it back, or use a new output_dir"
+        )
+    if (damage := durable.find_damage(path)) is not None:
+        raise CheckpointError(
+            f"{path}: is damaged ({damage}), and holds the adapter that this job compares with. Put it back, or use a new output_dir"
+        )
+    return load_params(path, layout, dtype)
+
 
 OPTIMIZER_FILE, STATE_FILE = "optimizer.safetensors", "state.json"
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)

@@ -1,12 +1,11 @@
-"""Values that a resumed order takes from the order that it began with, where the jobs file leaves them open."""
+"""What an order that is resumed has to take over from the one that it began with, where a jobs file leaves it open."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tlora.data.data_files import ALL_SPLITS
-from tlora.data.sources import has_layout
+from tlora.data.sources import ALL_SPLITS, has_layout
 from tlora.job import DataSource, JobSpec, Sources
 
 

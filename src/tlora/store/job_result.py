@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 
 from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
-from tlora.group.progress import TrainingProgress
-from tlora.group.reports import Status
+from tlora.group.reports import Status, TrainingProgress
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.json_file import read_object

@@ -1,4 +1,4 @@
-"""A copy of a job's state for a save, while its group trains on."""
+"""A job's state at the moment at which it is to be written, while its group goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tlora.adapters.state import AdapterState
-from tlora.group.progress import TrainingProgress
+from tlora.group.reports import TrainingProgress
 from tlora.group.wall import Failure, attempt
 from tlora.kernels.transfer import download
 

@@ -1,4 +1,4 @@
-"""The notes on steps and evaluations whose numbers are not finite."""
+"""What a person is told of steps and evaluations whose numbers are not finite."""
 
 from __future__ import annotations
 

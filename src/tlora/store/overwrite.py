@@ -10,11 +10,10 @@ from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
 from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
-from tlora.store.checkpoint import OPTIMIZER_FILE, STATE_FILE
+from tlora.store.checkpoint import OPTIMIZER_FILE, REFERENCE_DIRECTORY, STATE_FILE
 from tlora.store.fingerprint import BASE_FILE
 from tlora.store.metrics import WANDB_ID
 from tlora.store.model_card import is_unedited
-from tlora.store.reference import REFERENCE_DIRECTORY
 from tlora.store.serving import PROMPT_FILE
 from tlora.wording.card_seal import CARD_FILE
 

@@ -1,4 +1,4 @@
-"""Writes one job's files: its rows of metrics, its checkpoints, its adapter and its result."""
+"""What one job leaves on disk: its rows of metrics, its checkpoints, its adapter and its result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tlora import durable
 from tlora.adapters.state import AdapterState
 from tlora.errors import CheckpointError
 from tlora.group.job_run import JobRun
-from tlora.group.progress import TrainingProgress
-from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
+from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped, TrainingProgress
 from tlora.group.wall import Failure, attempt
 from tlora.job import BasePrecision
 from tlora.store import checkpoint, not_finite

@@ -1,4 +1,4 @@
-"""Saves that wait for room on a full disk, for callers that can wait."""
+"""Saves that wait for room on a full disk, where whoever runs them is there to stay."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tlora.errors import ModelError
 from tlora.supermodel.attention import packed_attention
-from tlora.supermodel.layer_values import values_in_layers
+from tlora.supermodel.base_config import values_in_layers
 
 NAME = "tlora_probe"
 _MOST_POSITIONS = 1 << 18

@@ -1,7 +1,7 @@
 """The optimizer steps of all jobs that are due together, on a GPU: everything is queued; one wait, whenever it suits, reads what came
 of it.
 
-Tables and buffers are made when a job joins, so that a step takes no memory of the device. The CPU's path is `host_optimizer.py`.
+Tables and buffers are made when a job joins, so that a step takes no memory of the device. The CPU's path is `job_by_job.py`.
 """
 
 from __future__ import annotations

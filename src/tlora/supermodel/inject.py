@@ -10,8 +10,7 @@ from tlora.adapters.targets import resolve
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.supermodel.held_linear import HeldLinear
-from tlora.supermodel.lora_linear import BaseLinear, Context, LoraLinear
-from tlora.supermodel.streamed_linear import StreamedLinear
+from tlora.supermodel.lora_linear import BaseLinear, Context, LoraLinear, StreamedLinear
 
 
 def find_linears(model: nn.Module) -> dict[str, BaseLinear]:

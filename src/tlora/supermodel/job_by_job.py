@@ -1,5 +1,7 @@
-"""Optimizer steps of a bank job by job, with torch's operations. What a gradient's verdict is and what a step does are two functions of the
-device: `host_optimizer.py` for a CPU, `queued_optimizer.py` for a GPU that runs no kernels of ours.
+"""Optimizer steps of a bank job by job, with torch's operations: on a CPU, and on a GPU that runs none of our kernels.
+
+What a gradient's verdict is and what a step does are two functions of the device. On a CPU each is done when the call returns; on a GPU
+both are queued, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora.adapters.adamw import StepStats, count_step
+from tlora.adapters.adamw import StepStats, adamw_step, count_step, is_allowed, learning_rate, measure, updated
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
@@ -103,3 +105,41 @@ class JobByJobOptimizer:
             except Exception as error:
                 errors[job_id] = error
         return JobByJobSteps(self._bank, self._step, due, verdicts, errors)
+
+
+def make_host_optimizer(bank: AdapterBank) -> JobByJobOptimizer:
+    return JobByJobOptimizer(bank, measure, adamw_step)
+
+
+def make_queued_optimizer(bank: AdapterBank) -> JobByJobOptimizer:
+    return JobByJobOptimizer(bank, _verdict, _step)
+
+
+def _verdict(grad: Tensor, max_grad_norm: float) -> Tensor:
+    norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    factor = max_grad_norm / (norm + 1e-6)  # torch's rule, its 1e-6 included
+    clipped = norm.isfinite() & (factor < 1) if max_grad_norm > 0 else torch.zeros_like(norm, dtype=torch.bool)
+    return torch.stack([norm, torch.where(clipped, factor, 1.0)])
+
+
+def _step(
+    state: AdapterState, grad: Tensor, train: TrainConfig, total_steps: int, weight_dtype: torch.dtype, verdict_2: Tensor
+) -> QueuedStep:
+    rate = learning_rate(train, state.step, total_steps)
+    applied = _queue(state, grad, train, rate, weight_dtype, verdict_2)
+    return QueuedStep(rate, torch.stack([verdict_2[0], applied.double()]))
+
+
+def _queue(state: AdapterState, grad: Tensor, train: TrainConfig, rate: float, weight_dtype: torch.dtype, verdict_2: Tensor) -> Tensor:
+    """Whether the step is taken, as bool on the device."""
+    if not is_allowed(state, train, rate, grad.dtype):
+        return torch.zeros((), dtype=torch.bool, device=grad.device)
+    grad.mul_(verdict_2[1].to(grad.dtype))
+    params, exp_avg, exp_avg_sq = updated(state, grad, train, rate)
+    largest, largest_sq = (torch.linalg.vector_norm(values, float("inf")) for values in (params, exp_avg_sq))
+    applied = verdict_2[0].isfinite() & largest.to(weight_dtype).isfinite() & largest_sq.isfinite()
+    state.params, state.exp_avg, state.exp_avg_sq = (
+        torch.where(applied, new, old, out=new)
+        for new, old in ((params, state.params), (exp_avg, state.exp_avg), (exp_avg_sq, state.exp_avg_sq))
+    )
+    return applied

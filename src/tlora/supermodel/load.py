@@ -26,11 +26,11 @@ from tlora.kernels.transfer import upload
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import load_packed
+from tlora.supermodel.base_config import refuse_strange_config
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, hold_packed
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.outlined_experts import OutlinedExperts
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
-from tlora.supermodel.raw_config import refuse_strange_config
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,10 +15,35 @@ from tlora.adapters.bank import AdapterBank
 from tlora.kernels.frozen import BaseWeights, FrozenLinear, FrozenWeight, PlainWeight, frozen_linear
 from tlora.kernels.grouped_lora import ChunkedJobs, ChunkSlots, grouped_lora_linear, make_slots
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
-from tlora.kernels.segments import Segment, Segments
+from tlora.kernels.reference import Segment, Segments
+from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.held_linear import HeldLinear
-from tlora.supermodel.streamed_linear import StreamedLinear
+
+
+class StreamedLinear(nn.Module):
+    """The frozen linear `name`, whose weight is looked up each time it is read. The bias is held here.
+
+    `form` is the weight on the meta device, and so are the parameters: shapes and dtypes alone.
+    """
+
+    def __init__(self, name: str, form: FrozenWeight, bias: Tensor | None, stream: LayerStream) -> None:
+        super().__init__()
+        for key, tensor in form.tensors.items():
+            self.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.out_features, self.in_features = form.shape
+        self.form, self._name, self._stream = form, name, stream
+
+    def look_up(self) -> FrozenLinear:
+        """The linear as it lies now."""
+        shapes = self.form.tensors
+        tensors = {key: tensor.view(shapes[key].shape) for key, tensor in self._stream.tensors(self._name).items()}
+        return FrozenLinear(replace(self.form, **tensors), self.bias)  # type: ignore[type-var]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return frozen_linear(x, self.look_up)
+
 
 BaseLinear = nn.Linear | HeldLinear | StreamedLinear
 """A linear of a base before it is adapted."""

@@ -1,7 +1,7 @@
 """What the super-model asks of an optimizer over its bank, and what passes between the two halves of a step.
 
-There are three optimizers: `device_optimizer.py` with kernels, and with torch's operations `host_optimizer.py` for a CPU and
-`queued_optimizer.py` for a GPU that runs no kernels of ours.
+There are two files of optimizers: `device_optimizer.py` with kernels, and `job_by_job.py` with torch's operations, for a CPU and for a GPU
+that runs no kernels of ours.
 """
 
 from __future__ import annotations

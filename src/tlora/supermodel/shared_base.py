@@ -26,8 +26,8 @@ from tlora.supermodel.assembly import assemble, stand_in
 from tlora.supermodel.held_linear import check_precision, check_rows, check_widths, hold, quantized
 from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
+from tlora.supermodel.lora_linear import StreamedLinear
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
-from tlora.supermodel.streamed_linear import StreamedLinear
 from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
 from tlora.supermodel.weight_files import check_weights, find_safetensors
 

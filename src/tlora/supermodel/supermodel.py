@@ -26,19 +26,17 @@ from tlora.objectives import UnitLoss
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layer_stream import FetchStats
 from tlora.sharing.peers import Sharing
+from tlora.supermodel.base_config import longest_safe_sequence
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import Backward
 from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
-from tlora.supermodel.host_optimizer import make_host_optimizer
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
+from tlora.supermodel.job_by_job import make_host_optimizer, make_queued_optimizer
 from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
-from tlora.supermodel.losses import JobLoss, Losses, sum_losses, token_logprobs
+from tlora.supermodel.losses import JobLoss, Losses, Pass, sum_losses, token_logprobs
 from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
-from tlora.supermodel.passes import Pass
 from tlora.supermodel.plain_path import PlainPath
-from tlora.supermodel.positions import longest_safe_sequence
-from tlora.supermodel.queued_optimizer import make_queued_optimizer
 from tlora.supermodel.shared_base import load_shared_base
 
 

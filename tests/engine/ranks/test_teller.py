@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tlora.engine.ranks.messages import Note, Published
-from tlora.engine.ranks.teller import Teller
+from tlora.engine.ranks.spanning import Teller
 from tlora.kernels.device import ToHost
 
 SECONDS = 60  # in which a thread that has something to do does it, on any machine

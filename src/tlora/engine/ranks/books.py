@@ -1,4 +1,4 @@
-"""Folds the ranks' reports into one view of the run's jobs."""
+"""What the owner of a run knows of its jobs by the ranks' reports, as one picture for whoever watches."""
 
 from __future__ import annotations
 

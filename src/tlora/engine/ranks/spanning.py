@@ -1,15 +1,17 @@
 """Jobs that span several ranks: gradients lie in memory that the ranks read of each other, and short notes say when.
 
 Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job, or one for each job, and puts its replicas' gradients
-there. All ranks of a job read all of them, add them in one order and step. So no rank waits for another's step. No rank
-overwrites what another may still read: even and odd steps have separate regions for gradients, and those of a step are written only when
-all ranks have reported the end of the step before, and so have read what was there before that. Before the first step the job's home
-has its state in its region, and keeps its gradients back until all others have read the state.
+there. All ranks of a job read all of them, add them in one order and step. So no rank waits for another's step. Nobody writes what
+somebody may still read: gradients of even and odd steps have places of their own, and those of a step are written only when all ranks
+have told that they are through with the step before, and so have read what was there before that. Before the first step the job's
+home has its state in its region, and keeps its gradients to itself until all others have read it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -18,13 +20,40 @@ from torch import Tensor
 from tlora.adapters.state import AdapterState
 from tlora.batching.replicas import Span
 from tlora.engine.ranks.messages import Faulty, Fetched, Note, Published, Sent
-from tlora.engine.ranks.teller import Teller
 from tlora.group.exchange import RunningSums, Whole
 from tlora.group.job_run import Passed
 from tlora.kernels.device import ToHost, mark_on
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
 from tlora.sharing.regions import Region, lay_out_regions
+
+
+class Teller:
+    """Where the device is behind, a thread waits for it and tells. The caller is launching its next micro-batch then, and other ranks
+    would have to wait until it is through with that.
+    """
+
+    def __init__(self, tell: Callable[[Note], None]) -> None:
+        """`tell` is called here by one thread at a time, the caller's or another."""
+        self._tell = tell
+        self._thread = ThreadPoolExecutor(1, "teller")
+        self._untold: deque[Future[None]] = deque()
+
+    def tell_when(self, done: ToHost, make: Callable[[list[float]], Note]) -> None:
+        """The note that `make` makes of the values of `done`; at once where they are there. Raises what an earlier note failed with."""
+        self.flush()
+        if done.done and not self._untold:
+            self._tell_now(done, make)
+        else:
+            self._untold.append(self._thread.submit(self._tell_now, done, make))
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Send the notes that are due, all of them with `wait`. Raises the error of a send that failed."""
+        while self._untold and (wait or self._untold[0].done()):
+            self._untold.popleft().result()
+
+    def _tell_now(self, done: ToHost, make: Callable[[list[float]], Note]) -> None:
+        self._tell(make(done.read()))
 
 
 class Mailbox:

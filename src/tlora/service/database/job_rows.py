@@ -12,10 +12,36 @@ from sqlalchemy import Connection, Row, Text, bindparam, cast, func, or_, select
 
 from tlora.api import OPEN, OrderSpec
 from tlora.service.config import Limits
-from tlora.service.database.event_rows import add_event, add_events
-from tlora.service.database.tables import files, job_files, jobs
+from tlora.service.database.tables import events, files, job_files, jobs
 from tlora.service.keys import new_id
 from tlora.service.problems import RefusedError, missing
+
+_INSERT = events.insert()
+
+
+def add_event(connection: Connection, tenant: str, job: str | None, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
+    connection.execute(events.insert().values(tenant=tenant, job=job, time=time.time(), kind=kind, message=message, data=data))
+
+
+def add_events(connection: Connection, found: Sequence[tuple[str, str | None, str, str]]) -> None:
+    """Several at once: tenant, job, kind, message."""
+    now = time.time()
+    rows = [{"tenant": tenant, "job": job, "time": now, "kind": kind, "message": message} for tenant, job, kind, message in found]
+    connection.execute(_INSERT, rows)
+
+
+def list_events(connection: Connection, tenant: str, job: str | None, after: int, count: int) -> Sequence[Row[Any]]:
+    """The oldest first, from those after the serial number `after`; of one job, or of all of the tenant's."""
+    query = select(events).where(events.c.tenant == tenant, events.c.serial > after)
+    if job is not None:
+        query = query.where(events.c.job == job)
+    return connection.execute(query.order_by(events.c.serial).limit(count)).all()
+
+
+def last_event(connection: Connection) -> int:
+    """Its serial number; 0 without one."""
+    return connection.execute(select(func.max(events.c.serial))).scalar() or 0
+
 
 _STARTABLE = ("preparing", "queued", "running")
 _PAGE = 500  # rows that are looked at together

@@ -12,7 +12,7 @@ from starlette.background import BackgroundTask
 from tlora.api import ENDED, OrderSpec
 from tlora.service import result_files
 from tlora.service.access import caller_of
-from tlora.service.database import answer_rows, event_rows, job_rows
+from tlora.service.database import answer_rows, job_rows
 from tlora.service.openai_orders import Creation, hyperparameters_of, in_openais_words, metadata_filter, method_of, order_of
 from tlora.service.order_reader import Accepted
 from tlora.service.problems import RefusedError
@@ -154,7 +154,7 @@ def list_events(job_id: JobId, request: Request, after: After = None, limit: Lim
         raise RefusedError(400, "wrong_cursor", f"after {after!a}: is not the id of an event", "after")
 
     def query(connection: Connection) -> Any:
-        return job_rows.find_job(connection, tenant, job_id), event_rows.list_events(connection, tenant, job_id, 0, 10_000)
+        return job_rows.find_job(connection, tenant, job_id), job_rows.list_events(connection, tenant, job_id, 0, 10_000)
 
     row, messages = services.read(query)
     lines = result_files.metric_lines(services.config.directory, job_id)

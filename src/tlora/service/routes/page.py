@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Row, select
 
 from tlora.api import ENDED, JobView, LoginLink
 from tlora.service.access import caller_of
-from tlora.service.database import event_rows, job_rows
+from tlora.service.database import job_rows
 from tlora.service.database.tables import jobs
 from tlora.service.live_state import PAUSED
 from tlora.service.losses import read_losses
@@ -148,7 +148,7 @@ def show_job_page(job_id: JobId, request: Request) -> Response:
         if "text/html" not in request.headers.get("accept", ""):
             raise
         return _page("missing.html", root, status=error.status, job_id=job_id)
-    events = services.read(lambda connection: event_rows.list_events(connection, tenant, job_id, 0, 1000))
+    events = services.read(lambda connection: job_rows.list_events(connection, tenant, job_id, 0, 1000))
     job = services.view(row)
     losses = read_losses(_metrics(services, job_id), _CHART_BYTES, _CHART_POINTS)
     page = _page(

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tlora.api import ENDED, EventList, LogText, MetricList, OrderSpec
 from tlora.service.access import caller_of
 from tlora.service.archives import entries_of, stream_tar, tar_bytes
-from tlora.service.database import event_rows, file_rows, job_rows
+from tlora.service.database import file_rows, job_rows
 from tlora.service.keys import Caller
 from tlora.service.problems import RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, JobId
@@ -58,7 +58,7 @@ def _events(request: Request, job: str | None, limit: int, cursor: str | None, a
     kind = f"events {job or ''}"
     start = services.cursors.read(tenant, kind, cursor)
     start = start if start is not None else after or 0
-    rows = services.read(lambda connection: event_rows.list_events(connection, tenant, job, start, limit + 1))
+    rows = services.read(lambda connection: job_rows.list_events(connection, tenant, job, start, limit + 1))
     shown, more = rows[:limit], len(rows) > limit
     following = services.cursors.make(tenant, kind, shown[-1].serial) if more else None
     return EventList(data=[event_view(row) for row in shown], has_more=more, next_cursor=following)
@@ -69,7 +69,7 @@ async def stream_events(request: Request, after: After = None, last_event_id: La
     """Of all of the tenant's jobs from now on, or from after an event on, until the client goes."""
     start = int(last_event_id) if last_event_id else after
     if start is None:
-        start = await run_in_threadpool(lambda: services_of(request).read(event_rows.last_event))
+        start = await run_in_threadpool(lambda: services_of(request).read(job_rows.last_event))
     return _stream(request, None, start)
 
 
@@ -126,7 +126,7 @@ def _has_ended(tenant: str, job: str, connection: Connection) -> bool:
 
 
 def _next_events(tenant: str, job: str | None, after: int, connection: Connection) -> Sequence[Row[Any]]:
-    return event_rows.list_events(connection, tenant, job, after, _PAGE)
+    return job_rows.list_events(connection, tenant, job, after, _PAGE)
 
 
 @router.get("/jobs/{job_id}/metrics")
@@ -143,7 +143,7 @@ def read_logs(job_id: JobId, request: Request) -> LogText:
     """What workers said of this job, and its events in words."""
     services, tenant = services_of(request), caller_of(request).tenant
     _find(request, job_id)
-    events = services.read(lambda connection: event_rows.list_events(connection, tenant, job_id, 0, 1000))
+    events = services.read(lambda connection: job_rows.list_events(connection, tenant, job_id, 0, 1000))
     lines = [f"{row.kind}: {row.message}" for row in events]
     for log in sorted((services.config.directory / "workers").glob("*.log")):
         lines += _lines_of(job_id, log)

@@ -1,8 +1,9 @@
-"""Which orders may be ranked by their losses: those whose losses are measured on the same tokens, in the same way."""
+"""Losses of jobs as they are shown: what "train loss" means, and which jobs may be ranked by theirs (measured on the same tokens alike)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 _TOKENS = ("format", "max_length", "train_on", "on_bad_rows", "chat_template")
@@ -41,3 +42,21 @@ def _unweighted(path: object) -> object:
         return path
     sources = cast("Sequence[Mapping[str, Any]]", path)
     return [{key: value for key, value in source.items() if key != "weight"} for source in sources]
+
+
+RECENT_STEPS = 10
+
+
+def recent_loss(rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """The mean over the rows of `metrics.jsonl` that the last `RECENT_STEPS` steps are in, of those that are finite; None without any.
+
+    With `logging_steps: 1` this is the `train_loss` of `result.json`; a row of more steps counts with all of them.
+    """
+    losses = [(row["step"], row["loss"]) for row in rows if _is_number(row.get("step")) and "loss" in row]
+    recent = [loss for step, loss in losses if step > losses[-1][0] - RECENT_STEPS]
+    finite = [float(loss) for loss in recent if _is_number(loss)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
