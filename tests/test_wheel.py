@@ -1,4 +1,4 @@
-"""The sdist builds, a wheel is built from it, and the demo runs from that wheel where there is no source tree."""
+"""The sdist builds, a wheel is built from it, and the demo's jobs train from that wheel where there is no source tree."""
 
 from __future__ import annotations
 
@@ -73,12 +73,15 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     assert names == package
 
 
-def test_the_demo_runs_from_the_wheel(clean_python: Path, sdist: Path, tmp_path: Path) -> None:
+def test_the_demo_trains_from_the_wheel(clean_python: Path, sdist: Path, tmp_path: Path) -> None:
+    """The demo's four jobs, ten steps each; a page, an answer and a simulation need the files that are no code."""
     shutil.copytree(sdist / "demo", tmp_path / "demo")
     where = run(clean_python, "-c", "import tlora; print(tlora.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(clean_python.parents[1]), "the source tree must not be imported"
     tlora = clean_python.parent / "tlora"
-    assert "all jobs at a time" in run(tlora, "check", "demo/jobs.yaml", "--device", "cpu", cwd=tmp_path)
-    printed = run(clean_python, "demo/run.py", cwd=tmp_path)
-    assert "answered right: 0% before, 100% after" in printed
-    assert (tmp_path / "demo" / "out" / "sql" / "adapter_model.safetensors").is_file()
+    printed = run(tlora, "train", "demo/jobs.yaml", "--device", "cpu", "--set", "defaults.max_steps=10", cwd=tmp_path)
+    assert printed.count("done, step 10/10") == 4 and "report: demo/out/report.html" in printed
+    adapter = tmp_path / "demo" / "out" / "sql"
+    assert (adapter / "adapter_model.safetensors").is_file() and (tmp_path / "demo" / "out" / "report.html").is_file()
+    assert run(tlora, "generate", "--adapter", adapter, "--prompt", "Show all books.", "--device", "cpu", cwd=tmp_path).strip()
+    assert "residual_capacity" in run(tlora, "simulate", "--jobs", "20", "--policy", "fifo,residual_capacity", cwd=tmp_path)
