@@ -24,7 +24,7 @@ class RecomputePlan:
 
     @property
     def most_layers(self) -> int:
-        """Of any micro-batch."""
+        """The largest number of layers recomputed for any micro-batch."""
         return len(self.most_tokens)
 
     @property
@@ -33,7 +33,7 @@ class RecomputePlan:
         return any(self.most_tokens)
 
     def at_most(self, layers: int) -> RecomputePlan:
-        """The same for a base that has so many."""
+        """The same plan for a base with `layers` layers."""
         return RecomputePlan(self.most_tokens[:layers])
 
     def at_least(self, layers: int) -> RecomputePlan:

@@ -45,9 +45,9 @@ class Engine:
         self.model, self._budget, self._listen = model, TokenBudget(token_budget, model.recompute), listen
         self.decisions = decisions or Decisions()
         self._smallest_budget, self._unexplained, self._calm = smallest_budget, 0, 0
-        self._again: dict[str, Callable[[JobRun], bool]] = {}  # what ran out of memory between replicas, of these jobs, and is tried again
-        self._state_read: set[str] = set()  # jobs that have fetched what they begin with, and have not begun
-        self._whole: dict[str, Whole] = {}  # sums that were taken, and are not in place yet
+        self._again: dict[str, Callable[[JobRun], bool]] = {}  # by job: work between replicas that ran out of memory and is tried again
+        self._state_read: set[str] = set()  # jobs that have fetched their initial state, and have not begun
+        self._whole: dict[str, Whole] = {}  # by job: gradient sums that were taken from the exchange, and are not in the bank yet
         self.runs: dict[str, JobRun] = {}
         self.begin: Callable[[tuple[str, ...]], object] = lambda _: None  # called with the jobs of each micro-batch before it is computed
         self._weights: dict[str, float] = {}
@@ -77,15 +77,15 @@ class Engine:
             self._exchange.publish(name, self.model.state(name))
             self._advance(run)
         else:
-            self._attempted(run, self._begin_away)  # what it begins with may have come before it joined
+            self._attempted(run, self._begin_away)  # its initial state may have come before it joined
 
     @property
     def token_budget(self) -> int:
-        """Of a micro-batch, now."""
+        """Tokens of a micro-batch, now."""
         return self._budget.tokens
 
     def _enter(self, run: JobRun, state: AdapterState | None) -> None:
-        """Adapter and reference, or neither. Away from home both come later."""
+        """Load adapter and reference, or neither. Away from the home rank both come later."""
         name = run.spec.name
         self.model.join(name, run.spec, run.spec, run.total_steps, state)
         try:
@@ -106,13 +106,13 @@ class Engine:
         return not (self._exchange.has_news or self._again) and not any(run.flow.runnable or run.unsent for run in self.runs.values())
 
     def stop(self) -> None:
-        """Let every resident job go, as `leave` does. One that raises keeps none of the others from that."""
+        """Remove every job, as `leave` does. An exception for one does not keep the others."""
         with ExitStack() as last:
             for name in reversed(self.runs):
                 last.callback(self.leave, name)
 
     def leave(self, name: str) -> None:
-        """Let a resident job go at its last optimizer step: what it did of the next is dropped. It ends as "stopped", or as "failed" if it
+        """Remove a job at its last optimizer step: what it did of the next is dropped. It ends as "stopped", or as "failed" if it
         fails in that very step.
         """
         self._settle()
@@ -162,11 +162,11 @@ class Engine:
     # -- jobs of several replicas --------------------------------------------------------------------------------------
 
     def _replicas_through(self, run: JobRun) -> bool:
-        """What was on offer of a global batch is through: whether that was all. The job's sums then hold the gradients of all replicas."""
+        """Whether a global batch is through with the part that was offered: then the job's sums hold the gradients of all replicas."""
         return run.replicas == 1 or self._attempted(run, self._end_replica)
 
     def _attempted(self, run: JobRun, step: Callable[[JobRun], bool]) -> bool:
-        """Where memory runs out, with a lower budget once more."""
+        """Attempt the work; if memory runs out, once more with a lower budget."""
         done = attempt(step, run)
         if isinstance(done, Failure):
             if is_out_of_memory(done.error) and self._lower_budget():
@@ -182,7 +182,7 @@ class Engine:
         if run.offer_next_replica():
             self.model.zero_grad_of(name)
             return False
-        run.awaiting = True  # for what takes the place of this gradient
+        run.awaiting = True  # the sum that replaces this gradient
         return self._take_whole(run)
 
     def _take_whole(self, run: JobRun) -> bool:
@@ -193,14 +193,14 @@ class Engine:
         whole = self._whole.get(name) or self._exchange.take(name, run.progress.step, run.shared_among)
         if whole is None:
             return False
-        self._whole[name] = whole  # as long as it is not in place: it is given once
+        self._whole[name] = whole  # until it is in the bank: the exchange returns it once
         self.model.set_gradient(name, whole.gradient_P)
         del self._whole[name]
         run.completed(whole.elsewhere, whole.tokens)
         return True
 
     def _completed_elsewhere(self) -> list[JobRun]:
-        """Jobs whose global batch is through now by what other ranks have sent. Those that have their homes there may begin."""
+        """Jobs whose global batch is through now that other ranks have sent their parts. Jobs with their homes there may begin."""
         again, self._again = self._again, {}
         tried = [self.runs[name] for name in again if name in self.runs]
         through = [run for run in tried if self._attempted(run, again[run.spec.name]) and again[run.spec.name] != self._begin_away]
@@ -217,7 +217,7 @@ class Engine:
             return False
         self._state_read.add(name)
         self.model.rewrite(name)
-        self._set_reference(run)  # its home has written it down before it published
+        self._set_reference(run)  # its home rank has written it before it published
         self._state_read.discard(name)
         run.follow(self.model.state(name).step)
         return True
@@ -267,7 +267,7 @@ class Engine:
         return False
 
     def _settle(self) -> None:
-        """Read what came of the optimizer steps under way, if there are any."""
+        """Read the outcome of the optimizer steps under way, if any."""
         stepping = self._stepping
         if stepping is None:
             return
@@ -310,7 +310,7 @@ class Engine:
             self._listen(CheckpointDue(run.spec.name, run.progress, self.model.state(run.spec.name)))
 
     def _due_end(self, run: JobRun) -> End | None:
-        """How the job ends here: it learns nothing, or has nothing left to do."""
+        """How the job ends now, because it learns nothing or has no step left; None if it continues."""
         skipped = self.model.state(run.spec.name).skipped
         if skipped >= QUARANTINE_AFTER:
             return "failed", f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}"
@@ -322,7 +322,7 @@ class Engine:
         return "done", ""
 
     def _end(self, run: JobRun, status: Status, reason: str = "") -> None:
-        """Take a job out at its last finite state; the others go on."""
+        """Remove a job at its last finite state; the others continue."""
         name = run.spec.name
         if status == "done":
             run.progress = replace(run.progress, finished=True)
@@ -361,14 +361,14 @@ class Engine:
                 self._offer(self.runs[name])
 
     def _forgive(self, error: BaseException) -> None:
-        """An error that no job repeats alone is let pass, not more often than `_FORGIVEN` times with few micro-batches between them."""
+        """Tolerate an error that no job repeats alone, at most `_FORGIVEN` times with few micro-batches between them."""
         self._unexplained, self._calm = self._unexplained + 1, 0
         if self._unexplained > _FORGIVEN:
             raise error
         self._listen(Noted(f"{type(error).__name__}: {error}; no job repeats it alone, so the batch starts over"))
 
     def _lower_budget(self, packed: MicroBatch | None = None) -> bool:
-        """Memory has run out, in `packed` or between micro-batches. False where less does not help any more (`TokenBudget.next_lower`)."""
+        """Lower the budget after memory ran out, in `packed` or between micro-batches. False if it cannot (`TokenBudget.next_lower`)."""
         alone = packed.tokens if packed is not None and len(packed.rows) == 1 else None
         smaller = self._budget.next_lower(max(self._longest(), self._smallest_budget), alone)
         if smaller is None:
@@ -380,7 +380,7 @@ class Engine:
         return True
 
     def _see_calm(self) -> None:
-        """A micro-batch was computed: after enough of them, trouble of before is over."""
+        """Count a computed micro-batch: after enough of them, earlier errors are forgotten."""
         self._calm += 1
         if self._calm >= CALM:
             self._unexplained = 0

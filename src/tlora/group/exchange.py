@@ -28,7 +28,7 @@ class Decisions:
         return asked
 
     def result(self, seen: Result | Failure) -> Result | Failure:
-        """Of something that all ranks do, a micro-batch or a join: a failure if it failed on any rank."""
+        """The outcome of work that all ranks do, a micro-batch or a join: a failure if it failed on any rank."""
         return seen
 
     def token_budget(self, fits: int) -> int:
@@ -89,11 +89,11 @@ class Exchange(Protocol):
         ...
 
     def publish(self, job_id: str, state: AdapterState) -> None:
-        """At home: what the job begins with."""
+        """Publish the job's initial state; called on its home rank."""
         ...
 
     def fetch(self, job_id: str, state: AdapterState) -> bool:
-        """Away from home: whether what the job begins with has come; it is then in `state`."""
+        """Whether the job's initial state has come; it is then in `state`. Called away from the home rank."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class Exchange(Protocol):
         ...
 
     def forget(self, job_id: str) -> None:
-        """Drop what this rank has given: its part of the global batch starts over."""
+        """Drop this rank's gradients: its part of the global batch starts over."""
         ...
 
     def leave(self, job_id: str, failed: str = "") -> None:

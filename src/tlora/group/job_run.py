@@ -1,4 +1,4 @@
-"""One job on its way from its data to its adapter: what it offers next, and what follows when a batch is through.
+"""One job's progress from its data to its adapter: what it offers next, and what follows when a batch is through.
 
 It never touches a tensor of the model: the engine hands it losses, and it answers with the next samples or that it is done.
 """
@@ -35,7 +35,7 @@ QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
 
 @dataclass
 class Passed:
-    """What has been through of a global batch or an evaluation. The losses are still on the device: reading one would wait for it; but
+    """The part of a global batch or an evaluation that is through. The losses are still on the device: reading one would wait for it; but
     those of other ranks' replicas, `elsewhere`, are the host's: of each part what `values` has. They come after the others.
     """
 
@@ -56,14 +56,14 @@ class Passed:
 
 @dataclass(frozen=True)
 class Means:
-    """Of a global batch or an evaluation: the loss per trained token or, with an objective, per unit; and the objective's metrics."""
+    """Means over a global batch or evaluation: the loss per trained token or, with an objective, per unit; and the objective's metrics."""
 
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def means_of(parts: Sequence[Sequence[float]], names: Sequence[str]) -> Means:
-    """Of parts (sum of losses, sum of weights, sums of the metrics `names`), added in the order of arrival: the bits are the job's own."""
+    """Means of parts (sum of losses, of weights, and of the metrics `names`), added in order of arrival: the bits are the job's own."""
     sums = (reduce(add, column, 0.0) for column in zip(*parts, strict=True))  # not sum(), which from Python 3.12 on compensates
     loss, weight, *metrics = sums if parts else (0.0, 0.0)
     if not weight:
@@ -85,14 +85,14 @@ class JobRun:
         self.spec, self.train, self.evaluation = spec, train, evaluation
         self.replicas = replicas or spec.gpus
         self.here: Sequence[int] = range(self.replicas)
-        """Which of them are computed by this process."""
+        """Which of the replicas this process computes."""
         self.total_steps = spec.total_steps(epoch_size(train.epoch))
         self.steps_per_epoch = math.ceil(epoch_size(train.epoch) / spec.batch_size)
         self.progress = TrainingProgress(data=self.data_key, eval_data=self.eval_key)
         self.saved_step = -1  # of the newest checkpoint
         self._objective: Objective | None = objective_of(spec)
         self.objective: UnitLoss | None = self._objective
-        """Of what is on offer now; None for cross-entropy."""
+        """The objective of what is on offer now; None for cross-entropy."""
         self.flow = Flow(spec.name, spec.weight)
         self.passed = Passed()
         self.reference: Callable[[], Tensor] | None = None
@@ -103,8 +103,8 @@ class JobRun:
         self.shared_among: Sequence[int] = ()  # replicas that have samples of the global batch on offer, anywhere
         self._shares: list[tuple[int, Sequence[int]]] = []  # of the replicas here, but for those that were on offer
         self.replica = 0  # that is on offer now
-        self.awaiting = False  # all replicas here are through, and others are not
-        self._is_sent = False  # and others know
+        self.awaiting = False  # all replicas of this process are through, and others are not
+        self._is_sent = False  # and the other processes know
         self._before: dict[int, int] | None = None  # the row before each, while a statistic of the batch is measured
 
     @property
@@ -136,21 +136,21 @@ class JobRun:
 
     @property
     def unsent(self) -> bool:
-        """Whether the other processes have to hear that all replicas here are through."""
+        """Whether the other processes still have to learn that all replicas of this one are through."""
         return self.spans and self.awaiting and not self._is_sent
 
     def sent(self) -> None:
-        """They hear it."""
+        """Note that the other processes were sent this."""
         self._is_sent = True
 
     def follow(self, step: int) -> None:
-        """Away from home: the job begins after `step` steps. Offers what is computed here, if any step is left."""
+        """Begin the job after `step` steps, away from its home rank. Offers what this process computes, if any step is left."""
         self.progress = replace(self.progress, step=step)
         if not self.exhausted:
             self.offer()
 
     def completed(self, elsewhere: Sequence[Sequence[float]], tokens: int) -> None:
-        """The other processes' replicas are through."""
+        """Note that the other processes' replicas are through."""
         self.awaiting = False
         self.passed.elsewhere = list(elsewhere)
         self.passed.tokens += tokens
@@ -168,7 +168,7 @@ class JobRun:
 
     @property
     def exhausted(self) -> bool:
-        """No step is left: all taken, or stopped early."""
+        """Whether no step is left: all are taken, or it stopped early."""
         return self.progress.step >= self.total_steps or stopped_early(self.spec, self.progress)
 
     @property
@@ -212,7 +212,7 @@ class JobRun:
         self._offer()
 
     def measured(self) -> None:
-        """All of the statistic is through: offer the batch itself. The value stays on the device."""
+        """Offer the batch itself once all of its statistic is through. The value stays on the device."""
         assert self._objective is not None and self._objective.statistic is not None
         parts, self._before = self.passed.parts, None
         total, count = (reduce(add, column) for column in zip(*((part.loss_sum, part.weight_sum) for part in parts), strict=True))
@@ -271,12 +271,12 @@ class JobRun:
     # -- what follows --------------------------------------------------------------------------------------------------
 
     def absorb(self, loss: JobLoss, tokens: int) -> None:
-        """A part of the batch on offer has been through."""
+        """Add a part of the offered batch that is through."""
         self.passed.parts.append(loss)
         self.passed.tokens += tokens
 
     def step_queued(self) -> None:
-        """The global batch is through and its optimizer step on the way: the next one can be offered."""
+        """Note that the global batch is through and its optimizer step under way: the next one can be offered."""
         p = self.progress
         self.progress = replace(p, step=p.step + 1, num_tokens=p.num_tokens + self.passed.tokens)
 
@@ -286,7 +286,7 @@ class JobRun:
         return not (self.needs_evaluation or self.exhausted or (self.leads and self.due(self.spec.save_steps)))
 
     def stepped(self, stats: StepStats, loss: float) -> None:
-        """What came of the optimizer step, and the loss per trained token of its batch."""
+        """Record the outcome of the optimizer step, and the loss per trained token of its batch."""
         p = self.progress
         assert p.step == stats.step + 1, f"{self.spec.name}: step {stats.step} was read at step {p.step}"
         first = loss if p.loss_first is None else p.loss_first
@@ -297,14 +297,14 @@ class JobRun:
 
     @property
     def checkpoint_due(self) -> bool:
-        """At `save_steps`, and where `load_best_model_at_end` must be able to come back to; once at one step."""
+        """Whether a checkpoint is due: at `save_steps`, and where `load_best_model_at_end` may have to return to; once per step."""
         p = self.progress
         best_here = self.spec.load_best_model_at_end and p.best_step == p.step
         return (best_here or (p.step > 0 and self.due(self.spec.save_steps))) and self.saved_step != p.step
 
     @property
     def has_no_finite_loss(self) -> bool:
-        """Whether none of the latest steps had one: such a job has learned nothing, however many steps it took."""
+        """Whether none of the latest steps had a finite loss: such a job has learned nothing in any of them."""
         return bool(self.progress.losses) and not any(map(math.isfinite, self.progress.losses))
 
     def evaluated(self, loss: float) -> None:

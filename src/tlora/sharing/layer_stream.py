@@ -20,7 +20,7 @@ from tlora.sharing.layout import BaseLayout, LayerLayout, Piece
 
 @dataclass(frozen=True)
 class FetchStats:
-    """Of a rank since its base was loaded: layers and bytes fetched (its own range included), and how long computing waited for them."""
+    """Of a rank since its base was loaded: layers and bytes fetched (its own range included), and how long computing waited."""
 
     layers: int = 0
     bytes: int = 0
@@ -85,7 +85,7 @@ class LayerStream:
         return (own.numel() if own.device.type == slots[0].device.type else 0) + sum(slot.numel() for slot in slots)
 
     def stats(self) -> FetchStats:
-        """Waits for what was computed up to now."""
+        """The counts up to now; waits for all work launched before."""
         return FetchStats(self._num_fetched, self._bytes_fetched, self._fetches.exposed_seconds())
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -162,14 +162,14 @@ class _Slot:
         self.layer, self._released = number, []
 
     def enter(self, fetches: Fetches) -> None:
-        """Before something is launched that reads the slot."""
+        """Call before something is launched that reads the slot."""
         stream = fetches.current()
         if stream not in self._readers:
             fetches.wait(self._ready)
             self._readers.add(stream)
 
     def leave(self) -> None:
-        """When all that reads the slot has been launched."""
+        """Call when all that reads the slot has been launched."""
         self._released += [stream.record_event() for stream in self._readers if stream is not None]
         self._readers.clear()
 
