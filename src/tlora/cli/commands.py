@@ -92,7 +92,7 @@ def check(
         console, errors = open_console(), open_console(stderr=True)
         with watching(errors) as watcher:
             checked = check_run(run, watcher, device, gpus, gpu)
-        if checked.base_parameters:  # without a base model there is nothing but problems
+        if checked.base_parameters:  # without a base model there are only problems
             print_check(console, checked)
         if problems := problems_of(checked):
             for problem in problems:
@@ -273,14 +273,14 @@ app.add_typer(bases, name="bases", rich_help_panel="A server")
 
 
 def _again(jobs_file: Path, output_dir: Path | None, device: str | None, gpus: str | None, settings: list[str] | None) -> list[str]:
-    """The arguments with which to call a command once more."""
+    """The arguments that repeat a command."""
     given = {"--output-dir": output_dir and str(output_dir), "--device": device, "--gpus": gpus}
     options = [part for option, value in given.items() if value for part in (option, value)]
     return [str(jobs_file), *options, *(part for setting in settings or [] for part in ("--set", setting))]
 
 
 def _obey_rank_0(run: RunSpec, launch: Launched) -> int:
-    """What `tlora train` does on the other ranks of a launcher: nothing of it is shown. Returns the exit status."""
+    """Run `tlora train` on the other ranks of a launcher, which show nothing. Returns the exit status."""
     _load_libraries()
     from tlora.engine.ranks.external import digest_of, find_owner
     from tlora.engine.ranks.rank import serve

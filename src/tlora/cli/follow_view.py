@@ -21,7 +21,7 @@ _URGENCY = {"running": 0, "failed": 1, "preparing": 2, "queued": 3, "paused": 4,
 
 
 def follow(console: Console, sights: Iterable[Sight]) -> tuple[JobView, ...]:
-    """Show the sights as they come; the jobs of the last one."""
+    """Show the sights as they come; returns the jobs of the last one."""
     jobs: tuple[JobView, ...] = ()
     plain = PlainFollower(console)
     if not shows_live(console):
@@ -79,7 +79,7 @@ class PlainFollower:
 
 
 def follow_table(sight: Sight, width: int, height: int) -> Group:
-    """Not higher than the terminal: running jobs and failures first."""
+    """The table, limited to the terminal's height: running jobs and failures first."""
     shown = _with_room(sight.jobs, height - _AROUND_ROWS)
     table = open_table()
     table.add_column("job", no_wrap=True)

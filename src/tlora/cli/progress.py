@@ -116,7 +116,7 @@ class PlainView:
         self._print(line)
 
     def close(self) -> None:
-        """Print what was held back."""
+        """Print the lines that were held back."""
         for text, names in self._noted.items():
             if names:
                 self._print(f"{names_text(names)}: {text}")

@@ -67,7 +67,7 @@ def _print_reasons(console: Console, results: Iterable[JobResult]) -> None:
 
 
 def _orders(results: Iterable[JobResult]) -> list[dict[str, Any]]:
-    """Those that can be read, of jobs that have begun."""
+    """The readable orders of jobs that have begun."""
     orders: list[dict[str, Any]] = []
     for result in filter(lambda result: result.path, results):
         with suppress(OSError, ValueError):

@@ -69,7 +69,7 @@ def serve(
 
 
 def read_server_config(config: Path | None, options: Mapping[str, object]) -> ServerConfig:
-    """Of the server on this machine. Raises ConfigError, also where the server's own packages are not installed."""
+    """The settings of the server on this machine. Raises ConfigError, also if the server's packages are not installed."""
     from tlora.errors import ConfigError
 
     try:
@@ -81,7 +81,7 @@ def read_server_config(config: Path | None, options: Mapping[str, object]) -> Se
 
 
 def named_bases(given: list[str]) -> dict[str, str]:
-    """`NAME=PATH`, or a path or hub id alone, which is its own name."""
+    """Base models by name, from `NAME=PATH`, or from a path or hub id alone, which also is the name."""
     bases: dict[str, str] = {}
     for text in given:
         name, equals, path = text.partition("=")

@@ -29,7 +29,7 @@ Follow = Annotated[bool, typer.Option("--follow", help="Watch the jobs until the
 
 @contextmanager
 def connected() -> Generator[Connection]:
-    """To the server that $TLORA_URL, `tlora login` or this machine gives. Raises ConfigError where there is none."""
+    """A connection to the server of $TLORA_URL, `tlora login` or this machine. Raises ConfigError if there is none."""
     from tlora.client.access import find_access
     from tlora.client.connection import Connection
 
@@ -217,7 +217,7 @@ def _change(names: Sequence[str], verb: str, debug: bool) -> None:
 
 
 def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -> int:
-    """The exit status: 0 if all have succeeded, 1 if one has not, 130 after Ctrl-C, which ends no job."""
+    """Follow the jobs. Returns the exit status: 0 if all have succeeded, 1 if one has not, 130 after Ctrl-C, which ends no job."""
     from tlora.cli.follow_view import follow
     from tlora.client.event_bell import EventBell
     from tlora.client.jobs import watch

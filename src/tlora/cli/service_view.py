@@ -22,7 +22,7 @@ _SHOWN_EVENTS = 12
 
 
 def print_json(console: Console, answer: BaseModel | Sequence[BaseModel]) -> None:
-    """As the server said it, with keys that this version does not know."""
+    """Print the server's answer, including keys that this version does not know."""
     content: Any = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else [item.model_dump(mode="json") for item in answer]
     console.print(json.dumps(content, indent=2, ensure_ascii=True), soft_wrap=True)
 
@@ -39,7 +39,7 @@ def steps_text(job: JobView) -> str:
 
 
 def why(job: JobView) -> str:
-    """Why it is not running."""
+    """Why the job is not running."""
     return job.reason or ("" if job.status == "running" else job.waiting_for or "")
 
 
@@ -117,7 +117,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """What differs from the defaults."""
+    """The settings that differ from the defaults."""
     shown = {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in values.items()

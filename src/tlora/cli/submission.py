@@ -1,4 +1,4 @@
-"""A plan's uploads and requests, one after the other, with a line about each."""
+"""Sends a plan's uploads and requests one after the other, with a line about each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "pac
 
 
 def submit_plan(connection: Connection, plan: Plan, start_from: str | None, console: Console, notes: Console) -> list[JobView]:
-    """The jobs, once the server has accepted all of them. Raises TloraError, which tells how many it had accepted before."""
+    """The jobs, once the server has accepted all of them. Raises TloraError, which says how many it had accepted before."""
     base = find_base(plan.base_model, [base.name for base in connection.get("/v1/bases", BaseList).data])
     source = find_job(connection, start_from).id if start_from is not None else None
     ids = upload_files(connection, plan.files, lambda *upload: _say_upload(notes, *upload))
@@ -52,7 +52,7 @@ def _say_upload(notes: Console, name: str, size: int, known: bool) -> None:
 
 
 def clone_job(connection: Connection, job: JobView, settings: Sequence[str], notes: Console) -> JobView:
-    """A new job with the order of `job`, but for `settings` ("r=8", "max_length=512", "data=other.jsonl")."""
+    """A new job with the order of `job`, except for `settings` ("r=8", "max_length=512", "data=other.jsonl")."""
     given, title = read_settings(settings, job.name)
     name = given.pop("name", title)
     changes: dict[str, Any] = {"name": str(name)}

@@ -1,4 +1,4 @@
-"""Where the commands write: consoles, text made safe for a terminal, sizes in words, errors in one message."""
+"""Output of the commands: consoles, text made safe for a terminal, sizes in words, errors in one message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IN_ASCII = {"→": "->", "…": "...", DASH: "-", MINUS: "-", "—": "-", "∞"
 
 
 def _spell_out(error: UnicodeError) -> tuple[str, int]:
-    """For a stream whose encoding lacks a character: its arrow costs no run its exit status."""
+    """Replace characters that the stream's encoding lacks, so that printing an arrow cannot fail a run."""
     assert isinstance(error, UnicodeEncodeError), f"only writing replaces characters: {error}"
     return "".join(_IN_ASCII.get(char, "?") for char in error.object[error.start : error.end]), error.end
 

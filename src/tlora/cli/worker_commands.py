@@ -96,7 +96,7 @@ def worker_token(
 
 
 def _store(directory: Path | None) -> Path:
-    """Where the controller of that directory keeps what concerns workers. Raises ConfigError where there is no controller, or another's."""
+    """The directory of a controller's files about workers. Raises ConfigError if there is no controller, or another user's."""
     from tlora.errors import ConfigError
     from tlora.server_directory import default_directory
 
@@ -113,7 +113,7 @@ def _store(directory: Path | None) -> Path:
 
 
 def _print_made(console: Console, created: WorkerToken, secret: str, fingerprint: str, store: Path, as_json: bool) -> None:
-    """The token goes to stdout, alone, so that a script can read it; what a person needs besides to stderr."""
+    """Print the token alone to stdout, so that a script can read it, and what else the user needs to stderr."""
     from tlora.cli.service_view import time_text
     from tlora.cli.terminal import open_console
     from tlora.cluster.doors import TCP_ADDRESS_FILE

@@ -1,6 +1,6 @@
-"""Which jobs may be what kills workers: each is alone in its next worker for a while, and fails if its workers die even so.
+"""Which jobs may have killed their workers: each such job gets its next worker alone for a while, and fails if its workers still die.
 
-Kept in a file of the store while there is any blame, so that a controller that is started again goes on with it.
+Kept in a file of the store while any job is suspected, so that a restarted controller continues with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRUSTED_AFTER = 10  # times as many steps after those, without such a death: th
 
 @dataclass(slots=True)
 class Suspect:
-    """What is held against a job, in optimizer steps where not said otherwise."""
+    """The suspicion against one job, in optimizer steps unless stated otherwise."""
 
     furthest: int = 0  # as any worker has reported
     deaths: int = 0  # of workers in a row, without a step of the job that it had not taken before
@@ -41,20 +41,20 @@ _SUSPECTS: TypeAdapter[dict[str, Suspect]] = TypeAdapter(dict[str, Suspect])
 
 
 class Blame:
-    """Of jobs by name. `changed`: the file would be another now. Steps alone change nothing that must outlive a controller."""
+    """Suspects by job name. `changed`: the file is out of date. Steps alone change nothing that must outlive a controller."""
 
     def __init__(self) -> None:
         self.of: dict[str, Suspect] = {}
         self.changed = False
 
     def is_alone(self, job_id: str) -> bool:
-        """Whether the job shall have its worker to itself."""
+        """Whether the job must have its worker to itself."""
         suspect = self.of.get(job_id)
         return suspect is not None and suspect.alone_until is not None
 
     def see_steps(self, job_id: str, steps: int) -> None:
-        """A suspect that gets as far as it must alone joins the others again; one that gets further than it ever was does not fail for the
-        deaths before: a worker that others kill again and again costs its jobs time alone.
+        """A suspect that has taken its steps alone joins the others again. New progress clears the earlier deaths: a job whose worker other
+        jobs kill again and again loses only time.
         """
         suspect = self.of.setdefault(job_id, Suspect())
         if suspect.alone_until is not None and steps >= suspect.alone_until:
@@ -67,8 +67,8 @@ class Blame:
             self._put_off_trust(suspect, trusted_at)
 
     def die(self, job_ids: Iterable[str], together: bool) -> list[str]:
-        """A worker has died that computed these jobs, `together` with others or alone. Any of them may be what killed it. Returns those
-        that have killed too many.
+        """A worker has died that computed these jobs, `together` or a single one. Any of them may have killed it. Returns those that have
+        killed too many.
         """
         guilty: list[str] = []
         for job_id in job_ids:
@@ -89,7 +89,7 @@ class Blame:
         self.changed |= suspect is not None and not suspect.is_clean
 
     def _put_off_trust(self, suspect: Suspect, steps: int) -> None:
-        """From `steps` on. A job that is suspected again and again so is alone for at most a tenth of the steps that it takes in peace."""
+        """Restart the wait for trust at `steps`. So an often suspected job is alone for at most a tenth of its steps without deaths."""
         alone = _TRUSTED_AFTER * _MORE_STEPS_ALONE**suspect.suspicions
         suspect.trusted_at, self.changed = steps + alone if suspect.suspicions else None, True
 
@@ -105,7 +105,7 @@ class Blame:
                 note(f"{path}: which jobs may have killed workers cannot be read ({str(error).splitlines()[0]}): it is learned anew")
 
     def keep(self, directory: Path) -> None:
-        """Write what has changed. On a full disk it is written when it is asked for again."""
+        """Write the changes. After a full disk the next call writes them."""
         if self.changed:
             suspects = {job_id: asdict(suspect) for job_id, suspect in self.of.items() if not suspect.is_clean}
             try:

@@ -16,11 +16,11 @@ class Backend(Protocol):
         ...
 
     def poll(self) -> list[Event]:
-        """What has happened since the last time, in its order. Waits until something has; empty means that nothing ever will."""
+        """The events since the last call, in order. Waits for at least one; empty means that there will be no more."""
         ...
 
     def execute(self, action: Action) -> None:
-        """See to it that `action` is done. Does not wait for it: that it is done is an event."""
+        """Start `action` without waiting for it: its completion is an event."""
         ...
 
 
@@ -29,7 +29,7 @@ Record = Callable[[float, Event | Action], None]
 
 
 class Handles(Protocol):
-    """What decides: a `Scheduler`."""
+    """The deciding part: a `Scheduler`."""
 
     def handle(self, event: Event, now: float) -> list[Action]: ...
 

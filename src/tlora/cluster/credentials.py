@@ -1,4 +1,4 @@
-"""What lets a worker in over TCP, as it lies in a store: the controller's certificate with its key, and workers' tokens as hashes.
+"""The credentials for workers over TCP in a store: the controller's certificate with its key, and workers' tokens as hashes.
 
 Both files are 0600. A token is 256 random bits, shown once, for workers only, and may be revoked. `tlora worker-token` writes them while a
 controller runs, which reads them anew at each use.
@@ -56,7 +56,7 @@ class WorkerTokens:
         self._directory, self._path = directory, directory / TOKENS
 
     def create(self, valid_seconds: float) -> tuple[WorkerToken, str]:
-        """A new one, and the secret, which is kept nowhere. Raises ConfigError, CheckpointError."""
+        """A new token and its secret, which is not stored. Raises ConfigError, CheckpointError."""
         secret, now = TOKEN_PREFIX + secrets.token_urlsafe(32), time.time()
         made = WorkerToken(f"token-{secrets.token_hex(6)}", _hash(secret), now, now + valid_seconds)
         with _locked(self._directory):
@@ -64,7 +64,7 @@ class WorkerTokens:
         return made, secret
 
     def revoke(self, token_id: str) -> bool:
-        """Whether there was such a token that was not revoked."""
+        """Revoke a token. Returns whether there was a valid one."""
         with _locked(self._directory):
             known = self.all()
             kept = [replace(t, revoked=time.time()) if t.id == token_id and t.revoked is None else t for t in known]
@@ -74,7 +74,7 @@ class WorkerTokens:
         return True
 
     def all(self) -> list[WorkerToken]:
-        """Raises ConfigError where the file is damaged."""
+        """All tokens. Raises ConfigError if the file is damaged."""
         if not self._path.exists():
             return []
         read_private(self._path)  # for its permissions
@@ -90,7 +90,7 @@ class WorkerTokens:
         return found[0] if found and found[0].purpose == PURPOSE else None
 
     def is_revoked(self, token_id: str) -> bool:
-        """Of one that was valid: revoked since, or no more there. A file that cannot be read revokes nothing."""
+        """Whether a token that was valid has been revoked or removed since. An unreadable file revokes nothing."""
         try:
             return all(token.id != token_id or token.revoked is not None for token in self.all())
         except ConfigError:
@@ -147,7 +147,7 @@ def _hash(secret: str) -> str:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Generator[None]:
-    """One writer at a time, of commands and controllers."""
+    """Allow one writer at a time, of all commands and controllers."""
     handle = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

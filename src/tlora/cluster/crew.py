@@ -1,6 +1,6 @@
-"""The workers of one machine as their controller has them: started, found running, listened to, watched, and ended for good.
+"""Starts, adopts, hears, watches and ends the workers of one machine for their controller.
 
-What each shall have is the reconciler's decision. A worker's line may end and begin again; a worker is lost when its process has ended.
+The reconciler decides what each worker gets. A worker's connection may end and begin again; a worker is lost when its process has ended.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
 _WATCH_SECONDS = 1.0
 _ACCEPT_SECONDS = 0.05  # after a connection that could not be had
-_GONE_SECONDS = 60.0  # for the kernel to end a process that was killed
-_LAST_WORDS_SECONDS = 10.0  # to read what a process that has ended has said before
+_GONE_SECONDS = 60.0  # for the kernel to end a killed process
+_LAST_WORDS_SECONDS = 10.0  # to read what an ended process has sent before
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Crew:
         self._unheard: list[Heard | _Ended] = []  # what came before the first `listen`
         self._sessions: dict[Session, RemoteWorker] = {}
         self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
-        self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or said to be at something new
+        self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or entered a new phase
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
         self._watched = self._asked_tokens = time.monotonic()
         self._doors: list[Door] = []
@@ -86,7 +86,7 @@ class Crew:
         self.address = self._doors[0].address
 
     def listen_on(self, door: TlsDoor) -> None:
-        """Workers that a person starts may come by it too. It is closed with this crew."""
+        """Accept workers that a user starts there too. Closed with this crew."""
         self._open(door)
 
     def _open(self, door: Door) -> None:
@@ -139,7 +139,7 @@ class Crew:
             refusals.tell_rest()
 
     def close(self, stop_seconds: float) -> None:
-        """Let all workers checkpoint their jobs and exit; after so many seconds they are killed."""
+        """Let all workers checkpoint their jobs and exit; kill those that take longer than the timeout."""
         for worker in self.workers.values():
             worker.stop()
         deadline = time.monotonic() + stop_seconds
@@ -153,11 +153,11 @@ class Crew:
     # -- what is heard -------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """`listen` returns."""
+        """Make `listen` return."""
         self.inbox.put(None)
 
     def listen(self, timeout_seconds: float) -> list[tuple[RemoteWorker, Report | None]]:
-        """What workers have reported since the last call; waits for it so long at most. None: it has ended, and this is its last."""
+        """The workers' reports since the last call, waiting at most `timeout_seconds` for one. None: the worker has ended."""
         unheard, self._unheard = self._unheard, []
         found = [report for heard in unheard for report in self._hear(heard)]
         deadline = time.monotonic() + timeout_seconds
@@ -177,7 +177,7 @@ class Crew:
         return found
 
     def acknowledge(self) -> None:
-        """What follows from all that `listen` has returned so far is recorded."""
+        """The consequences of all that `listen` has returned so far are recorded."""
         for worker in self.workers.values():
             worker.acknowledge()
 
@@ -231,7 +231,7 @@ class Crew:
         worker.attach(hello, session.send)
 
     def _why_not(self, arrived: Arrived) -> str:
-        """Why a worker that says Hello is not wanted; "" if it is."""
+        """Why a worker that sends Hello is refused; "" if it is accepted."""
         hello, pid, token = arrived.hello, arrived.peer.pid, arrived.peer.token
         who = f"the worker that is process {pid}"
         if (version := hello.versions.get("tlora")) != __version__:
@@ -264,7 +264,7 @@ class Crew:
         return worker
 
     def _await_end(self, worker: RemoteWorker) -> None:
-        """What it said before it ended comes first."""
+        """Queue the worker's end after everything that it sent before."""
         worker.process.wait()
         for session, owner in list(self._sessions.items()):
             if owner is worker:
@@ -274,13 +274,13 @@ class Crew:
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Those that are silent for too long, or at one thing, are killed; that they have ended is heard then."""
+        """Kill workers that are silent, or without progress, for too long; `listen` reports their ends."""
         now = time.monotonic()
         late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
         for refusals in (self._of_strangers, self._of_workers):
             refusals.look()
         for worker in self.workers.values():
-            if late:  # this process was stopped itself: it has not looked
+            if late:  # this process itself was stopped and could not look
                 self._heard_at[worker] = now
             if not worker.given_up and (reason := self._why_lost(worker, now)):
                 worker.given_up = reason
@@ -288,7 +288,7 @@ class Crew:
                 threading.Thread(target=worker.process.kill, args=(_GONE_SECONDS,), daemon=True).start()
 
     def _stop_revoked(self) -> None:
-        """Once a second at most: it reads a file."""
+        """Stop workers whose token was revoked; at most once a second, as it reads a file."""
         if not self._let_in_by or time.monotonic() - self._asked_tokens < _WATCH_SECONDS:
             return
         self._asked_tokens = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where workers come in: the unix socket, where the kernel says who they are, and a TCP port with TLS, where they have to show it.
+"""Listeners for workers: the unix socket, where the kernel identifies the peer, and a TCP port with TLS, where a token and a proof do.
 
 A door gives connections and what admits each of them; that is called by a thread of the connection's own, so that nobody who dawdles keeps
 others waiting.
@@ -180,7 +180,7 @@ class TlsDoor:
         return token
 
     def _check_directory(self, line: Line, who: str, worker: str) -> None:
-        """That it reads and writes the same store."""
+        """Check that the worker reads and writes the same store."""
         path, number = self._directory / f"{_PROOFS}{secrets.token_hex(16)}", secrets.token_hex(32)
         try:
             try:
@@ -214,7 +214,7 @@ def _disprove(number: str, proof: Proof, path: Path) -> str:
 
 
 def _read(line: Line, kind: type[T], otherwise: str) -> T:
-    """Raises ConnectionError, which says nothing of what was received."""
+    """Read a message. Raises ConnectionError, whose text does not quote what was received."""
     try:
         message = read_admission(line, ADMISSION_SECONDS)
     except OSError:

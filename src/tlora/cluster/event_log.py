@@ -1,4 +1,4 @@
-"""What happened in a cluster, as a file: a JSON object a line, {"seconds": t, "type": ..., the fields of the event or action}.
+"""The event log of a cluster: one JSON object a line, {"seconds": t, "type": ..., the fields of the event or action}.
 
 A fresh scheduler that gets the same events answers with the same actions, so an incident can be repeated. `sim/trace.py` reads it. A
 restarted cluster appends to the same file, and its time continues from the last line: for how long no controller ran is left out.
@@ -57,7 +57,7 @@ class EventLog:
 
 
 def _mend(path: Path) -> float:
-    """End a log's last line, or cut it off where a kill has torn it: the next would be glued to it. Returns the time it has come to."""
+    """Complete a log's last line, or cut it off if a kill has torn it, so that the next one stays whole. Returns the last time in it."""
     last = rest = b""
     with path.open("rb") as file:
         for line in file:

@@ -1,5 +1,5 @@
-"""Which GPUs this process may use, by the numbers that nvidia-smi gives them: workers see their own by these (CUDA_VISIBLE_DEVICES), and
-people find them there. Does not import torch.
+"""Which GPUs this process may use, by nvidia-smi's numbers, which workers get in CUDA_VISIBLE_DEVICES and users see. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def count_as_the_driver_does() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`memory_bytes` 0: the driver does not tell."""
+    """`memory_bytes` 0: unknown to the driver."""
 
     memory_bytes: int
     uuid: str
@@ -53,7 +53,7 @@ def list_gpus() -> dict[int, Gpu]:
 
 
 def room_of(gpus: Sequence[int], known: Mapping[int, Gpu], memory_limit: int | Literal["auto"]) -> tuple[int, ...]:
-    """Bytes that may be planned for on each of `gpus`, before a worker says what is free there; empty where the driver does not tell."""
+    """Bytes that may be planned for on each of `gpus` before a worker reports what is free; empty if the driver does not know."""
     found = [known[gpu].memory_bytes if gpu in known else 0 for gpu in gpus]
     if not all(found):
         return ()
@@ -61,13 +61,13 @@ def room_of(gpus: Sequence[int], known: Mapping[int, Gpu], memory_limit: int | L
 
 
 def host_room(places: int, memory_limit: int | Literal["auto"]) -> int:
-    """The same of each of so many processes on a CPU, which share its memory."""
+    """As `room_of`, for processes on a CPU, which share its memory."""
     return memory_limit if memory_limit != "auto" else int(CPU_SHARE * psutil.virtual_memory().available) // places
 
 
 def visible(gpus: Mapping[int, Gpu]) -> tuple[int, ...]:
-    """Those of `list_gpus` that CUDA_VISIBLE_DEVICES leaves, in its order: numbers, or beginnings of UUIDs. Like CUDA, none from the first
-    on that there is not. Raises ConfigError for parts of GPUs (MIG).
+    """Those of `list_gpus` that CUDA_VISIBLE_DEVICES leaves, in its order: numbers, or prefixes of UUIDs. As in CUDA, the first unknown one
+    ends the list. Raises ConfigError for parts of GPUs (MIG).
     """
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None or not gpus:
@@ -85,7 +85,7 @@ def visible(gpus: Mapping[int, Gpu]) -> tuple[int, ...]:
 
 
 def left_visible() -> tuple[int, ...] | None:
-    """The numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None where it is not set."""
+    """The numbers of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process; None if it is not set."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return None
@@ -94,8 +94,8 @@ def left_visible() -> tuple[int, ...] | None:
 
 
 def see_only(gpus: Sequence[int]) -> None:
-    """This process sees those GPUs and no other, before it imports torch: CUDA_VISIBLE_DEVICES may leave more, as Slurm and containers set
-    it for a whole allocation. Raises ConfigError where it hides one of them.
+    """Make only those GPUs visible to this process, before it imports torch: Slurm and containers may set CUDA_VISIBLE_DEVICES for a whole
+    allocation. Raises ConfigError if it hides one of them.
     """
     left = left_visible()
     hidden = [gpu for gpu in gpus if left is not None and gpu not in left]
@@ -109,7 +109,7 @@ def see_only(gpus: Sequence[int]) -> None:
 
 
 def numbers_of(indices: Sequence[int]) -> tuple[int, ...]:
-    """Of GPUs that torch calls cuda:`index` in this process. Raises ConfigError where CUDA_VISIBLE_DEVICES says neither number nor UUID."""
+    """The numbers of torch's GPUs cuda:`index` here. Raises ConfigError if CUDA_VISIBLE_DEVICES has neither number nor UUID."""
     there = left_visible()
     if there is None:
         return tuple(indices)

@@ -1,6 +1,6 @@
-"""What a scheduler has learned of the speeds of its bases, kept in a file of the store: a restart goes on with it.
+"""The speeds of bases that a scheduler has learned, kept in a file of the store for the next start.
 
-The file is small and can be lost: without it, or where it is damaged, a scheduler begins with the constants and says so.
+The file is small and may be lost: without it, or if it is damaged, a scheduler begins with the constants and says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LearnedCosts:
         self._broken = False
 
     def teach(self, cost: CostModel, base: str, of: str, now: float) -> None:
-        """Let `cost` go on with what was learned of `base` earlier, if that was of the same: `of` names its files and its devices.
+        """Give `cost` what was learned of `base` earlier, if that was of the same files and devices, which `of` names.
 
         Each entry is of some constants, and counts once the base has these: they may come later, from a worker's measurement.
         """
@@ -53,7 +53,7 @@ class LearnedCosts:
                 self._note(f"{self._path}: what it says of {base!r} is damaged ({error}): its speed is learned anew")
 
     def see(self, cost: CostModel, now: float, *, at_once: bool = False) -> None:
-        """Save what is new, now and then; `at_once` at an end. On a full disk later."""
+        """Save what is new, now and then; `at_once` at an end. After a full disk a later call saves it."""
         corrected = cost.times_corrected != self._saved_corrections
         if not self._of or not (at_once or corrected or now - self._saved_at >= SAVE_SECONDS):
             return
@@ -97,7 +97,7 @@ class LearnedCosts:
 
 
 def _parse(found: dict[str, Any]) -> Learned:
-    """With the time since it was written. Raises ValueError, TypeError, KeyError."""
+    """The entry, aged by the time since it was written. Raises ValueError, TypeError, KeyError."""
     away = max(0.0, time.time() - _number(found["unix_seconds"]))
     one, node, nodes = (_number(value, LEAST_CORRECTION, MOST_CORRECTION) for value in found["corrections"])
     means: list[tuple[float, float, float]] = []

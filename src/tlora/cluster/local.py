@@ -137,7 +137,7 @@ class LocalBackend:
             self._free_store()
 
     def abandon(self) -> None:
-        """As a kill does: all workers train on, for their lease, and the next back end on this store finds them."""
+        """Leave as after a kill: all workers train on for their lease, and the next back end on this store finds them."""
         if self._lock_file is not None:
             self._crew.abandon()
             self._free_store()
@@ -154,11 +154,11 @@ class LocalBackend:
 
     @property
     def began_at_seconds(self) -> float:
-        """What the clock showed when this back end began: 0, or the age of the workers that it has found."""
+        """The clock's time at the start of this back end: 0, or the age of the workers that it has adopted."""
         return self._began
 
     def stop(self) -> None:
-        """`poll` ends, with all jobs checkpointed and all workers ended. A signal handler may call it."""
+        """Make `poll` end, with all jobs checkpointed and all workers ended. A signal handler may call it."""
         self._stopped = True
         self._crew.wake()
 
@@ -170,8 +170,8 @@ class LocalBackend:
     # -- what users ask ------------------------------------------------------------------------------------------------
 
     def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None:
-        """The job arrives at that time on this back end's clock, or now. A time before this back end began is when it was submitted to an
-        earlier one: it arrives now and keeps its place. Raises ConfigError for one that cannot run here.
+        """Submit the job at that time on this back end's clock, or now. A time before this back end began means a submission to an earlier
+        one: the job arrives now and keeps its place. Raises ConfigError for a job that cannot run here.
         """
         self._check(spec, job)
         if at_seconds is None:
@@ -191,7 +191,7 @@ class LocalBackend:
             self._arrives[spec.job_id] = at_seconds
 
     def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
-        """The job ends at that time, or now; its last checkpoint stays. Raises ConfigError for an unknown job, as the next two do."""
+        """End the job at that time, or now; its last checkpoint stays. Raises ConfigError for an unknown job, as the next two do."""
         self._ask_of(JobCancelled(job_id), at_seconds)
 
     def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
@@ -202,7 +202,7 @@ class LocalBackend:
         self._ask_of(JobReleased(job_id), at_seconds)
 
     def forget(self, job_id: str) -> None:
-        """Keep nothing more of a job that has ended: its name is free again. One that has not ended stays known."""
+        """Forget a job that has ended, which frees its name. A job that has not ended stays known."""
         with self._asking:
             if job_id in self._ended:
                 self._ended.discard(job_id)
@@ -210,7 +210,7 @@ class LocalBackend:
                 self._reconciler.forget_job(job_id)
 
     def expect(self, base_model: str) -> None:
-        """Jobs over that base will be submitted: where no worker has it, a new one on a free GPU begins to load it."""
+        """Jobs over that base will be submitted: if no worker has it, start one on a free GPU that loads it."""
         self._expected.put(base_model)
         self._crew.wake()
 
@@ -290,7 +290,7 @@ class LocalBackend:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Until a worker reports, a user asks, or the next tick; then all that is there to hear."""
+        """Wait for a report, a user's request or the next tick; then take in all that has arrived."""
         with self._asking:
             due = min(self._next_tick, self._asked[0][0] if self._asked else math.inf)
         for worker, report in self._crew.listen(max(0.0, due - self.now())):
@@ -325,17 +325,17 @@ class LocalBackend:
         self._settle()
 
     def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:
-        """A group that was moving to other GPUs, or is that of two controllers, is found twice: it goes on where its jobs went last."""
+        """A group that was moving to other GPUs, or belongs to two controllers, is found twice: it continues where its jobs went last."""
         places = [other for other in self._crew.workers.values() if other.found is not None and other.found.group_id == group_id]
         return max(places, key=lambda other: max((held.attempt for held in other.jobs.values()), default=0)) is not worker
 
     def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:
-        """A job that was being handed over may be in the groups of two workers: it goes on where its attempt is the later one."""
+        """A job that was being handed over may be in the groups of two workers: it continues where its attempt is the later one."""
         places = {other.gpu: other.jobs[job_id].attempt for other in self._crew.workers.values() if job_id in other.jobs}
         return job_id in worker.jobs and places[worker.gpu] == max(places.values())
 
     def _arrived_early(self, names: Iterable[str]) -> tuple[JobSubmitted, ...]:
-        """Those of `names` that are submitted, as they run already: each with the time of its submission."""
+        """Mark those of `names` that are submitted as arrived, since they run already: each with the time of its submission."""
         with self._asking:
             wanted = set(names)
             taken = [asked for asked in self._asked if isinstance(asked[2], JobSubmitted) and asked[2].job_id in wanted]

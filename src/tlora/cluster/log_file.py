@@ -1,6 +1,4 @@
-"""A file of lines that is bounded: from a size on it goes on in a new file, older ones have .1 to .5 behind their names, and the oldest is
-removed.
-"""
+"""A log file of bounded size: beyond a size it continues in a new file; older ones get the suffixes .1 to .5, and the oldest is removed."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class LogFile:
         self._bytes = 0
 
     def write(self, lines: Sequence[str]) -> None:
-        """Lines with their ends, in the file on return. Raises OSError, as on a full disk: it is then not known how many were written."""
+        """Write complete lines, flushed on return. Raises OSError, as on a full disk: then some of them may have been written."""
         if not lines:
             return
         try:

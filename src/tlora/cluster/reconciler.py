@@ -1,7 +1,7 @@
-"""From what is wanted of the GPUs to what their workers shall have, and what a worker's reports mean.
+"""Turns the scheduler's groups into the desired state of each worker, and interprets the workers' reports.
 
-Starts no process, reads no clock and waits for nothing: `local.py` does. A worker gets there by itself (`engine/settler.py`); here it is
-seen to that a job is in one worker at a time. Who trains where is the scheduler's decision.
+Starts no process, reads no clock and does not wait: `local.py` does. A worker reaches its desired state by itself
+(`engine/settler.py`); this module ensures that a job is in one worker at a time. The scheduler decides which job trains where.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Reconciler:
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
         self.open: set[str] = set()
-        self.events: list[Event] = []  # to be taken by the back end
+        self.events: list[Event] = []  # for the back end to take
         self._last_attempt = epoch * NUMBERS_PER_EPOCH
         self._unready: set[str] = set()  # groups whose last change is not through
         self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and with which jobs a job could not join
@@ -66,7 +66,7 @@ class Reconciler:
         self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and that have not arrived here
 
     def want(self, group: JobGroup) -> None:
-        """The group shall run as given. Other GPUs than before are another worker, which goes on from the jobs' checkpoints."""
+        """Run the group as given. Other GPUs than before mean another worker, which continues from the jobs' checkpoints."""
         group = replace(group, gpus=tuple(sorted(group.gpus)))
         for other in self.groups.values():
             apart = other.group_id == group.group_id or set(other.gpus).isdisjoint(group.gpus)
@@ -82,7 +82,7 @@ class Reconciler:
             self.blame.see_steps(name, held.steps)
 
     def expect(self, base_model: str, gpus: tuple[int, ...]) -> None:
-        """Where no worker has that base and one of `gpus` is in none and in no group, a new one begins to load it there."""
+        """If no worker has that base and one of `gpus` has neither worker nor group, start a worker there that loads it."""
         path = self._base_models.get(base_model)
         if path is None or any(worker.load is not None and worker.load.base_model == path for worker in self.workers.values()):
             return
@@ -99,12 +99,12 @@ class Reconciler:
             self._end(end)
 
     def forget(self, group_id: str) -> None:
-        """The group shall end."""
+        """End the group."""
         self.groups.pop(group_id, None)
         self._unready.discard(group_id)
 
     def forget_job(self, job_id: str) -> None:
-        """It has ended, and is not spoken of again."""
+        """The job has ended and will not be mentioned again."""
         assert job_id not in self.open, job_id
         self._arrived.discard(job_id)
         self.blame.forget(job_id)
@@ -112,7 +112,7 @@ class Reconciler:
         self._refused.pop(job_id, None)
 
     def hear(self, worker: RemoteWorker, report: Report) -> None:
-        """Take in what a worker reports; what speaks of an attempt that is not its own is void."""
+        """Take in a worker's report; one about an attempt that the worker does not hold is void."""
         match report:
             case Joined(job_id, steps, attempt) if worker.holds(job_id, attempt):
                 self.blame.see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
@@ -172,7 +172,7 @@ class Reconciler:
                 worker.want(None, (), False)
 
     def _group_of(self, worker: RemoteWorker) -> JobGroup | None:
-        """The one that is to have just its GPUs."""
+        """The group that is to run on exactly the worker's GPUs."""
         return next((group for group in self.groups.values() if group.gpus == worker.gpus), None)
 
     def _end(self, event: JobFinished | JobFailed) -> None:
@@ -180,30 +180,30 @@ class Reconciler:
             self.open.discard(event.job_id)
             self.blame.forget(event.job_id)
             self.events.append(event)
-        elif event.job_id not in self._arrived:  # its worker will not say it again
+        elif event.job_id not in self._arrived:  # its worker will not report it again
             self._untold[event.job_id] = event
 
     def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:
-        """Of the base that it has loaded, by all names that this has here. Workers that are alike tell the same."""
+        """Record the speed of the worker's base under all names of that base. Workers of one kind report the same."""
         for name, path in list(self._base_models.items()):  # a server's grow at any time
             if worker.load is not None and worker.load.base_model == path and self._speeds.get(name) != speed:
                 self._speeds[name] = speed
                 self.events.append(BaseMeasured(name, device, speed))
 
     def _blame(self, worker: RemoteWorker, reason: str) -> None:
-        """A worker that dies before its base is loaded has not begun with its jobs: being alone would tell nothing."""
+        """Count the death against the worker's jobs. Before its base is loaded it computes no job: being alone would show nothing."""
         for job_id in self.blame.die(worker.suspects, together=worker.loaded and len(worker.jobs) > 1):
             deaths = self.blame.of[job_id].deaths
             self._end(JobFailed(job_id, f"{deaths} workers in a row ended with this job and without progress of it; {reason}"))
 
     def _residents(self, group: JobGroup) -> tuple[str, ...]:
-        """The jobs that shall be in the group's worker now: all that have not ended, or the first of them that is suspected, alone."""
+        """The jobs that the group's worker must have now: all that have not ended, or the first suspect among them alone."""
         living = tuple([job_id for job_id in group.job_ids if job_id in self.open])
         suspect = next((job_id for job_id in living if self.blame.is_alone(job_id)), None)
         return living if suspect is None else (suspect,)
 
     def _let_in(self, group: JobGroup, worker: RemoteWorker, held: set[str]) -> None:
-        """Residents that no other worker has shall be here; when all of the group are in, it is ready."""
+        """Let the residents that no other worker has join; the group is ready when all are in."""
         residents = self._residents(group)
         joins: list[Join] = []
         for job_id in residents:

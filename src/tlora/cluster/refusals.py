@@ -1,4 +1,4 @@
-"""Notes of refused connections that no flood of them makes a flood of notes: the first few one by one, then counts."""
+"""Notes on refused connections, limited against floods: the first few one by one, then counts."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Refusals:
             self._counted, self._last = self._counted + 1, reason
 
     def look(self) -> None:
-        """To be called now and then: what was counted is noted when its window is over."""
+        """Call now and then: notes the count when its window is over."""
         if self._counted and self._clock() - self._began >= WINDOW_SECONDS:
             self.tell_rest()
 
     def tell_rest(self) -> None:
-        """What was counted is noted now, and the next window begins."""
+        """Note the count now and begin the next window."""
         if self._counted:
             seconds, more = self._clock() - self._began, f"{self._counted:,} more connection{'s' * (self._counted > 1)}"
             self._note(f"refused: {more} in {seconds:.0f} s, the last: {self._last}")

@@ -34,7 +34,7 @@ Send = Callable[[FromController], None]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An attempt of a job that is the worker's alone, until it says how it ended, or has ended itself. `steps`: when it was found here."""
+    """An attempt of a job that only this worker has, until it reports its end or ends itself. `steps`: when it was adopted."""
 
     attempt: int
     steps: int = 0
@@ -64,7 +64,7 @@ class RemoteWorker:
         self.pulse: Alive | None = None
         self.given_up = ""  # why it was killed
         self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
-        self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, when it has ended; empty if that is not known
+        self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, once it has ended; empty if unknown
         self._want = Want(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
         self._intake = Intake()
         self._send: Send | None = None
@@ -83,7 +83,7 @@ class RemoteWorker:
 
     @property
     def obeys(self) -> bool:
-        """Whether there is a point in telling it something."""
+        """Whether messages to the worker still have an effect."""
         return not (self.stopping or self.doomed)
 
     @property
@@ -92,7 +92,7 @@ class RemoteWorker:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all is as was wanted last."""
+        """Whether the worker has reached the last desired state."""
         return self.settled == self._want.generation
 
     @property
@@ -100,19 +100,19 @@ class RemoteWorker:
         return self._send is not None
 
     def give(self, load: Load) -> None:
-        """What it shall load, of a worker that has nothing yet."""
+        """Set what the worker loads; it has nothing yet."""
         assert self.load is None, f"{self.load} is loaded, and {load} cannot be"
         self.load = load
         self._want = replace(self._want, load=load)
 
     def want(self, group: JobGroup | None, jobs: tuple[Join, ...], alone: bool) -> None:
-        """It shall have this and nothing else."""
+        """Set the worker's desired state: this group and nothing else."""
         wanted = replace(self._want, group=group, jobs=jobs, alone=alone)
         if wanted != self._want or not self._is_decided:
             self._tell(wanted)
 
     def stop(self) -> None:
-        """It shall checkpoint its jobs and exit."""
+        """Have the worker checkpoint its jobs and exit."""
         if not self.stopping:
             self.stopping = True
             self._tell(replace(self._want, stop=True))
@@ -146,12 +146,12 @@ class RemoteWorker:
         self._say_want()
 
     def detach(self, send: Send) -> None:
-        """That connection has ended; there may be another by now."""
+        """The given connection has ended; another may exist by now."""
         if self._send == send:
             self._send = None
 
     def take(self, said: Said) -> Report | None:
-        """Its report, if it is new: each counts once, in its order."""
+        """The worker's report if it is new: each counts once, in order."""
         if not self._intake.take(said):
             return None
         match said.report:
@@ -164,7 +164,7 @@ class RemoteWorker:
             case Settled(generation, jobs) if generation == self._want.generation:
                 self.settled, self.residents = generation, jobs
                 wanted = {join.job.name for join in self._want.jobs}
-                for name in self.jobs.keys() - jobs.keys() - wanted:  # wanted for a moment only, of which it never heard
+                for name in self.jobs.keys() - jobs.keys() - wanted:  # wanted so briefly that the worker never heard of it
                     del self.jobs[name]
             case _:
                 pass
@@ -172,7 +172,7 @@ class RemoteWorker:
 
     @property
     def suspects(self) -> list[str]:
-        """The jobs that may have ended it: those that it computed, and those that were on their way in."""
+        """The jobs that may have killed it: those that it computed, and those that were joining."""
         return [name for name in self.jobs if not self.in_flight or name in self.in_flight or name not in self.joined]
 
     def holds(self, job_id: str, attempt: int) -> bool:
@@ -187,6 +187,6 @@ class RemoteWorker:
             self._say_want()
 
     def acknowledge(self) -> None:
-        """What follows from the reports that were taken is recorded."""
+        """The consequences of the reports taken so far are recorded."""
         if (seq := self._intake.due()) is not None:
             self._say(Taken(seq))

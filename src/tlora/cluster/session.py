@@ -1,4 +1,4 @@
-"""A controller's end of one connection: read and written by threads of its own, so that no worker can make the controller wait."""
+"""A controller's end of one connection, with its own threads for reading and writing, so that no worker can block the controller."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Session:
         self._outgoing.put(message)
 
     def refuse(self, reason: str) -> None:
-        """Tell it, and end the connection."""
+        """Send the worker the refusal and end the connection."""
         self._outgoing.put(Refusal(reason))
         self._outgoing.put(None)
 
@@ -89,7 +89,7 @@ class Session:
         self._line.close()
 
     def _converse(self) -> str:
-        """Until it ends. What is wrong with it, if something is. Raises as `Admit` does, and TimeoutError, ValueError."""
+        """Read until the end. Returns the connection's fault, if it has one. Raises as `Admit` does, and TimeoutError, ValueError."""
         peer = self._admit(self._line)
         first = self._line.read_line(HELLO_SECONDS)
         if first is None:
@@ -104,7 +104,7 @@ class Session:
 
 
 def _parse_hello(line: bytes) -> Hello:
-    """Raises ValueError; of another version of the protocol nothing but its number is read."""
+    """Read a Hello. Raises ValueError; of another version of the protocol only the number is read."""
     try:
         found: object = json.loads(line)
     except RecursionError:

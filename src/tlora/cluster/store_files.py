@@ -1,4 +1,4 @@
-"""What a controller keeps in its store besides jobs: the lock, and the number of controllers that there have been."""
+"""A controller's files in its store besides jobs: the lock, and the count of controllers so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reign:
 
 
 def begin_reign(directory: Path, *, continues: bool) -> Reign:
-    """The next epoch, on the disk before any worker hears of it. The caller holds the lock. Raises ConfigError, CheckpointError."""
+    """Begin the next epoch, on disk before any worker sees it. The caller holds the lock. Raises ConfigError, CheckpointError."""
     path = directory / FILE
     try:
         before = read_object(path) if path.exists() else {"epoch": 0, "started_unix_seconds": 0.0}

@@ -16,12 +16,12 @@ from tlora.sharing.multicast import NO_MULTICAST
 
 
 def supervise(gpus: tuple[int, ...], log: Path, identity: ProcessIdentity | None) -> SupervisedProcess:
-    """A worker that an earlier controller or a person has started."""
+    """Supervise a worker that an earlier controller or a user has started."""
     return SupervisedProcess(identity, log, whole_session=len(gpus) > 1)
 
 
 def launch(gpus: tuple[int, ...], device: str, address: str, log: Path) -> SupervisedProcess:
-    """A new process, which dials `address`; `log` gets what it and its libraries print."""
+    """Start a worker process, which dials `address`; `log` gets what it and its libraries print."""
     numbers = ",".join(map(str, gpus))
     arguments = ["--connect", address, "--gpus", numbers]
     environment = {**NO_MULTICAST, **_device_environment(device, numbers)}
@@ -29,12 +29,12 @@ def launch(gpus: tuple[int, ...], device: str, address: str, log: Path) -> Super
 
 
 def file_stem(gpus: tuple[int, ...]) -> str:
-    """Of the files of the worker that has these GPUs: gpu0, gpu0-1."""
+    """The stem of the file names of the worker on these GPUs: gpu0, gpu0-1."""
     return f"gpu{'-'.join(map(str, gpus))}"
 
 
 def write_record(directory: Path, gpus: tuple[int, ...], identity: ProcessIdentity | None) -> None:
-    """So that the next controller of this store knows the worker of those GPUs. A full disk costs its adoption, and no more."""
+    """Record the worker of those GPUs for the next controller of this store. A full disk costs only its adoption."""
     if identity is not None:
         with contextlib.suppress(CheckpointError):
             durable.write_file(directory / f"{file_stem(gpus)}.json", json.dumps(asdict(identity)) + "\n")
@@ -52,7 +52,7 @@ def read_records(directory: Path) -> dict[tuple[int, ...], ProcessIdentity]:
 
 
 def _device_environment(device: str, numbers: str) -> dict[str, str]:
-    """A worker sees its own GPUs alone; on a CPU each rank of it is one thread, so that several are like GPUs of their own."""
+    """A worker sees only its own GPUs; on a CPU each of its ranks is one thread, so that several behave like separate GPUs."""
     if device == "cuda":
         return {"CUDA_VISIBLE_DEVICES": numbers}
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
