@@ -1,4 +1,4 @@
-"""The wall between a job and its neighbours: whatever a step of one job raises is that job's failure, and the others go on.
+"""The wall between a job and its neighbours: an exception in one job's step fails that job alone, and the others continue.
 
 Also here: what counts as running out of memory.
 """

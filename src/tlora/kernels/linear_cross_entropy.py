@@ -1,6 +1,6 @@
 """Frozen output head and cross-entropy in one go, a few rows at a time: the logits of all tokens never exist at once.
 
-The gradient is made beside the loss, so no graph is kept. Each row is on its own: a NaN in one stays in that one.
+The gradient is computed along with the loss, so no graph is kept. Each row is on its own: a NaN in one stays in that one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tile shapes of the GPU kernels: an exact entry of a measured table (`tile_files.py`), else a rule.
 
-Chosen by the shape of the base and its dtype alone, never by the neighbours or what runs beside it: a tile shape is part of a job's bits.
+Chosen by the shape of the base and its dtype alone, never by the neighbours or other work on the GPU: a tile shape is part of a job's bits.
 One thing is not: how many rows and columns a GEMM's tile has. Each element of y is a sum over `inner` by itself, in one order, so a GEMM of
 few tokens takes smaller tiles, of which more processors have one.
 """

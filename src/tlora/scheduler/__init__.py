@@ -1,1 +1,1 @@
-"""Who trains with whom on which GPUs: events in, actions out. No clock, no threads, no sockets, no tensors."""
+"""Which jobs train together on which GPUs: events in, actions out. No clock, no threads, no sockets, no tensors."""

@@ -1,6 +1,6 @@
-"""Policies that give each job its own GPUs, as many as it asks for: the baselines that everybody knows. None shares a base.
+"""Policies that give each job its own GPUs, as many as it asks for: the well-known baselines. None shares a base.
 
-All order by priority first, place by `Draft.allocate` and run a job under `exclusive_plan`; nobody gets GPUs ahead of time.
+All order by priority first, place by `Draft.allocate` and run a job under `exclusive_plan`; no job gets GPUs ahead of time.
 """
 
 from __future__ import annotations

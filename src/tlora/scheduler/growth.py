@@ -1,4 +1,4 @@
-"""What becomes of GPUs that nobody who waits can use now: groups grow onto them, move to them, or part with a member.
+"""Uses GPUs that no waiting job can use now: groups grow onto them, move to them, or part with a member.
 
 Growth is revocable: what a group has beyond its share is the first that `reclaim.py` takes back. Nothing is done for less than a
 share of the step, nor for less than it costs.

@@ -1,6 +1,6 @@
 """How fast jobs run together on so many GPUs, if their bounds and memory allow it at all; worked out once for the same jobs and GPUs.
 
-Not here: who shall run with whom, and where.
+Not here: which jobs run together, and where.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Policies of others that let jobs share a base: mLoRA's rule, which looks at memory alone, and tLoRA's grouping as published.
 
-Both let whoever finds as many GPUs free as it asks for start alone. Ours is in `residual_capacity.py`.
+Under both, a job that finds as many free GPUs as it asks for starts alone. Ours is in `residual_capacity.py`.
 """
 
 from __future__ import annotations

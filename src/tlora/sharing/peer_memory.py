@@ -1,7 +1,7 @@
 """Memory of one size on each rank that all ranks of the host can read. The one place that knows how a device does that.
 
-Reads are one-sided: no rank waits for another, and nobody may write what may still be read. Memory of a rank that has ended stays
-readable as long as somebody has it mapped, but for that behind CUDA's IPC handles.
+Reads are one-sided: no rank waits for another, and no rank may write memory that may still be read. Memory of a rank that has ended
+stays readable as long as a process has it mapped, except memory behind CUDA's IPC handles.
 
 On a GPU this is torch's symmetric memory, a prototype API (`torch.distributed._symmetric_memory`). Copies between GPUs then go over
 NVLink by the copy engines and take no processors from kernels. On a CPU it is anonymous shared memory.

@@ -1,4 +1,4 @@
-"""Fills this rank's part of a shared base from whatever has the rows of its weights: files, a model that is loaded, or a seed."""
+"""Fills this rank's part of a shared base from any source of its weights' rows: files, a loaded model, or a seed."""
 
 from __future__ import annotations
 

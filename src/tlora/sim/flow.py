@@ -1,6 +1,6 @@
-"""A simulated group as a link with flows: who runs in it at which speed, until when. What the flows' speeds are is the cost model's.
+"""A simulated group as a link with flows: which jobs run in it, at which speed, until when. The cost model gives the speeds.
 
-Starts and ends no group, and tells nobody: `backend.py` does.
+Starting and ending groups and reporting events is left to `backend.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a simulation leaves behind: one record per job, stretches of groups for the Gantt view, samples over time, and who ran it.
 
-Plain values without behaviour. Nobody changes one: they are not frozen because to make frozen ones took 8 % of a simulation under FIFO.
+Plain values without behaviour. They are never changed, but not frozen: making frozen ones took 8 % of a simulation under FIFO.
 Times are seconds on the simulation's own clock. What is computed from them: `metrics.py`, `bounds.py`.
 """
 

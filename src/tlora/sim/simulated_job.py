@@ -1,6 +1,6 @@
 """How far a simulated job is, and how its windows of 10 optimizer steps went: arithmetic over stretches of constant speed.
 
-Knows neither groups nor events; whoever drives it says how long the job ran, stood still or waited.
+Knows neither groups nor events; the caller says how long the job ran, was paused or waited.
 """
 
 from __future__ import annotations

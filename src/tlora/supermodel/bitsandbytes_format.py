@@ -1,7 +1,8 @@
 """Checkpoints whose linears bitsandbytes has packed in 4 bits (NF4 or FP4, scales nested or not), as transformers and unsloth save them.
 
-Beside `X.weight` (nibbles) lie `X.weight.absmax`, `X.weight.quant_map` and a JSON text in bytes, `X.weight.quant_state.bitsandbytes__nf4`;
-with nested scales also `X.weight.nested_absmax` and `X.weight.nested_quant_map`. Which linears are packed is what the files hold.
+`X.weight` (nibbles) comes with `X.weight.absmax`, `X.weight.quant_map` and a JSON text in bytes,
+`X.weight.quant_state.bitsandbytes__nf4`; with nested scales also with `X.weight.nested_absmax` and `X.weight.nested_quant_map`. The
+files say which linears are packed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training passes through the decoder as CUDA graphs: a micro-batch of a shape that came before is launched at once, without Python.
 
-A shape is all that the host decides by: tokens, runs, samples, the width of S, whether anybody drops out, which attention. What the
+A shape is all that the host decides by: tokens, runs, samples, the width of S, whether any job uses dropout, which attention. What the
 device reads, which tokens, whose they are and where the rows of their adapters lie, is copied over what the graph was captured with.
 The first micro-batch of a shape runs as it is and compiles what is missing; the second is captured, which takes about twice as long.
 
@@ -9,7 +9,7 @@ wait for most of theirs to come again. `size_for` says to how many tokens such a
 that there is or, where there is none, of a rough size, which soon has one. What a finer size, or the micro-batch's own, would have saved
 of padding is counted. When that is as much as it takes to capture that size, micro-batches run at it until it is captured.
 
-One way to execute passes that do not overlap. Whoever wants a second pass before the first one's backward runs it without graphs
+One way to execute passes that do not overlap. A second pass before the first one's backward has to run without graphs
 (`fast_path.py`).
 """
 

@@ -1,6 +1,6 @@
 """The fused linear inside an ordinary PEFT model, for users of other trainers: the model, its parameters and its files stay PEFT's.
 
-Only the forward of each LoRA linear is exchanged. Whatever the kernels do not compute goes PEFT's own way, and is said.
+Only the forward of each LoRA linear is replaced. What the kernels do not compute is left to PEFT, and reported.
 """
 
 from __future__ import annotations
