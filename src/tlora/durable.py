@@ -1,7 +1,7 @@
 """Files and directories that survive a kill or a power cut whole or not at all; standard library only.
 
-Owns the protocol: write beside, fsync, manifest, rename, fsync the parent, only then acknowledge, only then delete old
-ones. What a checkpoint holds, and when one is due, is not known here.
+Owns the protocol: write under a temporary name, fsync, manifest, rename, fsync the parent, only then acknowledge, only then delete old
+ones. What a checkpoint holds, and when one is due, is decided elsewhere.
 """
 
 from __future__ import annotations

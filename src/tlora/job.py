@@ -1,6 +1,6 @@
 """What a person orders: `JobSpec` (one adapter) and `RunSpec` (the file around several).
 
-The same classes are the YAML, the Python objects and the resolved config beside an adapter. Field names are PEFT's
+The same classes are the YAML, the Python objects and the resolved config in an adapter's directory. Field names are PEFT's
 for the adapter and transformers'/TRL's for the run. Reading files, defaults and sweeps: `jobs_file/`.
 """
 

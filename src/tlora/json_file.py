@@ -1,4 +1,4 @@
-"""Reading a JSON file that may be damaged or made by somebody else: either an object comes back, or one of two exceptions."""
+"""Reads a JSON file that may be damaged or untrusted: returns an object or raises one of two exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a durable directory holds: the names, sizes and sha256 digests of its files, written beside them; standard library only."""
+"""The manifest of a durable directory: the names, sizes and sha256 digests of its files; standard library only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The cluster of one machine: a worker process per group of GPUs, and jobs that users submit, cancel, hold and release at any time.
 
-It owns the clock and the store; `crew.py` has the workers. What each of them shall have is the reconciler's decision, who trains where the
-scheduler's, and how a micro-batch runs the worker's (`engine/worker.py`). Workers outlive it: the next back end on the store finds them.
+It owns the clock and the store; `crew.py` has the workers. The scheduler decides which job trains where, the reconciler what each worker
+gets, the worker (`engine/worker.py`) how a micro-batch runs. Workers outlive the back end: the next one on the store finds them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a controller knows of one worker: what it was told, what it has said, and what of that is new. No sockets, no clock."""
+"""What a controller knows of one worker: what it has sent, what it has heard, and which reports are new. No sockets, no clock."""
 
 from __future__ import annotations
 

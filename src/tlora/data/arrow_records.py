@@ -1,4 +1,4 @@
-"""Reads records from Parquet files and Arrow streams, some at a time, and gives their values as Python has them."""
+"""Reads records from Parquet files and Arrow streams in batches, as Python values."""
 
 from __future__ import annotations
 

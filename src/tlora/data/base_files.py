@@ -1,5 +1,5 @@
-"""Where the files of a base from the hub lie. The hub is asked once in a process, for the commit that a branch or tag names; what lies
-whole in its cache is read from there, without a further request.
+"""Locates the files of a base from the hub. The hub is asked once per process, for the commit that a branch or tag names; what is
+complete in its cache is read from there, without a further request.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Makes one tokenized set from the sources of a job's data, or finds it made already.
+"""Makes one tokenized set from the sources of a job's data, or finds it in the cache.
 
-Owns the cache key, cutting to `max_length`, skipping what has nothing to train, and the report of all that.
+Owns the cache key, cutting to `max_length`, skipping samples without trained tokens, and the report on these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values in a row, checked for their type; lists also where they are JSON in a string, which is all that CSV can hold."""
+"""Values in a row, checked for their type; a list may also be JSON in a string, as in CSV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats through a chat template: what of a chat a template cannot write is said in words, and the result's trained characters are found.
+"""Renders chats with a chat template, rewords what the template cannot write, and finds the trained characters in the result.
 
 The template is the job's own file, else the base model's, else `DEFAULT_TEMPLATE`. A trained turn counts from the end of the
 template's generation prompt to the token that ends the turn: what the model has to write itself (`turns.py`). Rendering is

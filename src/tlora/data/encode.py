@@ -1,4 +1,4 @@
-"""From examples to token ids with a loss weight each.
+"""Turns examples into token ids, each with a loss weight.
 
 Owns special tokens (exactly one BOS where the tokenizer adds one, EOS after plain text) and the step from trained characters to trained
 tokens. Does not cut to a length and writes nothing.

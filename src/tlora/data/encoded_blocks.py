@@ -1,5 +1,5 @@
-"""From blocks of rows to their samples and counts, on one core or on all of them. No block knows of another, so that results do not depend
-on how many processes there are.
+"""Turns blocks of rows into samples and counts, on one core or on all. Blocks are independent, so that results do not depend on the
+number of processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a row becomes: a chat, a text, labelled segments of text, token ids, or a pair of two answers."""
+"""The kinds of examples that rows become: a chat, a text, labelled segments of text, token ids, or a pair of two answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a data file, decompressed where its name says so; and files that stand in for the data are called what they are."""
+"""The bytes of a data file, decompressed by its suffix; detects placeholders such as Git LFS pointers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Remembers which tokenized sets answered a request, keyed by the identity of its input files: with a warm cache no process has to
-load a tokenizer, and no data file has to be hashed.
+"""Records which tokenized sets belong to a request, keyed by the identity of its input files: with a warm cache no process has to load a
+tokenizer, and no data file has to be hashed.
 
 A file's identity is its inode, size and times. A record whose files are younger than a clock's tick is not made: a change within the
 same tick could not be seen. Hub data sets and splits of directories are not recorded; the worker finds their files.

@@ -1,4 +1,4 @@
-"""What one job's data may take, where the data is somebody else's: set by a server, enforced in the data worker."""
+"""Limits on the resources that one tenant's data may take: set by a server, enforced in the data worker."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Messages of a chat, in the spellings of the well-known trainers and APIs, as a chat template takes them.
 
-Owns roles, contents, the loss weight of a message, and the system prompt and tools that stand in columns of their own. Tool calls are
-`tool_calls.py`'s; which column holds the messages is `formats.py`'s.
+Owns roles, contents, the loss weight of a message, and the system prompt and tools in separate columns. `tool_calls.py` reads tool
+calls; `formats.py` decides which column holds the messages.
 """
 
 from __future__ import annotations

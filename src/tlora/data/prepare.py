@@ -1,4 +1,4 @@
-"""The data room's front door: from `DataConfig`s to tokenized sets, tokenized in a process of its own.
+"""The entry point of `data`: from `DataConfig`s to tokenized sets, tokenized in a separate process.
 
 A job whose data is invalid, or crashes or hangs the process, gets a DataError; the other jobs continue in a new process.
 """

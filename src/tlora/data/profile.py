@@ -1,4 +1,4 @@
-"""What a scheduler must know of a job, as arithmetic over the lengths of its samples. No tensors: a server's intake does it too."""
+"""Computes a job's profile for the scheduler from the lengths of its samples. No tensors: a server's intake does it too."""
 
 from __future__ import annotations
 

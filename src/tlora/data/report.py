@@ -1,4 +1,4 @@
-"""Statistics of a tokenized set: its size, and which parts of its rows training does not see.
+"""Statistics of a tokenized set: its size, and the parts of its rows that are not trained on.
 
 Counted while the set is made (`build.py`), stored in its meta.json, printed by `check` and `train`.
 """

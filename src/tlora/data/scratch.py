@@ -1,4 +1,4 @@
-"""Directories in which sets are being made, and what of an unfinished one is kept for the next launch.
+"""Directories in which sets are being made, and the state of an unfinished one that is kept for the next launch.
 
 A directory is kept under its set's key while one process at a time fills it, which holds a lock on a file in it. A progress file says how
 long its files are, with their hashes; it is replaced as a whole after they are written. What does not match it is not used. Two processes

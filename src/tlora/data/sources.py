@@ -1,4 +1,4 @@
-"""From the sources that a job names to files: local ones where something lies at the path, else those of a data set on the hub."""
+"""Finds the files of the sources that a job names: local ones if the path exists, else those of a hub data set."""
 
 from __future__ import annotations
 

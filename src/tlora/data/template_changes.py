@@ -1,7 +1,7 @@
 """Finds the parts of a chat that its template drops or rewrites.
 
-Templates are programs and say nowhere what they leave out, so the rendered text is searched for each piece of the chat: as it is, and
-escaped as in JSON or in Python. Owns that search and its words; rendering is `chat.py`'s.
+Templates are programs and do not declare what they leave out, so the rendered text is searched for each piece of the chat: as it is, and
+escaped as in JSON or in Python. Owns that search and its messages; `chat.py` renders.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows of token ids: which tokens are trained, and packed rows cut into their samples.
 
-Owns the columns that other programs write beside `input_ids`. Whether the ids are in the model's vocabulary is `encode.py`'s to check.
+Owns the columns that other programs write with `input_ids`. `encode.py` checks that the ids are in the model's vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What of a rendered chat is trained, and whether each trained turn ends in a stop token."""
+"""Which parts of a rendered chat are trained, and whether each trained turn ends in a stop token."""
 
 from __future__ import annotations
 

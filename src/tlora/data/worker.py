@@ -1,7 +1,7 @@
 """The process in which users' bytes are parsed: `python -m tlora.data.worker`. Requests on stdin, one event a line on stdout.
 
-Holds no torch, and limits on what one bad file can take. A Python error fails the job it belongs to; whatever kills or hangs this process
-is the parent's to handle (`prepare.py`).
+Imports no torch, and limits what one bad file can take. A Python error fails its job alone; the parent (`prepare.py`) handles a death or
+hang of this process.
 """
 
 from __future__ import annotations

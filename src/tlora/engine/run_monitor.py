@@ -1,4 +1,4 @@
-"""Watches a run: rates and shares over the last seconds for whoever looks on, and a row of `run.jsonl` about every second."""
+"""Watches a run: rates and shares over the last seconds for the display, and a row of `run.jsonl` about every second."""
 
 from __future__ import annotations
 

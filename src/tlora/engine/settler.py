@@ -1,4 +1,4 @@
-"""From what a worker shall have to what its trainer is told: one step at a time, and what the trainer's reports mean for that.
+"""Turns a worker's desired state into commands for its trainer, one step at a time, and accounts for the trainer's reports.
 
 Starts nothing, reads no clock and waits for nothing. Who trains where is decided elsewhere.
 """

@@ -1,9 +1,9 @@
-"""What a worker does with its GPU: loads a base once and trains the jobs that come and go, as it is told.
+"""What a worker does with its GPU: loads a base once and trains the jobs that its commands add and remove.
 
-Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); who trains with whom is decided elsewhere,
-and how a worker is told is `worker.py`'s. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares with the
-others. A job joins and leaves between two micro-batches; its data and its state are made ready beside,
-while the others train, and files are written beside.
+Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); which jobs train together is decided
+elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares
+with the others. A job joins and leaves between two micro-batches; its data and state are prepared, and files written, while the others
+train.
 """
 
 from __future__ import annotations

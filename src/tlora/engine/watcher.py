@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: plain values, made by the engine, drawn by whoever watches. No torch here."""
+"""The progress of a run as plain values, which the engine makes and a watcher displays. No torch here."""
 
 from __future__ import annotations
 

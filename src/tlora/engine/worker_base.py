@@ -1,4 +1,4 @@
-"""The base of a worker, or of one rank of it, and what fits into the device's memory beside it.
+"""The base of a worker, or of one rank of it, and what fits into the device's memory next to it.
 
 Where the base does not fit on each of a worker's GPUs, these hold it in parts (`sharing/`).
 """

@@ -1,7 +1,7 @@
 """How a worker that comes over TCP shows that it may: what is said before its Hello, and the worker's part of it.
 
 It says its token and which process it is (`Entry`). The controller has put a file with a random number into the store and names it
-(`Challenge`); the worker answers with that number and puts one of its own beside it (`Proof`). So both know that they see the same
+(`Challenge`); the worker answers with that number and puts one of its own next to it (`Proof`). So both know that they see the same
 directory, and that the other may write there: the files' owner is one user. The controller's part is `cluster/doors.py`.
 """
 

@@ -1,7 +1,7 @@
 """The one way in which a long-lived Python process is started, watched and ended for good: ranks, workers, the data worker, intake.
 
-Knows nothing of what the process computes. A child is waited for by the kernel's own notice; a process of somebody else's (a launcher's
-rank, the worker of an earlier controller) is known by its identity, and its end is noticed by a pidfd.
+Knows nothing of what the process computes. A child is waited for; a process that was started elsewhere (a launcher's rank, the worker of
+an earlier controller) is known by its identity, and its end is noticed by a pidfd.
 """
 
 from __future__ import annotations

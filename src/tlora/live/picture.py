@@ -1,4 +1,4 @@
-"""What a cluster's events and actions say of its jobs, as one picture for whoever watches."""
+"""Folds a cluster's events and actions into one view of its jobs' progress."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The policy of this project: jobs share GPUs within bounds on each one's slowdown, and groups grow and shrink with the load.
 
-Its rules: docs/explanation/scheduling.md. Who comes first is `urgency.py`'s, GPUs that others give up `reclaim.py`'s, growth
-`growth.py`'s, the index of groups `group_index.py`'s. Pure but for what it remembers, all of which could be worked out anew.
+Its rules: docs/explanation/scheduling.md. The order of jobs is in `urgency.py`, reclaiming of GPUs in `reclaim.py`, growth in `growth.py`,
+the index of groups in `group_index.py`. Pure but for its caches, all of which could be worked out anew.
 """
 
 from __future__ import annotations

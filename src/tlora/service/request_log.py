@@ -1,5 +1,5 @@
 """What was asked of the server, when and by whom, in files beside its store: access.log has every request, audit.log those with a key
-that change something. One JSON object a line; neither holds a key, a query or a body. `RequestNumbers` counts the answers for Prometheus.
+that change something. One JSON object a line; neither holds a key, a query or a body.
 """
 
 from __future__ import annotations

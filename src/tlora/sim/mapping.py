@@ -1,7 +1,7 @@
-"""From a row of a trace to a LoRA job, by anchored replay: what the trace does not tell is drawn, and the steps are as many as take
-the recorded run time on the recorded GPUs (docs/reference/simulator.md).
+"""From a row of a trace to a LoRA job, by anchored replay: what the trace lacks is drawn, and the steps are as many as take the
+recorded run time on the recorded GPUs (docs/reference/simulator.md).
 
-Reads no file, and knows nothing of who trains with whom.
+Reads no file, and knows nothing of groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a simulation leaves behind: one record per job, stretches of groups for the Gantt view, samples over time, and who ran it.
+"""What a simulation leaves behind: a record per job, stretches of groups for the Gantt view, samples over time, and its settings.
 
 Plain values without behaviour. They are never changed, but not frozen: making frozen ones took 8 % of a simulation under FIFO.
 Times are seconds on the simulation's own clock. What is computed from them: `metrics.py`, `bounds.py`.

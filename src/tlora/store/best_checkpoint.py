@@ -1,4 +1,4 @@
-"""The checkpoint of a job's best evaluation, which `load_best_model_at_end` hands over: what to do where it is gone."""
+"""The checkpoint of a job's best evaluation, which `load_best_model_at_end` hands over: what to do if it is missing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which worker may write in a job's directory: one at a time, under the number of its attempt.
 
-A claim is a locked file beside the jobs' directories, with the number in it. The lock keeps others out as long as the process lives, also
+A claim is a locked file next to the jobs' directories that holds the number. The lock keeps others out as long as the process lives, also
 when it is stopped; the number is looked at before each rename, so that a worker whose lock did not hold (a file system that does not
 pass locks on to other hosts) cannot put anything in place once a later attempt has begun.
 """

@@ -1,8 +1,8 @@
 """Reserves disk space for the last save of each job, and removes older checkpoints when it is needed.
 
-Kept back is a file beside the jobs' directories, as large as what they will write at their ends, and it shrinks as they end. Its name is
-that of a leftover, so that a killed run's is removed by the next one. What may go are older checkpoints. What a save writes is not known
-here.
+The reserve is a file next to the jobs' directories, as large as what the jobs will write at their ends; it shrinks as they end. It is
+named like a leftover, so that the next run removes it after a kill. Only older checkpoints are removed. What a save writes is decided
+elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an order that is resumed has to take over from the one that it began with, where a jobs file leaves it open."""
+"""Values that a resumed order takes from the order that it began with, where the jobs file leaves them open."""
 
 from __future__ import annotations
 

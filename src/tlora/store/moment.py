@@ -1,4 +1,4 @@
-"""A job's state at the moment at which it is to be written, while its group goes on."""
+"""A copy of a job's state for a save, while its group trains on."""
 
 from __future__ import annotations
 

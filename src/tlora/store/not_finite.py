@@ -1,4 +1,4 @@
-"""What a person is told of steps and evaluations whose numbers are not finite."""
+"""The notes on steps and evaluations whose numbers are not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one job leaves on disk: its rows of metrics, its checkpoints, its adapter and its result."""
+"""Writes one job's files: its rows of metrics, its checkpoints, its adapter and its result."""
 
 from __future__ import annotations
 

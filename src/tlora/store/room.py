@@ -1,4 +1,4 @@
-"""Saves that wait for room on a full disk, where whoever runs them is there to stay."""
+"""Saves that wait for room on a full disk, for callers that can wait."""
 
 from __future__ import annotations
 

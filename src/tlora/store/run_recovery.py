@@ -1,4 +1,4 @@
-"""What a resume must know of a run, kept a second time beside each of its jobs, and `run.json` made again from that."""
+"""What a resume must know of a run, copied into each job's directory, and `run.json` rebuilt from these copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands beside an adapter so that prompts are made as in its training: the tokenizer, the chat template, the format of the rows.
+"""Files in an adapter's directory that make prompts as in its training: the tokenizer, the chat template, the format of the rows.
 
 Written when a job begins, so that its checkpoints are served alike; as TRL does, in transformers' own files. `prompt.json` adds what
 those cannot say: whether the prompts went through the template at all.

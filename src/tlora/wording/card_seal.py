@@ -1,4 +1,4 @@
-"""The last line of a model card: by it a card that nobody has edited is known, and its names may be changed. Pure text."""
+"""The last line of a model card: it proves that the card is unedited, so that its names may be changed. Pure text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the owner of a run knows of its jobs by the ranks' reports, as one picture for whoever watches."""
+"""Folds the ranks' reports into one view of the run's jobs."""
 
 from __future__ import annotations
 

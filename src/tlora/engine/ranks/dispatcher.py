@@ -1,4 +1,4 @@
-"""Keeps the books of a run on several GPUs: which rank has which job, and what each is told when something has happened.
+"""Assigns a run's jobs on several GPUs: which rank has which job, and which command each rank gets after an event.
 
 Pure: reports come in as calls, commands go out in `commands`. A job that waits goes to whichever rank has room; a rank that has nothing
 left takes a job from the fullest one if that shortens the end; the jobs of a lost rank go to the others. A job that spans several ranks

@@ -1,6 +1,6 @@
 """The line between the owner of a run and its ranks: a Unix socket of `multiprocessing.connection`, authenticated by a key of the run.
 
-Only processes of one user on one host can meet here: the socket lies in a directory that nobody else may enter.
+Only processes of one user on one host can meet here: no other user may enter the socket's directory.
 """
 
 from __future__ import annotations

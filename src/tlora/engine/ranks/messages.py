@@ -1,7 +1,7 @@
 """What the process that owns a run and its ranks say to each other: one frozen value a message, sent as it is by `link.py`.
 
-A rank trains some of the run's jobs on one GPU. It is given jobs, and may be told to let one go; it tells what it has room for and what
-has become of its jobs. All ranks are processes of one host and of one version.
+A rank trains some of the run's jobs on one GPU. It is given jobs, and may have to release one; it reports its free memory and what has
+become of its jobs. All ranks are processes of one host and of one version.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process that owns a run on several GPUs: it starts a rank for each, gives them jobs, shows what they do, and writes the run's files.
 
-It computes nothing itself, and takes nothing of a GPU. What a rank does is `rank.py`'s; who gets which job is `dispatcher.py`'s.
+It computes nothing itself and uses no GPU memory. What a rank does is `rank.py`'s; which rank gets which job is `dispatcher.py`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank of a run: `python -m tlora.engine.ranks.rank`. It loads the base on its GPU and trains the jobs that it is given.
 
 The address of the run's owner comes on stdin, its number in RANK. It is the session of a run in one process (`engine/session.py`), with
-its jobs from the owner instead of from the file, and what it has to say told to the owner instead of shown.
+its jobs from the owner instead of from the file, and its messages sent to the owner instead of shown.
 """
 
 from __future__ import annotations

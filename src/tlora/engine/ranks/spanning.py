@@ -1,10 +1,10 @@
 """Jobs that span several ranks: gradients lie in memory that the ranks read of each other, and short notes say when.
 
 Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job, or one for each job, and puts its replicas' gradients
-there. All ranks of a job read all of them, add them in one order and step. So no rank waits for another's step. Nobody writes what
-somebody may still read: gradients of even and odd steps have places of their own, and those of a step are written only when all ranks
-have told that they are through with the step before, and so have read what was there before that. Before the first step the job's
-home has its state in its region, and keeps its gradients to itself until all others have read it.
+there. All ranks of a job read all of them, add them in one order and step. So no rank waits for another's step. No rank
+overwrites what another may still read: even and odd steps have separate regions for gradients, and those of a step are written only when
+all ranks have reported the end of the step before, and so have read what was there before that. Before the first step the job's home
+has its state in its region, and keeps its gradients back until all others have read the state.
 """
 
 from __future__ import annotations

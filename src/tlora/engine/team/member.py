@@ -1,6 +1,6 @@
 """One rank of a worker with several GPUs: `python -m tlora.engine.team.member`. A trainer whose commands come from the worker's process.
 
-The address comes on stdin, its number in RANK. It ends with the worker's process, however that ends: nobody else knows of it.
+The address comes on stdin, its number in RANK. It ends with the worker's process, however that ends: no other process knows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the process of a worker with several GPUs and its ranks say to each other, beside the reports that a worker makes of its jobs.
+"""Messages between the process of a worker with several GPUs and its ranks, besides a worker's reports on its jobs.
 
 A rank obeys the commands of a worker with one GPU (`engine/commands.py`). The words here are of jobs that several ranks compute: one has
 the job's home, and its files; the others follow. Notes of gradients, and of what a job begins with, are those of `ranks/messages.py`.
