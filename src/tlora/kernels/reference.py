@@ -1,7 +1,7 @@
 """The specification of a linear with many adapters: segments, and loops over them in plain torch. Also the path for the CPU.
 
 T tokens, K in features, N out features, R rank rows of all slots. A is `a_RK`; B is held transposed, `b_RN`, so that a slot's
-rows are contiguous and aligned whatever the other slots hold. Routing selects rows and never multiplies by a mask: 0 * NaN is NaN.
+rows are contiguous and aligned next to any other slots. Routing selects rows and never multiplies by a mask: 0 * NaN is NaN.
 """
 
 from __future__ import annotations
