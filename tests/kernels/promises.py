@@ -154,11 +154,6 @@ def attention_of_a_sample_is_its_own() -> None:
         assert torch.equal(one, other), name
 
 
-def attention_keeps_nan_next_door() -> None:
-    """L2: before and behind."""
-    test_varlen_attention.test_nan_next_door_changes_no_bit({"lengths": (5, 33, 2)})
-
-
 # -- optimizer -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,3 @@ def served_slowly(tmp_path: Path) -> Iterator[Served]:
     """One whose jobs train as the test says."""
     with serving(tmp_path / "server", eager=False) as found:
         yield found
-
-
-Serving = Callable[..., Served]

@@ -6,6 +6,7 @@ import ast
 import base64
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def test_nothing_in_the_package_unpickles() -> None:
     but tensors and plain containers: that is how a base's .bin files are read.
     """
     for path in Path(tlora.__file__).parent.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"pickle|dill|marshal|shelve|joblib|torch\.load", text):
+            continue  # nothing below could be found in it
+        tree = ast.parse(text)
         safe = [call.func for call in ast.walk(tree) if isinstance(call, ast.Call) and _reads_weights_only(call)]
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
