@@ -1,7 +1,7 @@
-"""The measurement of a base's speed while its worker trains: one micro-batch at a time, between those of the jobs.
+"""Measures a base's speed while its worker trains: one micro-batch at a time, between those of the jobs.
 
-Jobs wait for none of it: it begins when one of them has made a step, or when there is none, takes a share of the time, and memory only
-where jobs leave some. It touches no state of theirs.
+Jobs do not wait for it: it begins after a job's first step, or when there is no job, takes a share of the time, and memory only if jobs
+leave some. It touches no state of theirs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BackgroundCalibration:
         tell: Callable[[Measured], object],
         note: Callable[[str], object],
     ) -> None:
-        """`tell` gets what was found, `note` a line about it, or why there is nothing."""
+        """`tell` gets the result, `note` a line about it, or why there is none."""
         self._load, self._model, self._has_room, self._tell, self._note = load, model, has_room, tell, note
         self._plan = [(1, tokens) for tokens in PROBES] + [(MEMBERS, PROBES[1] // MEMBERS)]  # jobs, and tokens of each
         self.points: list[Timed] = []
@@ -69,12 +69,12 @@ class BackgroundCalibration:
         self.over = False
 
     def is_due(self, *, beside_jobs: bool) -> bool:
-        """Whether the next turn may be now: `beside_jobs` it has to leave them their share of the time."""
+        """Whether the next turn may run now: with `beside_jobs` it must leave them their share of the time."""
         return not self.over and (not beside_jobs or time.monotonic() >= self._not_before)
 
     def turn(self, begin: Callable[[tuple[str, ...]], object], *, beside_jobs: bool) -> None:
-        """Compute one micro-batch. `begin` is called with its jobs before: they, and no user's, are to blame if it kills the process. The
-        last turn tells what was found.
+        """Compute one micro-batch. `begin` is called with its jobs first: these, and no user's, are blamed if it kills the process. The
+        last turn reports the result.
         """
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)  # what is left of the jobs' micro-batch is their time
@@ -94,14 +94,14 @@ class BackgroundCalibration:
             self._not_before = max(self._not_before, now + (now - began) * (1 / SHARE - 1))
 
     def step_aside(self) -> None:
-        """Give the memory back: a job needs it. What was being timed is timed anew, where there is room again."""
+        """Free the memory for a job. The interrupted probe is timed again when there is room."""
         if self._probe is not None:
             self._probe.close()
             self._probe, self.resident = None, ()
             self._not_before = time.monotonic() + ROOM_SECONDS
 
     def close(self) -> None:
-        """Leave nothing in the model and on the disk."""
+        """Remove the made-up jobs from the model and the disk."""
         self.step_aside()
         self._files.close()
         self.over = True
@@ -130,11 +130,11 @@ class BackgroundCalibration:
         self._probe, self.resident = None, ()
 
     def _leave_larger_out(self) -> None:
-        """The rate is then that of the probes before."""
+        """Skip larger probes; the rate is then that of the earlier ones."""
         self._plan, self._runs = [each for each in self._plan if each[0] > 1], ()
 
     def _next_probe(self, beside_jobs: bool) -> Generator[None, None, Timed] | None:
-        """None where memory does not suffice now. A probe that would be the largest can be done without, the others are waited for."""
+        """The next probe; None if memory does not suffice now. The largest probe can be skipped, the others wait for memory."""
         members, tokens = self._plan[0]
         if members == 1 and self.points and not worth_trying(tokens, self.points[-1], self._model.device.type):
             self._leave_larger_out()

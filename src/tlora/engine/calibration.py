@@ -64,12 +64,12 @@ class Timed:
 
 
 def device_name(device: torch.device) -> str:
-    """What a measurement holds for: the GPU's model, or CPU."""
+    """The device that a measurement is valid for: the GPU's model, or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def recall(load: Load, device: str) -> Measured | None:
-    """What an earlier load found on a `device`; None where that is not known, or damaged: it can be measured again."""
+    """The measurement of an earlier load on a `device`; None if there is none, or it is damaged: it can be measured again."""
     try:
         return Measured(device, TypeAdapter(BaseSpeed).validate_json(_path(load, device).read_bytes()))
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ class MadeUpJobs:
         self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
 
     def job(self, tokens: int) -> JobRun:
-        """One whose global batches have about so many."""
+        """A job whose global batches have about so many tokens."""
         self._made += 1
         batch_size, directory = max(1, round(tokens / self._length)), self._directory / str(self._made)
         rng, writer = np.random.default_rng(self._made), Writer(directory)
@@ -127,7 +127,7 @@ class MadeUpJobs:
 
 
 def worth_trying(tokens: int, last: Timed, place: str) -> bool:
-    """Whether a probe of so many tokens is over in time, as far as the `last` one can tell."""
+    """Whether a probe of so many tokens would end in time, judging by the `last` one."""
     return tokens / last.tokens * last.seconds * (_WARM_UP[place] + _TIMED[place]) <= MOST_SECONDS[place]
 
 
@@ -169,7 +169,7 @@ def _cost(timed: Timed) -> float:
 
 
 def _one(engine: Engine, device: torch.device) -> tuple[int, float]:
-    """Tokens of a micro-batch, and its seconds. What the device was given before is not counted."""
+    """Tokens of a micro-batch, and its seconds. Work that was queued before is not counted."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -183,7 +183,7 @@ def _one(engine: Engine, device: torch.device) -> tuple[int, float]:
 @contextmanager
 def _resident(model: SuperModel, runs: Sequence[JobRun], tokens: int) -> Iterator[Engine]:
     def listen(report: Report) -> None:
-        """Nothing may go wrong: what is then measured is something else."""
+        """Raise at any failure report: the time measured after it would mean something else."""
         if isinstance(report, Ended) and report.status != "stopped":
             raise CalibrationError(report.reason or "it ended before its time was taken")
         if isinstance(report, Noted):
@@ -203,7 +203,7 @@ def _path(load: Load, device: str) -> Path:
 
 
 def key_of(load: Load, device: str) -> str:
-    """Of what decides about the speed: the base's files, how it is held and run, the device and the software."""
+    """The cache key: all that decides the speed, which is the base's files, how it is held and run, the device and the software."""
     files = sorted(path for path in find_directory(load.base_model).iterdir() if path.is_file())
     what: list[Any] = [
         [PROBES, _SAMPLE_TOKENS, _MOST_TURNS],
@@ -229,7 +229,7 @@ class Attempt:
 
     @contextmanager
     def mark(self) -> Iterator[None]:
-        """While this lasts, the end of this process is taken to be the measurement's doing; not where the cache cannot be written."""
+        """Within this block the end of the process is blamed on the measurement, unless the cache cannot be written."""
         if self._identity is not None:
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)

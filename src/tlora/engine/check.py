@@ -1,6 +1,4 @@
-"""`tlora check`: all that can be known about a run without loading weights, whose headers are read. All problems at once, none fatal to
-the others.
-"""
+"""`tlora check`: everything about a run that needs no weights, only their headers. Reports all problems at once."""
 
 from __future__ import annotations
 
@@ -55,8 +53,8 @@ class SourceCheck:
 
 @dataclass(frozen=True)
 class JobCheck:
-    """What is known of one job. `memory_bytes` is what it adds to a run; `data` is None when its data is bad, `eval_data` also where the
-    evaluation has no file of its own. `sources` is empty for a job with a single source.
+    """The check of one job. `memory_bytes` is what it adds to a run; `data` is None if its data is bad, `eval_data` also if the evaluation
+    has no separate file. `sources` is empty for a job with a single source.
     """
 
     name: str
@@ -73,8 +71,8 @@ class JobCheck:
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """What one of several GPUs would do: the jobs that have their home there, what they take of the memory, how long they train and how
-    fast, as predicted (`planning/work.py`). `parts`: jobs that have their home elsewhere, of which it computes some replicas.
+    """The predicted work of one of several GPUs: the jobs that have their home there, their memory, how long they train and how fast
+    (`planning/work.py`). `parts`: jobs that have their home elsewhere, of which it computes some replicas.
     """
 
     jobs: tuple[str, ...]
@@ -86,7 +84,7 @@ class GpuCheck:
 
 @dataclass(frozen=True)
 class RunCheck:
-    """What is known of the run. `resident_jobs` train at once; the others wait in a queue."""
+    """The check of the run. `resident_jobs` train at once; the others wait in a queue."""
 
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -244,7 +242,7 @@ def _look_at_base(
 
 
 def _look_at_download(base_model: str, problems: list[str], warnings: list[str]) -> None:
-    """What training will download, or that the disk has no room for it."""
+    """A note on what training will download, or on a disk without room for it."""
     try:
         if line := describe_download(base_model):
             warnings.append(line)

@@ -1,4 +1,4 @@
-"""What a worker's settler tells the group's trainer, one step at a time (`settler.py`, `trainer.py`). None of it leaves the process."""
+"""Commands from a worker's settler to the group's trainer, one step at a time (`settler.py`, `trainer.py`), within the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tlora.worker_protocol import Join
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Checkpoint a job at its last optimizer step and let it go. Answered by `Left`, or by nothing if the job has ended before."""
+    """Checkpoint a job at its last optimizer step and release it. Answered by `Left`, unless the job has ended before."""
 
     job_id: str
 

@@ -96,7 +96,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a run writes. `mark` is called with a job's directory when that has been made; trackers are those of `report_to`."""
+    """A run's output. `mark` is called with a job's directory once it is made; trackers are those of `report_to`."""
 
     output_dir: Path
     serving: ServingFiles
@@ -124,7 +124,7 @@ class Driver:
         self.group = Engine(model, token_budget, self._listen, longest, exchange=exchange)
 
     def open(self, job: PlannedJob, resume: bool, start: Future[AdapterState] | None = None) -> Opened:
-        """Make a job ready to join; any thread may. Raises what `open_run` does."""
+        """Prepare a job for joining; may be called from any thread. Raises as `open_run` does."""
         places, name, note = self._places, job.spec.name, self._context.note
         directory = places.output_dir / name
         run, state = open_run(job, self.group.model.bank.sum_dtype, directory, resume, note, start)
@@ -163,7 +163,7 @@ class Driver:
         return run
 
     def refuse(self, spec: JobSpec, reason: str) -> None:
-        """A job that cannot join has failed."""
+        """Record the failure of a job that cannot join."""
         name, places = spec.name, self._places
         self._context.reserve.ended(name)
         self.records.results[name] = refuse(spec, places.output_dir / name, reason, places.settings.get(name, {}), self._context.note)
@@ -190,7 +190,7 @@ class Driver:
         look(None)
 
     def close(self, *, wait: bool = True) -> None:
-        """With `wait`, all is written, and nothing more will be. The space that was kept on the disk is free."""
+        """End the writing, with `wait` after all files are written, and free the reserved disk space."""
         if wait:
             self._context.writer.close()
         self._context.reserve.close()

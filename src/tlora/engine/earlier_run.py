@@ -1,4 +1,4 @@
-"""What an earlier run has left of the jobs of a resumed one: those that are done stay done, and what becomes of the others is said."""
+"""The state of a resumed run's jobs after the earlier run: finished jobs stay finished, and the others are described."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _end_of(spec: JobSpec, directory: Path) -> EarlierEnd | None:
 
 
 def with_ends(run: RunSpec, ends: Mapping[str, EarlierEnd]) -> RunSpec:
-    """`run` with the orders of jobs that have ended as they are written down."""
+    """`run` with the recorded orders of jobs that have ended."""
     return run.model_copy(update={"jobs": [ends[job.name].spec if job.name in ends else job for job in run.jobs]})
 
 
@@ -62,7 +62,7 @@ def with_plans(run: RunSpec, planned: Iterable[JobSpec]) -> RunSpec:
 
 
 def describe_resume(run: RunSpec, ends: Mapping[str, EarlierEnd]) -> list[str]:
-    """What to say of a resume before anything is loaded: which jobs are done, which begin at step 0, which are new, which are left out."""
+    """Describe a resume before anything is loaded: which jobs are done, begin at step 0, are new, or are left out."""
     directory, names = Path(run.output_dir), [job.name for job in run.jobs]
     file = directory / "run.json"
     before = {job["name"] for job in read_run_file(file)["jobs"]} if file.is_file() else set[str]()

@@ -1,4 +1,4 @@
-"""Answers from one adapter over its base, with plain torch and transformers' `generate`: what a person tries after training.
+"""Answers from one adapter over its base, with plain torch and transformers' `generate`, for a first try after training.
 
 Not for serving: adapters run as forward hooks on the base's own linears. Nothing is merged, so a head that is tied to the
 embedding keeps its weights, and the base can be asked without the adapter.
@@ -119,7 +119,7 @@ def open_adapter(
 
 
 def _find_base(directory: Path, named: str | None) -> str | None:
-    """Where the base that an adapter names lies on this machine: where its run had it, if that is still the same; else the name itself."""
+    """The path of the base that an adapter names: where its run had it, if that is still the same; else the name itself."""
     for run in _runs_of(directory):
         found = run.get("base_model")
         if named and isinstance(found, str) and Path(found).is_dir() and same_base(named, found):
@@ -128,7 +128,7 @@ def _find_base(directory: Path, named: str | None) -> str | None:
 
 
 def _runs_of(directory: Path) -> Iterator[dict[str, Any]]:
-    """The run files of what may have trained the adapter in `directory`."""
+    """The run files of runs that may have trained the adapter in `directory`."""
     for path in (directory.parent / "run.json", directory.parent.parent / "run.json"):
         with suppress(OSError, ValueError):
             yield read_object(path)
@@ -197,7 +197,7 @@ def _prompt_ids(model: AdaptedModel, prompt: str) -> list[int]:
 
 
 def _stops(model: AdaptedModel) -> tuple[list[int], str]:
-    """Tokens that end an answer, and a text that does where the template ends its turns by more than one token."""
+    """Tokens that end an answer, and a text that does if the template ends its turns with more than one token."""
     tokenizer: Any = model.encoder.tokenizer
     configured = model.model.generation_config.eos_token_id
     stops = configured if isinstance(configured, list) else [configured]

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 
 def describe_interrupt(number: int, unfinished: int) -> str:
-    """What the signal `number` will bring about, as the first that has come, with so many `unfinished` jobs."""
+    """Describe the effect of the first signal, `number`, with so many `unfinished` jobs."""
     jobs = "1 unfinished job" if unfinished == 1 else f"{unfinished} unfinished jobs"
     more = "; press Ctrl-C again to quit at once, without what is not saved by then" if number == signal.SIGINT else ""
     return f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written"
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Those that this system has, without a SIGHUP that `nohup` has switched off."""
+    """The ending signals of this system, without a SIGHUP that `nohup` has switched off."""
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
     found = [signal.Signals[name] for name in names if hasattr(signal, name)]
     return [number for number in found if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
@@ -25,8 +25,8 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextmanager
 def interrupts(describe: Callable[[int], str], note: Callable[[str], None]) -> Iterator[list[int]]:
-    """Collects these signals instead of dying, and notes how things stood at the first; a second SIGINT raises KeyboardInterrupt.
-    Only the main thread can.
+    """Collects these signals instead of dying, and notes the state at the first; a second SIGINT raises KeyboardInterrupt. For the main
+    thread only.
     """
     received: list[int] = []
     noted = threading.Event()

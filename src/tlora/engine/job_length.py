@@ -1,4 +1,4 @@
-"""A resumed job may take more or fewer steps than it was ordered to before: what that does to its learning rate, and when it is refused."""
+"""Checks resumed jobs whose number of steps has changed: the effect on the learning rate, and when the change is refused."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tlora.wording.numbers import by_jobs
 
 
 def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
-    """What to say of jobs of the run in `directory` whose number of steps has changed. Raises ConfigError where one has taken more steps
-    than it shall have.
+    """Notes on jobs of the run in `directory` whose number of steps has changed. Raises ConfigError for a job that has already taken more
+    steps than ordered now.
 
-    What cannot be read is left to the opening of the job.
+    Unreadable files are left to the opening of the job.
     """
     said: list[tuple[str, str]] = []
     too_short: list[str] = []

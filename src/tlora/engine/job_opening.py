@@ -1,4 +1,4 @@
-"""From a planned job to one that can join: its run, with the state of its newest checkpoint or of its start; or its refusal on disk.
+"""Turns a planned job into one that can join: its run, with the state of its newest checkpoint or its start; or records its refusal.
 
 Shared by `train`, where all jobs are known beforehand, and `worker`, where they come and go.
 """

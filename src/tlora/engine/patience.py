@@ -1,4 +1,4 @@
-"""Waiting for room on a full disk: in a worker, what a job has come to is kept in memory until it can be written."""
+"""Waits for room on a full disk: a worker keeps a job's state in memory until it can be written."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class Patience:
         return not gone
 
     def end(self) -> None:
-        """The worker is to exit: nothing waits any more."""
+        """The worker is about to exit: stop all waits."""
         self._ending.set()

@@ -1,4 +1,5 @@
-"""What a worker is at, for its signs of life. The thread that trains writes it, the one that sends reads; each field is replaced whole."""
+"""A worker's current activity, for its signs of life. The training thread writes it, the sending thread reads it; each field is replaced
+whole."""
 
 from __future__ import annotations
 

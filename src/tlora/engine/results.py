@@ -1,4 +1,4 @@
-"""How a run's jobs ended, by name, and what is said of those whose turn did not come."""
+"""The results of a run's jobs by name, including those that did not start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def all_results(
 
 
 def _not_ended(spec: JobSpec, run: RunSpec, note: Callable[[str], None], total_steps: int) -> JobResult:
-    """A job whose turn did not come, as an earlier run left it; or one whose process died."""
+    """The result of a job that did not start, as an earlier run left it; or of one whose process died."""
     directory = Path(run.output_dir) / spec.name
     if (earlier := read_result(directory)) is not None:
         return earlier

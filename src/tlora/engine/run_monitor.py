@@ -24,7 +24,7 @@ from tlora.store.metrics import RowWriter, finite_mean
 
 @dataclass(frozen=True)
 class Packing:
-    """What some micro-batches were made of: real tokens, computed ones (padding included), and the budgets they were packed into."""
+    """Sums over some micro-batches: real tokens, computed ones (padding included), and the budgets they were packed into."""
 
     tokens: int = 0
     computed: int = 0

@@ -63,7 +63,7 @@ class Assignment:
 
 
 class Guard(Protocol):
-    """What a session asks of the base's fingerprint (`store.fingerprint.BaseGuard`)."""
+    """The part of `store.fingerprint.BaseGuard` that a session uses."""
 
     def check(self) -> bool: ...
     def wait_for_verdict(self) -> None: ...
@@ -247,7 +247,7 @@ class Session:
         return len(self.driver.group.runs) + len(self.driver.records.ending)
 
     def look(self, packed: MicroBatch | None) -> None:
-        """After each micro-batch."""
+        """Call after each micro-batch."""
         if self._guard.check():
             self.write_hashes()
         self._monitor.update(self.driver, self.waiting, now_due=not self.driver.group.runs)
@@ -280,13 +280,13 @@ class Session:
         return bool(group.runs)
 
     def take(self, name: str) -> None:
-        """One more job waits here, all of it. It goes on from its newest checkpoint, if another session has left one."""
+        """Add one whole job to the waiting ones. It continues from its newest checkpoint, if another session has left one."""
         self._resumed.add(name)
         self._known[name].span = None
         self._waiting.append(self._known[name])
 
     def let_go(self, name: str) -> None:
-        """The job shall go on elsewhere: it waits here no longer, or leaves, saved at its last optimizer step, with a result "stopped"."""
+        """Release the job to another session: it waits here no longer, or leaves, saved at its last optimizer step, as "stopped"."""
         self._waiting = [job for job in self._waiting if job.spec.name != name]
         self._follows.discard(name)
         if name in self.driver.group.runs:
@@ -308,7 +308,7 @@ class Session:
         self.driver.let_in(opened)
 
     def _follow(self, job: PlannedJob) -> None:
-        """One with problems is refused where it has its home."""
+        """Compute replicas of the job here; a job with problems is refused by its home session."""
         if job.layout is None or job.problems:
             return
         self._layouts[job.spec.name] = job.layout

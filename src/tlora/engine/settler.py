@@ -1,6 +1,6 @@
 """Turns a worker's desired state into commands for its trainer, one step at a time, and accounts for the trainer's reports.
 
-Starts nothing, reads no clock and waits for nothing. Who trains where is decided elsewhere.
+Starts nothing, reads no clock and does not wait. Which job trains where is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Here:
 
 
 class Settler:
-    """`want` is the last that was wanted; `reports` and `commands` are to be taken by the caller."""
+    """`want` is the last desired state; the caller takes `reports` and `commands`."""
 
     def __init__(self) -> None:
         self.want: Want | None = None
@@ -37,7 +37,7 @@ class Settler:
         self._settled = (0, 0)  # epoch and generation that were reported as settled
 
     def hear_want(self, want: Want) -> bool:
-        """False, with nothing done, where an older controller says it."""
+        """Take in a desired state. Returns False, without effect, if it comes from an older controller."""
         known = self.want
         if known is not None and want.epoch < known.epoch:
             return False
@@ -49,7 +49,7 @@ class Settler:
         return True
 
     def hear_report(self, report: Report) -> None:
-        """Of the trainer. It goes on as one of the job's attempt."""
+        """Take in the trainer's report and pass it on with the job's attempt."""
         if isinstance(report, Loaded):
             self.loaded = True
         if isinstance(report, Measured | Memory):
@@ -64,7 +64,7 @@ class Settler:
         self._step()
 
     def stop(self, reason: str) -> None:
-        """Nothing is settled any more: all jobs leave. A controller that finds the worker so hears that no job is what ends it."""
+        """All jobs leave, and the state is no longer settled. So a controller that finds the worker then blames no job for its end."""
         if not self.stopping:
             self.stopping = True
             self.reports.append(Ending(reason))

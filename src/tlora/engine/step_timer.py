@@ -11,12 +11,12 @@ class StepTimer:
         self._steps, self._at = steps, now
 
     def see(self, steps: int, now: float) -> None:
-        """The job has `steps` steps by `now`; the moment counts at which the number changed."""
+        """The job has taken `steps` steps by `now`; the time counts from the change of the number."""
         if steps != self._steps:
             self._steps, self._at = steps, now
 
     def take(self) -> tuple[int, float] | None:
-        """Steps in all, and the mean seconds of each since the last time; None where there was none."""
+        """Steps in all, and the mean seconds of each since the last call; None without new steps."""
         if self._steps == self._told:
             return None
         report = self._steps, (self._at - self._told_at) / (self._steps - self._told)

@@ -1,4 +1,4 @@
-"""The library's front door: from a jobs file (or specs) to one adapter per job, with queue, resume, signals and report."""
+"""The library's entry point: from a jobs file (or specs) to one adapter per job, with queue, resume, signals and report."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, wat
         watcher.note(line)
     run = with_ends(run, ends)
     if len(ends) < len(run.jobs):
-        load_config(run.base_model)  # or it is refused only when it has been downloaded
+        load_config(run.base_model)  # else it is refused only after its download
         fetch_base(run.base_model, watcher.stages(run.jobs))
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
     return Order(run, resume, overwrite, watcher, guard, digest, ended={name: end.result for name, end in ends.items()})
@@ -143,7 +143,7 @@ def _nothing_to_train(order: Order) -> Results:
     """All jobs of a resumed run are done: no base is loaded, and no data read."""
     run, watcher = order.run, order.watcher
     before = read_object(Path(run.output_dir) / "run.json")
-    ordered = RunSpec.model_fields.keys() - {"token_budget", "cpu_threads"}  # of which there stands what they came to
+    ordered = RunSpec.model_fields.keys() - {"token_budget", "cpu_threads"}  # run.json keeps the values that they came to
     facts = {key: value for key, value in before.items() if key not in ordered and key != "versions"}
     with hold_run_directory(run, True, False, watcher.note) as held, closing(order.guard):
         results = all_results(run, order.ended, (), watcher.note)
@@ -161,7 +161,7 @@ def _finish(results: Results, record: Callable[[str], None], directory: Path, wa
 
 
 def _say_what_begins(order: Order, plan: RunPlan, serving: ServingFiles) -> None:
-    """What is said before the first step. Raises ConfigError where a resumed job has taken more steps than it shall have."""
+    """The notes before the first step. Raises ConfigError for a resumed job that has already taken more steps than ordered now."""
     templates = serving.warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
     lengths = check_lengths(plan.jobs_here, Path(order.run.output_dir)) if order.resume else []
     for line in (*plan.warnings, *job_warnings(plan.jobs), *templates, *lengths, describe_plan(plan)):

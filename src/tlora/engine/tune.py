@@ -38,7 +38,7 @@ _CALLS = {"forward": 3, "input_gradient": 3, "shrink": 20, "sum": 20}  # in one 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one key gets. Seconds are of one launch; `faults` what kept faster or other candidates out."""
+    """The tile chosen for one key. Seconds are of one launch; `faults` are the reasons against other candidates."""
 
     key: Key
     tile: AnyTile
@@ -151,7 +151,7 @@ def in_turn(steps: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def _right_ones(problem: Problem, tiles: Sequence[AnyTile]) -> tuple[dict[AnyTile, Callable[[], object]], list[str]]:
-    """Those that run and agree with the first, the rule's, ready to be timed; and why the others are not there."""
+    """The candidates that run and agree with the first, the rule's, ready to be timed; and why the others are left out."""
     from tlora.kernels.tile_trials import MOST_DIFFERENCE, difference, prepare, results
 
     wanted = results(problem, tiles[0])

@@ -1,6 +1,6 @@
-"""How a worker that comes over TCP shows that it may: what is said before its Hello, and the worker's part of it.
+"""The admission of a worker over TCP: the messages before its Hello, and the worker's part of the exchange.
 
-It says its token and which process it is (`Entry`). The controller has put a file with a random number into the store and names it
+The worker sends token and process identity (`Entry`). The controller has put a file with a random number into the store and names it
 (`Challenge`); the worker answers with that number and puts one of its own next to it (`Proof`). So both know that they see the same
 directory, and that the other may write there: the files' owner is one user. The controller's part is `cluster/doors.py`.
 """
@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"[0-9a-f]{64}")
 
 
 class AdmissionError(ConfigError):
-    """A controller does not take this worker."""
+    """A controller refuses this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The Hello may follow."""
+    """The worker is admitted; its Hello may follow."""
 
     kind: Literal["admitted"] = "admitted"
 

@@ -1,6 +1,6 @@
-"""A worker's end of the line: connects, says Hello, hears what is wanted, sends reports until they are taken, and dials again.
+"""A worker's end of the connection: connects, sends Hello, receives its desired state, sends reports until acknowledged, and redials.
 
-It trains nothing: what is said and heard goes through the functions that it is given. Nothing here makes the caller wait for the network.
+It trains nothing: messages go through the functions that it is given. No call here waits for the network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Client(Protocol):
     def hello(self, last_seq: int) -> Hello: ...
     def alive(self) -> Alive: ...
     def hear(self, want: Want) -> bool:
-        """False: an older controller said it."""
+        """Take in the desired state. Returns False if it comes from an older controller."""
         ...
 
     def end(self, reason: str) -> None:
@@ -56,7 +56,7 @@ def _now() -> float:
 
 class Dialer:
     def __init__(self, entrance: Entrance, client: Client, lease_seconds: float) -> None:
-        """`lease_seconds` until a Want says otherwise."""
+        """`lease_seconds` holds until a Want changes it."""
         self._entrance, self._client = entrance, client
         self._outbox = Outbox()
         self._contact = _Contact(_now(), lease_seconds)
@@ -66,7 +66,7 @@ class Dialer:
         self._sent = _now()
 
     def start(self) -> None:
-        """Raises as `dial` does."""
+        """Connect. Raises as `dial` does."""
         first = dial(self._entrance, _SEND_SECONDS)
         threading.Thread(target=self._dial, args=(first,), name="dialer", daemon=True).start()
         threading.Thread(target=self._send, name="sender", daemon=True).start()
@@ -78,7 +78,7 @@ class Dialer:
             self._changed.notify_all()
 
     def drain(self, timeout_seconds: float) -> None:
-        """Wait until all reports are sent, while there is a connection: those that are not taken then, the disk tells."""
+        """Wait until all reports are acknowledged, while there is a connection; the files on disk stand for the rest."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while self._has_to_send and self._line is not None and (left := deadline - time.monotonic()) > 0:
@@ -86,7 +86,7 @@ class Dialer:
 
     @property
     def _has_to_send(self) -> bool:
-        """Under the lock. What a controller that was killed has not taken, the next one has to hear."""
+        """Whether there is something to send; call it under the lock. The next controller gets what a killed one has not taken."""
         return self._sending or self._outbox.has_fresh or (self._again and bool(self._outbox.again()))
 
     # -- the thread that hears -----------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class Dialer:
             pause = min(2 * pause, _REDIAL_SECONDS[1])
 
     def _converse(self, line: Line) -> bool:
-        """Until the connection ends. Whether the controller has said anything that counts."""
+        """Read until the connection ends. Returns whether the controller has sent anything valid."""
         hello = self._client.hello(self._outbox.last_taken)  # outside the lock, which the client takes while it holds its own
         with self._changed:
             ends = [end for end in self._outbox.ends() if all(end.job_id != held.job_id for held in hello.jobs)]

@@ -1,4 +1,4 @@
-"""Where a worker reaches its controller, and what it needs to be let in: over a unix socket nothing, over TCP fingerprint and token."""
+"""A controller's address, and what a worker needs to be admitted: over a unix socket nothing, over TCP fingerprint and token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Entrance:
 
 
 def find_entrance(connect_to: str, fingerprint: str | None, token_file: Path | None) -> Entrance:
-    """From the options of `tlora worker`. The token is taken out of the environment: what the worker starts need not have it.
+    """The entrance from the options of `tlora worker`. The token is removed from the environment, so that child processes lack it.
 
     Raises ConfigError.
     """
@@ -55,7 +55,7 @@ def find_entrance(connect_to: str, fingerprint: str | None, token_file: Path | N
 
 
 def dial(entrance: Entrance, send_seconds: int) -> Line:
-    """A line on which Hello may follow.
+    """Connect and be admitted; Hello may follow on the returned line.
 
     Raises OSError if nothing listens there, ConfigError for a peer that cannot be trusted, and AdmissionError, a subclass, if the
     controller refuses this worker.
@@ -72,7 +72,7 @@ def dial(entrance: Entrance, send_seconds: int) -> Line:
 
 
 def read_private(path: Path) -> str:
-    """A file that this user alone may read. Raises ConfigError."""
+    """The content of a file that only this user may read. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             found = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""Which jobs a worker was computing when it died: a small file that it writes before each micro-batch, and that outlives a SIGKILL."""
+"""Records which jobs a worker computes, in a small file written before each micro-batch that survives a SIGKILL."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class FlightRecorder:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def begin(self, jobs: tuple[str, ...]) -> None:
-        """These are computed from now on."""
+        """Record that these jobs are computed from now on."""
         if jobs != self._last and self._handle >= 0:
             self._last = jobs
             with contextlib.suppress(OSError):
                 os.pwrite(self._handle, json.dumps(jobs).encode() + b"\n", 0)
 
     def close(self) -> None:
-        """The worker ends by itself: there is nothing to find out."""
+        """The worker ends by itself: remove the record."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -44,12 +44,12 @@ def read_flight(directory: Path, pid: int) -> frozenset[str]:
 
 
 def forget_flight(directory: Path, pid: int, rank: int) -> None:
-    """That rank of the worker is not what ended it."""
+    """Remove a rank's record: it did not cause the worker's end."""
     _read(directory / f".flight-{flight_name(pid, rank)}")
 
 
 def flight_name(pid: int, rank: int) -> str:
-    """Of a rank of the worker that is process `pid`."""
+    """The file name for a rank of the worker that is process `pid`."""
     return f"{pid}-{rank}"
 
 

@@ -1,4 +1,4 @@
-"""A socket as a sequence of lines, and who is at its other end."""
+"""A socket as a sequence of lines, and the identity of its peer."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Line:
                 self.end()
 
     def end(self) -> None:
-        """The reader sees the end; nothing more is sent."""
+        """Send nothing more; the reader sees the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """By the thread that reads, when it is through."""
+        """Close the socket; called by the reading thread when it is done."""
         with self._lock:
             self._socket.close()
 
@@ -83,13 +83,13 @@ class Line:
         return line
 
     def lines(self) -> Iterator[bytes]:
-        """All that follow. Raises ValueError as `read_line`."""
+        """All lines that follow. Raises ValueError as `read_line`."""
         while (line := self.read_line()) is not None:
             yield line
 
 
 def peer_pid(connection: socket.socket) -> int | None:
-    """The process at the other end of a unix socket, if it is this user's; 0 where the system does not tell; None if it is another's."""
+    """The peer's pid on a unix socket, if it is this user's; 0 if the system does not know; None if it is another user's."""
     if not hasattr(socket, "SO_PEERCRED"):  # then the directory's mode is what keeps others out
         return 0
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))

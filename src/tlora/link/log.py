@@ -17,13 +17,13 @@ def note(line: str) -> None:
 
 
 def show_stacks_when_asked() -> None:
-    """At SIGUSR1 the log gets the stacks of all threads, also of a process that hangs in a library. Where there is such a signal."""
+    """Log the stacks of all threads at SIGUSR1, also when the process hangs in a library. No effect on systems without that signal."""
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)
 
 
 def leave(status: int) -> NoReturn:
-    """End this process without a look at its threads, which may wait for others; what it has printed is written if it can be."""
+    """End this process without joining its threads, which may wait for others; its output is flushed if possible."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

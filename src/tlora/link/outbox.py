@@ -1,4 +1,4 @@
-"""A worker's reports on their way: numbered when they are first sent, kept until they are taken. Pure: no socket, no clock."""
+"""A worker's unacknowledged reports: numbered when first sent, kept until acknowledged. Pure: no socket, no clock."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Outbox:
 
     @property
     def has_fresh(self) -> bool:
-        """Whether something waits that can be sent."""
+        """Whether a report can be sent now."""
         return bool(self._waiting) and len(self._under_way) < MOST_UNDER_WAY
 
     def ends(self) -> list[HeldJob]:
@@ -57,7 +57,7 @@ class Outbox:
 
 
 class Intake:
-    """The other end: which reports of one incarnation are new. They are taken in their order, each once."""
+    """The receiving end: decides which reports of one incarnation are new. Each is taken once, in order."""
 
     def __init__(self, last_seq: int = 0) -> None:
         """`last_seq`: the last number that an earlier controller has taken. `told` is the last one that was acknowledged."""
@@ -65,7 +65,7 @@ class Intake:
         self._asked_again = False
 
     def take(self, said: Said) -> bool:
-        """Whether it is the next one. One that comes too early will be sent again."""
+        """Whether the report is the next one. One that comes too early will be sent again."""
         if said.seq != self.seq + 1:
             self._asked_again |= said.seq <= self.seq
             return False

@@ -1,4 +1,4 @@
-"""A process that is known for sure: a pid alone may be another's by the time that a signal is sent."""
+"""The identity of a process: a pid alone may belong to another process by the time a signal is sent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ProcessIdentity:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP or a debugger."""
+        """Whether it is stopped, by SIGSTOP or a debugger."""
         found = _stat(self.pid)
         return found is not None and found[1] == self.start_ticks and found[0] in "Tt"
 
@@ -52,7 +52,7 @@ class ProcessIdentity:
                 os.close(handle)
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Whether it has ended within so many seconds (None: however long it takes)."""
+        """Whether it ends within the timeout (None: no limit)."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         try:
             handle = os.pidfd_open(self.pid)
@@ -73,7 +73,7 @@ class ProcessIdentity:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The process that has this pid now. None if there is none, or the system does not tell."""
+    """The process that has this pid now; None if there is none, or the system does not know."""
     found = _stat(pid)
     return None if found is None else ProcessIdentity(pid, found[1], boot_id())
 
@@ -103,13 +103,13 @@ def boot_id() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """The kernel's letter for what it does, and when it started."""
+    """The kernel's state letter and start time of a process."""
     fields = _fields(pid)
     return None if fields is None else (fields[0], int(fields[19]))
 
 
 def _fields(pid: int) -> list[str] | None:
-    """Of its stat behind the name, which may have spaces and brackets; None where there is no such process."""
+    """The fields of a process' stat after the name, which may have spaces and brackets; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split() or None
     except OSError:

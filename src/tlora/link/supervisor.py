@@ -1,4 +1,4 @@
-"""The one way in which a long-lived Python process is started, watched and ended for good: ranks, workers, the data worker, intake.
+"""Starts, watches and ends long-lived Python processes: ranks, workers, the data worker, intake.
 
 Knows nothing of what the process computes. A child is waited for; a process that was started elsewhere (a launcher's rank, the worker of
 an earlier controller) is known by its identity, and its end is noticed by a pidfd.
@@ -50,13 +50,13 @@ class SupervisedProcess:
 
     @property
     def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Of a child that was started with pipes: what it reads, and what it writes."""
+        """The stdin and stdout of a child that was started with pipes."""
         assert self._child is not None and self._child.stdin is not None and self._child.stdout is not None, "it has no pipes"
         return self._child.stdin, self._child.stdout
 
     @property
     def exit_status(self) -> int | None:
-        """As `subprocess` has it, negative for a signal; None while it lives. Known of a child alone."""
+        """The exit status as in `subprocess`, negative for a signal; None while it lives. Known for children only."""
         return self._child.poll() if self._child is not None else None
 
     @property
@@ -67,18 +67,18 @@ class SupervisedProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP or a debugger. Only Linux tells; elsewhere False."""
+        """Whether it is stopped, by SIGSTOP or a debugger; always False outside Linux."""
         return self.identity is not None and self.identity.is_stopped
 
     def why_lost(self) -> str:
-        """Why it can no longer be counted on, for a person; "" while it can. To be called every `LOOK_SECONDS`."""
+        """Why it counts as lost, in words; "" if it does not. Call every `LOOK_SECONDS`."""
         if self.has_ended:
             return self.how_it_ended()
         self._stopped_looks = self._stopped_looks + 1 if self.is_stopped else 0
         return f"was stopped for {self._stopped_looks * LOOK_SECONDS:.0f} s" if self._stopped_looks >= _LOOKS_STOPPED else ""
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Whether it has ended within so many seconds (None: however long it takes)."""
+        """Whether it ends within the timeout (None: no limit)."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         if self._child is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -97,7 +97,7 @@ class SupervisedProcess:
         self.wait(timeout_seconds)
 
     def how_it_ended(self) -> str:
-        """For a person: signal or exit status, where they are known, and the last line of its log."""
+        """How it ended, in words: signal or exit status, if known, and the last line of its log."""
         if not self.has_ended:
             return "has not ended"
         status, last = self.exit_status, self.last_line()
@@ -107,7 +107,7 @@ class SupervisedProcess:
         return f"{ended}; its log, {self._log}, ends with {last!r}" if last else ended
 
     def last_line(self) -> str:
-        """Of its log, without white space around it; "" where there is none."""
+        """The last line of its log, stripped; "" if there is none."""
         if self._log is None:
             return ""
         try:
@@ -146,14 +146,14 @@ def start_process(
         )
     if stdin:
         assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which its watcher sees
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which its watcher notices
             child.stdin.write(stdin.encode())
             child.stdin.close()
     return SupervisedProcess(identify(child.pid), log, child, whole_session=whole_session)
 
 
 def describe_exit(status: int) -> str:
-    """For a person. `status` as `subprocess` has it, negative for a signal."""
+    """An exit status in words. `status` as in `subprocess`, negative for a signal."""
     if status >= 0:
         return f"ended with exit status {status}"
     try:

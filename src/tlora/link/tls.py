@@ -35,7 +35,7 @@ class TlsStream:
         self._order = threading.Lock()  # records go out in the order in which they were made
 
     def handshake(self, timeout_seconds: float) -> None:
-        """All of it within so many seconds, else TimeoutError. Raises ssl.SSLError for what is no TLS."""
+        """Complete the handshake within the timeout, else TimeoutError. Raises ssl.SSLError if the peer speaks no TLS."""
         deadline = time.monotonic() + timeout_seconds
         while not self._shake_hands():
             left = deadline - time.monotonic()
@@ -58,7 +58,7 @@ class TlsStream:
 
     @property
     def peer_fingerprint(self) -> str:
-        """After the handshake, in which the other end has proved that it has the certificate's key."""
+        """The certificate's fingerprint; valid after the handshake, in which the peer has proved that it has the key."""
         certificate = self._tls.getpeercert(binary_form=True)
         assert certificate is not None, "a server without a certificate"
         return fingerprint_of(certificate)
@@ -120,7 +120,7 @@ def server_context(certificate: Path) -> ssl.SSLContext:
 
 
 def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
-    """To a controller whose certificate has this fingerprint; nothing of ours has been sent before that is known.
+    """Connect to a controller whose certificate has this fingerprint, which is checked before anything is sent.
 
     Raises OSError if nothing listens there, ConfigError if the peer speaks no TLS or has another certificate.
     """
@@ -153,7 +153,7 @@ def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
 
 
 def fingerprint_of(certificate: bytes) -> str:
-    """Of a certificate in DER."""
+    """The fingerprint of a certificate in DER."""
     return f"sha256:{hashlib.sha256(certificate).hexdigest()}"
 
 
