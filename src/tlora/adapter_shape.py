@@ -76,7 +76,7 @@ class LoraShape(BaseModel):
             raise ValueError("layers_pattern says where layers are counted, and layers_to_transform is not set; set both, or neither")
         if self.layers_to_transform is not None and isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
             raise ValueError(
-                "layers_to_transform has no meaning beside a target_modules that is a regular expression, which names layers itself; "
+                "layers_to_transform has no meaning with a target_modules that is a regular expression, which names layers itself; "
                 "write the layers into it, or target_modules as a list"
             )
         return self

@@ -135,7 +135,7 @@ def test_a_pattern_that_takes_for_ever_is_stopped() -> None:
         ({"target_modules": "q_proj"}, r"write `target_modules: \[q_proj\]`"),
         ({"exclude_modules": "q_proj"}, r"write `exclude_modules: \[q_proj\]`"),
         ({"layers_pattern": "layers"}, "layers_to_transform is not set"),
-        ({"target_modules": ".*q_proj", "layers_to_transform": 1}, "layers_to_transform has no meaning beside a target_modules that is"),
+        ({"target_modules": ".*q_proj", "layers_to_transform": 1}, "layers_to_transform has no meaning with a target_modules that is"),
         ({"layers_pattern": "[", "layers_to_transform": 1}, "layers_pattern: .* is no regular expression"),
     ],
     ids=str,

@@ -1,7 +1,6 @@
 """Listeners for workers: the unix socket, where the kernel identifies the peer, and a TCP port with TLS, where a token and a proof do.
 
-A door gives connections and what admits each of them; that is called by a thread of the connection's own, so that nobody who dawdles keeps
-others waiting.
+A door yields connections, each with the function that admits it, which runs in a thread of its own: a slow peer delays no other.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class ServingFiles:
             for name, content in self._contents(spec, report).items():
                 self._store(name, content, directory / name)
         except (TloraError, OSError) as error:
-            note(f"{spec.name}: its tokenizer and chat template are not saved beside its adapter: {error}")
+            note(f"{spec.name}: its tokenizer and chat template are not saved with its adapter: {error}")
 
     def _store(self, name: str, content: bytes, path: Path) -> None:
         """Put the file at `path` by a rename: hard links to the file that it replaces keep their content."""

@@ -79,7 +79,7 @@ _PROMISES = (
 )
 _MACHINES = (
     Metric("useful_utilisation", "useful utilisation", "useful", "share", "more", "Useful tokens over what all GPUs could do saturated."),
-    Metric("allocated_utilisation", "allocated", "alloc", "share", "", "GPUs that belong to a group, whatever they do there."),
+    Metric("allocated_utilisation", "allocated", "alloc", "share", "", "GPUs that belong to a group, busy or not."),
     Metric("shared_gpu_share", "shared", "shared", "share", "", "Of the GPU time in groups, that in groups of two jobs or more."),
     Metric("tokens_per_second", "tokens/s", "", "rate", "more", "Useful tokens of all jobs per second, first submission to last end."),
     Metric("steady_tokens_per_second", "steady tokens/s", "steady", "rate", "more", "Tokens/s from 5 to 60 % of the total work."),
