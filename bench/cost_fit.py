@@ -1,6 +1,6 @@
 """Fits the cost model's constants to what `bench.cost_points` measured, and says how far off they are, also where they were not fitted.
 
-    python -m bench.cost_fit bench/results/h200_*_points_*.json --gpu h200-from-128 --like h200 --out src/tlora/costs/constants/FILE
+    python -m bench.cost_fit bench/results/h200_*_points_*.json --gpu h200-from-128 --like h200 --out src/tlora/shape/constants/FILE
 
 Least squares of relative errors over points of equal lengths, rank 16 and no dropout, for each base and each set of kernels:
 t = sqrt((launch + member * (m - 1) + n / P)^2 + floor^2). Points that are held out are not fitted to. What was not measured is taken from
@@ -27,7 +27,7 @@ import torch
 from scipy.optimize import least_squares
 
 from bench.shapes import SHAPES, make_model
-from tlora.costs.hardware import EXTRAPOLATED, cost_model
+from tlora.shape.hardware import EXTRAPOLATED, cost_model
 
 FITTED = ("tokens_per_second", "launch_seconds", "floor_seconds", "member_seconds")
 KEPT = (

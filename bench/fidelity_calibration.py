@@ -19,9 +19,9 @@ import psutil
 from bench.cost_fit import FITTED, Measured, fit
 from bench.fidelity_work import BASE, COLD_SAMPLES, ENDLESS, RANKS, SHORT_STEPS, Order, Sizes, Work, make_work
 from tlora.cluster.local import LocalBackend, LocalMachine
-from tlora.costs.cost import BaseConstants, CostModel
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import GroupReady, JobFailed, JobFinished, JobGroup, ParallelPlan, StartGroup, StepsDone, StopGroup
+from tlora.shape.cost import BaseConstants, CostModel
 
 BUDGET = 4096  # tokens of a micro-batch: more than those jobs have in a step
 WIDE = "wide"  # the job for several GPUs

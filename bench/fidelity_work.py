@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from tlora.cluster.reconciler import LocalJob
-from tlora.costs.cost import CostModel
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     JobSubmitted,
 )
+from tlora.shape.cost import CostModel
 
 BASE = "base"  # the base's name in all groups
 ENDLESS = 10**6  # optimizer steps: calibration ends, not its jobs

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import machine
-from tlora.adapters.bank import ROW_ALIGNMENT
+from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.kernels import fused_linear
 from tlora.kernels.lora_tables import LoraTables, Run, Slots, build_tables
 from tlora.kernels.reference import Segment, Segments, lora_backward_, lora_forward_

@@ -26,8 +26,9 @@ from bench.workload import Order, make_jobs
 from tlora.batching.recompute_plan import same_for_all
 from tlora.group.engine import Engine
 from tlora.job import JobSpec
-from tlora.planning.memory import MemoryModel, measure
+from tlora.planning.memory import measure
 from tlora.planning.memory_probe import DeviceMeter, Meter, Probe, probe
+from tlora.shape.memory import MemoryModel
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
 

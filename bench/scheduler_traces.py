@@ -22,11 +22,11 @@ import torch
 
 from bench import machine
 from bench.synthetic_traces import REPORTED, SyntheticTrace, synthetic_trace
-from tlora.costs.cost import CostModel
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
+from tlora.shape.cost import CostModel
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult

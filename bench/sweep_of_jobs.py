@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from bench import machine
-from tlora.costs.cost import CostModel
-from tlora.costs.hardware import cost_model
 from tlora.errors import ConfigError
 from tlora.protocol import JobProfile, JobSubmitted
 from tlora.scheduler.policies import POLICIES
+from tlora.shape.cost import CostModel
+from tlora.shape.hardware import cost_model
 from tlora.sim.conditions import Conditions, MoveCosts
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob, adapter_parameters

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from tlora.cluster.controller import run
-from tlora.costs.hardware import cost_model
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -29,6 +28,7 @@ from tlora.protocol import (
 )
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.hardware import cost_model
 
 STEPS, STEP_SECONDS = 20, 0.01
 

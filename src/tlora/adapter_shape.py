@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 Number = TypeVar("Number", int, float)
 
+ROW_ALIGNMENT = 16  # a slot's rows start at multiples of it: aligned loads, and bits that do not depend on the jobs before
 ALL_LINEAR = "all-linear"
 _ALL_LINEAR_MISSPELT = ("all", "all_linear", "all-linears", "linear", "all-linear")  # some are other trainers' words for it
 

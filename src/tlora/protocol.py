@@ -35,7 +35,10 @@ class JobProfile:
 
 @dataclass(frozen=True, slots=True)
 class ParallelPlan:
-    """How a group runs: `data_parallel` replicas (one per GPU), and the tokens of one micro-batch over all of them together."""
+    """How a group runs: `data_parallel` replicas (one per GPU), and the tokens of one micro-batch over all of them together.
+
+    `recomputed_layers`: that such a micro-batch is predicted to recompute. Its workers count what each needs where they are.
+    """
 
     data_parallel: int
     token_budget: int
@@ -59,7 +62,7 @@ class JobGroup:
 
 @dataclass(frozen=True, slots=True)
 class BaseSpeed:
-    """How fast a base is on one GPU, with the meaning of `costs.cost.BaseConstants`."""
+    """How fast a base is on one GPU, with the meaning of `shape.cost.BaseConstants`."""
 
     tokens_per_second: float
     launch_seconds: float

@@ -25,10 +25,9 @@ class Load:
     """Load `base_model` on `device`. `output_dir` gets a directory per job.
 
     `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
-    those of a jobs file (`RunSpec`). `recompute` other than "auto" overrides a group's; `memory_limit`, by default what is free there,
-    lowers a group's token budget, and a job that cannot fit below it fails. `layout` is of a worker with one GPU; several hold a base in
-    parts where they must. With `calibrate` the worker tells what the base costs here
-    (`Measured`).
+    those of a jobs file (`RunSpec`). `memory_limit`, by default what is free there, lowers a group's token budget, and a job that cannot
+    fit below it fails. `layout` is of a worker with one GPU; several hold a base in parts where they must. With `calibrate` the worker
+    tells what the base costs here (`Measured`).
     """
 
     base_model: str

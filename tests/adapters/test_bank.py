@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.adapters.bank import ROW_ALIGNMENT, AdapterBank
+from tlora.adapter_shape import ROW_ALIGNMENT
+from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout, init_state, make_layout
 from tlora.job import LoraConfig
 

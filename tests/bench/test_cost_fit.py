@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.cost_fit import FITTED, Measured, constants, fit, predict, read_points
-from tlora.costs.hardware import EXTRAPOLATED, cost_model
+from tlora.shape.hardware import EXTRAPOLATED, cost_model
 
 RESULTS = sorted(Path("bench/results").glob("h200_*_points_*.json"))
 TRUTH = (20_000.0, 0.004, 0.03, 0.0005)
@@ -54,7 +54,7 @@ def test_given_speed_and_members_are_kept():
 
 
 def test_what_is_shipped_is_what_the_points_give():
-    shipped = json.loads(Path("src/tlora/costs/constants/h200_from_128.json").read_text())
+    shipped = json.loads(Path("src/tlora/shape/constants/h200_from_128.json").read_text())
     again = constants(read_points(RESULTS), "h200")
     for kernels in ("tlora", "peft", "trl"):
         for base, entry in shipped["h200-from-128"][kernels].items():
@@ -64,7 +64,7 @@ def test_what_is_shipped_is_what_the_points_give():
 
 
 def test_of_ours_the_fit_is_within_7_percent_where_it_was_not_fitted():
-    shipped = json.loads(Path("src/tlora/costs/constants/h200_from_128.json").read_text())["h200-from-128"]["tlora"]
+    shipped = json.loads(Path("src/tlora/shape/constants/h200_from_128.json").read_text())["h200-from-128"]["tlora"]
     held = [abs(row["error"]) for entry in shipped.values() for row in entry["points"] if row["held_out"]]
     assert len(held) == 6
     assert sorted(held)[-2] <= 0.05 and max(held) <= 0.07

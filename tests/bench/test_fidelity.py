@@ -13,9 +13,9 @@ from bench.fidelity_calibration import Calibration, Point, _fitted
 from bench.fidelity_work import BASE, OPENING_SECONDS, OPENING_STARTS, SIZES, Work, draw_arrivals, draw_orders
 from bench.machine import write
 from tlora.cluster.local import LocalMachine
-from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import JobProfile, JobSubmitted
+from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.sharing import Member, group_step_seconds
 
 CONSTANTS = BaseConstants(5000.0, 0.02, 0.003, 0.0, 0.0, 1e6, 0.0, 1e9, {})
 CALIBRATION = Calibration(CONSTANTS, 0.95, 3.0, 0.5, 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import sweep_of_jobs
-from tlora.costs.hardware import cost_model
+from tlora.shape.hardware import cost_model
 
 
 @pytest.mark.soak

@@ -106,4 +106,5 @@ def test_what_may_be_planned_for_is_a_share_of_each_card() -> None:
     """Of unequal cards each has its own; where the driver does not tell of one, a worker will say what it finds."""
     assert room_of((1, 2), THERE, "auto") == (int(0.92 * (16 << 30)), int(0.92 * (80 << 30)))
     assert room_of((2, 1), THERE, 20 << 30) == (20 << 30, int(0.92 * (16 << 30))), "a memory_limit lowers it"
-    assert room_of((0, 1), THERE, "auto") == () == room_of((7,), THERE, "auto")
+    assert room_of((0, 1), THERE, "auto") == (0, int(0.92 * (16 << 30))) and room_of((7,), THERE, "auto") == (0,)
+    assert room_of((0, 7, 1), THERE, 20 << 30) == (20 << 30, 20 << 30, int(0.92 * (16 << 30))), "where the driver does not tell, too"

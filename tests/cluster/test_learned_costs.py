@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tlora.cluster.learned_costs import FILE, LearnedCosts
-from tlora.costs.cost import CostModel
-from tlora.costs.hardware import live_cost_model
 from tlora.protocol import BaseSpeed
+from tlora.shape.cost import CostModel
+from tlora.shape.hardware import live_cost_model
 
 OF = "models/base cuda"
 

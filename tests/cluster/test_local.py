@@ -117,7 +117,7 @@ def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalB
     backend.execute(StartGroup(group("g0", 1, "a", "b", budget=512)))
     (worker,) = STARTED
     assert worker.gpu == 1 and worker.load.base_model == "models/base" and worker.load.output_dir.endswith("/jobs")
-    assert worker.commands[0] == Share(512, 0, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
+    assert worker.commands[0] == Share(512, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
     worker.obey()
     assert backend.poll() == [GroupReady("g0")]
 
@@ -229,7 +229,7 @@ def test_a_plan_is_told_once(backend: LocalBackend) -> None:
     backend.execute(ChangeGroup(group("g0", 0, "a")))
     assert worker.commands == [] and backend.poll() == [GroupReady("g0")]
     backend.execute(ChangeGroup(group("g0", 0, "a", budget=2048)))
-    assert worker.commands == [Share(2048, 0, {"a": 1.0})]
+    assert worker.commands == [Share(2048, {"a": 1.0})]
 
 
 def test_ended_jobs_are_told_once_and_never_join_again(backend: LocalBackend) -> None:

@@ -22,13 +22,13 @@ from tlora.cluster import local
 from tlora.cluster.controller import run
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.costs.hardware import cost_model
 from tlora.engine.commands import Leave, Stop
 from tlora.engine.settler import Settler
 from tlora.link.outbox import Outbox
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobGroup, JobProfile, JobSubmitted, ParallelPlan
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
+from tlora.shape.hardware import cost_model
 from tlora.worker_protocol import (
     Alive,
     Finished,

@@ -21,7 +21,6 @@ from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
-from tlora.costs.hardware import live_cost_model
 from tlora.json_file import read_object
 from tlora.live.cluster_run import submit_all
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
@@ -41,6 +40,7 @@ from tlora.protocol import (
 )
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.hardware import live_cost_model
 
 
 @dataclass(frozen=True)

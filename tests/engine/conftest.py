@@ -13,7 +13,8 @@ from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, Worker
 from tlora.errors import DataError
 from tlora.kernels.device import may_run_kernels
 from tlora.planning import job_plan, plan
-from tlora.planning.memory import MemoryModel, measure
+from tlora.planning.memory import measure
+from tlora.shape.memory import MemoryModel
 from tlora.supermodel.supermodel import SuperModel
 
 _PREPARED: dict[str, Prepared] = {}

@@ -21,7 +21,7 @@ from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine import background_calibration, calibration
 from tlora.engine import trainer as trainer_room
-from tlora.engine.calibration import Attempt, find_deadly, recall
+from tlora.engine.calibration import Attempt, find_deadly, key_of, recall
 from tlora.engine.commands import Command, Leave, Stop
 from tlora.engine.trainer import Trainer
 from tlora.engine.worker_base import WorkerMemory
@@ -90,9 +90,16 @@ def stop_at(kind: type[Report]) -> Answer:
 
 
 def test_the_first_step_comes_before_the_measurement_and_others_between(
-    base: Path, data: Path, tmp_path: Path, turns: list[object]
+    base: Path, data: Path, tmp_path: Path, turns: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = joins(base, tmp_path, [job("a", str(data / "b.jsonl"), max_steps=ENDLESS)])
+    keys = list[str]()
+
+    def counted(load: Load, device: str) -> str:
+        keys.append(key_of(load, device))
+        return keys[-1]
+
+    monkeypatch.setattr(trainer_room, "key_of", counted)
     told = work(load_of(base, tmp_path / "out"), first, stop_at(Measured), turns)
     steps = [at for at, what in enumerate(told) if isinstance(what, Stepped)]
     measured = [at for at, what in enumerate(told) if what == "turn"]
@@ -100,7 +107,7 @@ def test_the_first_step_comes_before_the_measurement_and_others_between(
     assert measured and steps[0] < measured[0]
     assert all(any(a < step < b for step in steps) for a, b in itertools.pairwise(measured)), "never two turns in a row"
     assert any(isinstance(what, Measured) for what in told[measured[-1] :])
-    assert recall(load_of(base, tmp_path / "out"), "CPU") in told
+    assert len(keys) == 1 and recall(*keys, "CPU") in told, "the base's directory is listed once"
 
 
 @pytest.mark.slow  # of a worker that is killed meanwhile the bytes are compared in every run
@@ -187,23 +194,25 @@ def test_a_worker_that_is_killed_meanwhile_costs_no_job_anything(
 
 def test_a_measurement_of_a_living_process_or_of_an_earlier_boot_is_not_deadly(base: Path, tmp_path: Path, own_cache: Path) -> None:
     load = load_of(base, tmp_path)
-    with Attempt(load, "CPU").mark():
+    key = key_of(load, "CPU")
+    with Attempt(key).mark():
         (path,) = (own_cache.parent / "measuring").iterdir()
-        assert find_deadly(load, "CPU") is None, "this process lives"
+        assert find_deadly(key) is None, "this process lives"
         identity = json.loads(path.read_text())
         path.write_text(json.dumps(identity | {"start_ticks": 1}))
-        assert find_deadly(load, "CPU") == path and find_deadly(load, "another card") is None
+        assert find_deadly(key) == path and find_deadly(key_of(load, "another card")) is None
         path.write_text("{")
-        assert find_deadly(load, "CPU") is None
+        assert find_deadly(key) is None
         path.write_text(json.dumps(identity | {"start_ticks": 1, "boot": "another"}))
-        assert find_deadly(load, "CPU") is None and not path.exists()
+        assert find_deadly(key) is None and not path.exists()
 
 
 def test_a_cache_that_cannot_be_written_costs_the_mark_alone(base: Path, tmp_path: Path, own_cache: Path) -> None:
     own_cache.parent.mkdir()
     (own_cache.parent / "measuring").write_text("a file where the directory would be")
-    with Attempt(load_of(base, tmp_path), "CPU").mark():
-        assert find_deadly(load_of(base, tmp_path), "CPU") is None
+    key = key_of(load_of(base, tmp_path), "CPU")
+    with Attempt(key).mark():
+        assert find_deadly(key) is None
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from tlora.batching.pack import MicroBatch
 from tlora.engine import calibration
 from tlora.engine.background_calibration import BackgroundCalibration, HasRoom
-from tlora.engine.calibration import CalibrationError, Timed, device_name, fitted, recall
+from tlora.engine.calibration import CalibrationError, Timed, device_name, fitted, key_of, recall
 from tlora.engine.settler import Settler
 from tlora.group.engine import Engine
 from tlora.protocol import BaseSpeed
@@ -40,7 +40,7 @@ def load_of(base: Path, out: Path, **changes: Any) -> Load:
 def seconds(
     tokens: float, members: int = 1, rate: float = 20_000.0, launch: float = 0.02, member: float = 0.004, floor: float = 0.0
 ) -> float:
-    """As `costs.cost` has it."""
+    """As `shape.cost` has it."""
     return math.hypot(launch + member * (members - 1) + tokens / rate, floor)
 
 
@@ -97,7 +97,7 @@ class Made:
         self.told: list[Measured] = []
         self.notes: list[str] = []
         self.begun: list[tuple[str, ...]] = []
-        self.calibration = BackgroundCalibration(load, model, has_room, self.told.append, self.notes.append)
+        self.calibration = BackgroundCalibration(key_of(load, "CPU"), model, has_room, self.told.append, self.notes.append)
 
     def finish(self, *, beside_jobs: bool = False) -> BackgroundCalibration:
         while not self.calibration.over:
@@ -107,17 +107,17 @@ class Made:
 
 def test_a_base_is_timed_once_and_what_was_found_is_kept(base: Path, tmp_path: Path, own_cache: Path) -> None:
     model, load = SuperModel.from_pretrained(str(base), deterministic=True), load_of(base, tmp_path)
-    assert recall(load, "CPU") is None
+    assert recall(key_of(load, "CPU"), "CPU") is None
     made = Made(load, model)
     made.finish()
     (first,) = made.told
     assert first.device == device_name(model.device) == "CPU" and first.speed.tokens_per_second > 0
     assert len(made.notes) == 1 and "was measured in" in made.notes[0]
     (kept,) = own_cache.iterdir()
-    assert recall(load, "CPU") == first
-    assert recall(replace(load, deterministic=False), "CPU") is None, "another kind of run"
+    assert recall(key_of(load, "CPU"), "CPU") == first
+    assert recall(key_of(replace(load, deterministic=False), "CPU"), "CPU") is None, "another kind of run"
     kept.write_text("{")
-    assert recall(load, "CPU") is None
+    assert recall(key_of(load, "CPU"), "CPU") is None
     again = Made(load, model)
     again.finish()
     assert again.told and "tokens_per_second" in kept.read_text()

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine.tiny_runs import job, run_spec, save_base
-from tlora.engine.check import RunCheck, check
-from tlora.errors import ConfigError
+from tlora.engine.check import RunCheck, _Devices, check
+from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import RunSpec
 from tlora.kernels.device import capability_of
 from tlora.planning.gpu_models import find_gpu
+from tlora.planning.memory import count_base
+from tlora.planning.streaming import Machine
+from tlora.sharing.host_memory import Streaming
+from tlora.supermodel.load import outline
+from tlora.supermodel.shared_base import load_shared_base
+from tlora.supermodel.supermodel import SuperModel
 
 
 @pytest.fixture
@@ -148,6 +155,38 @@ def test_a_card_too_small_for_the_base_streams_it_over_its_link(tmp_path: Path, 
 def test_a_card_too_small_for_two_layers_says_what_it_would_need(run: RunSpec) -> None:
     (problem,) = check(run.model_copy(update={"memory_limit": 20_000}), gpu="rtx4090").problems
     assert "Streamed from the host's memory it needs" in problem and "Take a smaller base, or raise memory_limit" in problem
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_base_that_cannot_be_cut_is_held_whole_or_refused_as_a_load_does(tmp_path: Path, data: Path, gpus: int) -> None:
+    """NF4 whose rows are no whole groups lies on one GPU as it is; several cannot share it, and none can stream it."""
+    base = save_base(tmp_path / "base", hidden_size=96, num_attention_heads=4, head_dim=24, num_hidden_layers=4)
+    run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], base_precision="nf4")
+    whole = check(run, gpu="rtx4090", gpus=gpus)
+    assert not whole.problems and not whole.streamed
+    (problem,) = check(run.model_copy(update={"memory_limit": whole.base_bytes - 1}), gpu="rtx4090", gpus=gpus).problems
+    with pytest.raises(ModelError) as loaded:
+        load_shared_base(str(base), "auto", torch.device("cpu"), "nf4", Streaming())
+    words = "a base in parts with base_precision nf4 needs input widths that are multiples of 64, and .* has 96. Take it out, or use GPUs"
+    assert re.match(words, str(loaded.value)) and re.match(words, problem)
+    counted = count_base(SuperModel(outline(str(base), base_precision="nf4")), torch.device("cuda"))
+    assert set(counted.bytes_by_gpus) == {whole.base_bytes} and counted.streamed_bytes == 0, "as a scheduler plans with it"
+
+
+def test_a_base_that_fits_stays_on_a_card_whose_host_pins_no_memory(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not fit is refused with the driver's reason."""
+
+    def refuse(*_: object) -> float:
+        raise CapacityError("cannot be pinned")
+
+    base = save_base(tmp_path / "base", num_hidden_layers=12)
+    run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"), batch_size=24)], dtype="bfloat16")
+    roomy = check(run, gpu="rtx4090")
+    monkeypatch.setattr(_Devices, "machine", lambda *_: Machine(refuse, elsewhere=True))
+    tight = run.model_copy(update={"memory_limit": roomy.base_bytes + (roomy.predicted_bytes - roomy.base_bytes) // 2})
+    found = check(tight, gpu="rtx4090")
+    assert not found.problems and not found.streamed and found.recomputed_layers > 0
+    assert check(run.model_copy(update={"memory_limit": roomy.base_bytes - 1}), gpu="rtx4090").problems == ("cannot be pinned",)
 
 
 def test_a_base_that_leaves_little_room_is_streamed_where_that_is_clearly_faster(tmp_path: Path, data: Path) -> None:

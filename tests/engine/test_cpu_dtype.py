@@ -130,19 +130,19 @@ def test_check_counts_the_bytes_of_float32(half: Path, file: str, tmp_path: Path
         assert (line(half, "bfloat16") in found[slow].warnings) == slow
     assert found[True].base_bytes == 2 * found[False].base_bytes
     on_a_cpu(monkeypatch, slow=True)
-    assert describe_base(str(half), "auto", None, "cpu")["bytes"] == found[True].base_bytes
-    assert describe_base(str(half), "auto", None, "cuda")["bytes"] == found[False].base_bytes
+    assert describe_base(str(half), "auto", None, "cpu").bytes == found[True].base_bytes
+    assert describe_base(str(half), "auto", None, "cuda").bytes == found[False].base_bytes
 
 
 def test_a_server_says_it_with_each_job(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The notes of a base's outline are among the job's warnings; a tenant does not see where the base lies."""
     on_a_cpu(monkeypatch, slow=True)
     told = line(half, "bfloat16").replace(str(half), "the base")
-    assert describe_base(str(half), "auto", None, "cpu")["notes"] == [f"{told} in the server's settings"]
-    assert describe_base(str(half), "bfloat16", None, "cpu")["notes"] == [], "the remedy"
-    assert describe_base(str(half), "auto", None, "cuda")["notes"] == []
+    assert describe_base(str(half), "auto", None, "cpu").notes == (f"{told} in the server's settings",)
+    assert describe_base(str(half), "bfloat16", None, "cpu").notes == (), "the remedy"
+    assert describe_base(str(half), "auto", None, "cuda").notes == ()
     on_a_cpu(monkeypatch, slow=False)
-    assert describe_base(str(half), "auto", None, "cpu")["notes"] == []
+    assert describe_base(str(half), "auto", None, "cpu").notes == ()
 
 
 def test_a_prompt_is_answered_in_float32(half: Path, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

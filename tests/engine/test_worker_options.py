@@ -18,7 +18,7 @@ import torch
 from tests.engine.test_worker import Orders, of, work
 from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
-from tests.engine.tiny_runs import sha256, train
+from tests.engine.tiny_runs import save_base, sha256, train
 from tests.store.test_metrics import Client
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.commands import Share
@@ -29,8 +29,9 @@ from tlora.group.engine import Engine
 from tlora.job import JobSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import Stage
 from tlora.planning.memory_bound import MemoryBound
+from tlora.shape.memory import Stage
+from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Failed, Finished, Load, Memory, Want, controller_line, parse_controller_line
@@ -124,6 +125,39 @@ def test_fp8_needs_a_device_that_has_it(made: Orders, tmp_path: Path) -> None:
         work(replace(made.load(tmp_path), base_precision="fp8"), [])
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_worker_streams_its_base_where_a_run_would(tmp_path: Path, is_streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tests/planning/test_streamed_plan.py looks at it."""
+    held: list[Any] = []
+
+    def from_pretrained(*arguments: Any) -> SuperModel:
+        held.append(arguments[-1])
+        return loaded
+
+    deep = save_base(tmp_path / "deep", num_hidden_layers=12)
+    loaded, whole = SuperModel.from_pretrained(str(deep)), outline(str(deep), "bfloat16").num_bytes
+    monkeypatch.setattr(SuperModel, "from_pretrained", from_pretrained)
+    monkeypatch.setattr("tlora.planning.streaming.measure_link", lambda *_: 1e9)
+    limit, notes = whole - 1 if is_streamed else 10**12, list[str]()
+    with as_if_on("H100", 90):
+        load_base(Load(str(deep), str(tmp_path), "cuda", 0.0, dtype="bfloat16", memory_limit=limit), (), None, notes.append)
+    assert held == [Streaming(2) if is_streamed else None]
+    assert any("are on the device; the base has " in line for line in notes) == is_streamed
+
+
+def test_a_streamed_base_that_is_ordered_is_one_on_any_device(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+    load_whole = SuperModel.from_pretrained
+
+    def from_pretrained(*arguments: Any) -> SuperModel:
+        held.append(arguments[-1])
+        return load_whole(*arguments)
+
+    monkeypatch.setattr(SuperModel, "from_pretrained", from_pretrained)
+    load_base(replace(made.load(tmp_path), layout="streamed"), (), None, print)
+    assert held == [Streaming(2, ordered=True)]
+
+
 def bound_of(base: Path, limit_bytes: int) -> MemoryBound:
     model = SuperModel(outline(str(base)))
     return MemoryBound(model, sum(p.numel() * p.element_size() for p in model.model.parameters()), torch.device("cpu"), limit_bytes)
@@ -197,8 +231,10 @@ def test_a_base_larger_than_the_limit_is_refused_before_it_is_loaded(made: Order
         work(replace(made.load(tmp_path), memory_limit=1000), [])
 
 
-@pytest.mark.parametrize(("recompute", "layers"), [("auto", 2), ("none", 0), (1, 1), ("all", 3)])
-def test_recompute_overrides_a_share(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: Any, layers: int) -> None:
+@pytest.mark.parametrize(("recompute", "layers"), [("auto", 0), ("none", 0), (1, 1), ("all", 3)])
+def test_what_is_recomputed_is_as_ordered(
+    made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: Any, layers: int
+) -> None:
     told: list[int] = []
 
     def share(_: Engine, token_budget: int, recompute: RecomputePlan, weights: Mapping[str, float]) -> None:
@@ -206,7 +242,7 @@ def test_recompute_overrides_a_share(made: Orders, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Engine, "share", share)
     monkeypatch.setattr(SuperModel, "num_layers", property(lambda _: 3))
-    work(replace(made.load(tmp_path), recompute=recompute), [Share(64, 2), made.join("short")])
+    work(replace(made.load(tmp_path), recompute=recompute), [Share(64), made.join("short")])
     assert set(told) == {layers}
 
 

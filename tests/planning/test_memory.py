@@ -18,7 +18,6 @@ from tests.tiny import SHAPE
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import Span
-from tlora.costs.hardware import live_cost_model
 from tlora.data.order import pack_rows
 from tlora.engine import session as training
 from tlora.engine.check import check
@@ -26,11 +25,13 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, Stage, count_base, measure, takes_fast_path
+from tlora.planning.memory import ACTIVATION_RANK, count_base, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
 from tlora.planning.micro_batches import _budgets, token_cost
 from tlora.planning.plan import RunPlan, counting_jobs, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
+from tlora.shape.hardware import live_cost_model
+from tlora.shape.memory import MemoryModel, Stage
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 

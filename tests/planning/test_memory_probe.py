@@ -16,8 +16,8 @@ from tlora.adapters.state import AdapterLayout
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning import memory_probe
-from tlora.planning.memory import MemoryModel, Stage
 from tlora.planning.memory_probe import PROBE_TOKENS, Probe, probe, probe_key, recall, remember
+from tlora.shape.memory import MemoryModel, Stage
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 

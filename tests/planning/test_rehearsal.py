@@ -15,9 +15,9 @@ from tests.planning.test_memory_probe import eager as eager
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import Stage
 from tlora.planning.memory_probe import rehearse
 from tlora.planning.plan import RunPlan, settle
+from tlora.shape.memory import Stage
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = MARKS

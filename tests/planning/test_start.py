@@ -11,8 +11,7 @@ from tests.engine.tiny_runs import job
 from tlora.adapters.state import init_state, make_layout
 from tlora.errors import ModelError
 from tlora.job import JobSpec, LoraConfig
-from tlora.planning.job_plan import PlannedJob
-from tlora.planning.start import start_ahead
+from tlora.planning.job_plan import PlannedJob, start_ahead
 
 LAYOUT = make_layout(LoraConfig(r=4), {"q_proj": (64, 32), "v_proj": (64, 16)})
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from tests.planning.test_micro_batches import EIGHT_B, GPU, jobs_with
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.costs.streaming import fetched_layers
 from tlora.job import RunSpec
+from tlora.kernels.device import as_if_on
 from tlora.planning.gpu_models import find_gpu, flops_of
-from tlora.planning.memory import StreamedBytes
 from tlora.planning.micro_batches import MicroBatches, cost_of, sample_lengths, token_cost
 from tlora.planning.plan import RunPlan
-from tlora.planning.streaming import _fastest, _refused
+from tlora.planning.streaming import _fastest, _refused, stream_for_jobs_to_come
+from tlora.shape.memory import StreamedBytes, must_share
+from tlora.shape.token_cost import fetched_layers
+from tlora.sharing.host_memory import Streaming
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+from tlora.worker_protocol import Load
 
 GIB = 1 << 30
 SIZES = StreamedBytes(host_bytes=13 * GIB, layer_bytes=13 * GIB // 32, num_layers=32, other_bytes=2 * GIB)
@@ -92,3 +100,25 @@ def test_what_is_ordered_is_kept() -> None:
 def test_the_rate_of_a_gpu_by_its_drivers_name(name: str, row: str) -> None:
     assert flops_of(name) == find_gpu(row).flops
     assert flops_of("GRID 9000") is None
+
+
+def outlined(directory: Path, **shape: int) -> SuperModel:
+    """A Llama in bf16 on the meta device."""
+    LlamaConfig(vocab_size=128256, num_key_value_heads=8, tie_word_embeddings=False, **shape).save_pretrained(directory)
+    return SuperModel(outline(str(directory), "bfloat16"))
+
+
+def test_a_worker_streams_by_predicted_time_for_jobs_to_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run would with four jobs, whose micro-batches may have 8,192 tokens: an 8B of 15 GiB, and a base of 68 GiB on a GPU with 79, of
+    which a share of the limit alone made a streamed one.
+    """
+    small = outlined(tmp_path / "8b", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+    large = outlined(tmp_path / "35b", hidden_size=8192, intermediate_size=28672, num_hidden_layers=40, num_attention_heads=64)
+    monkeypatch.setattr("tlora.planning.streaming.host_problem", lambda _: None)
+    monkeypatch.setattr("tlora.planning.streaming.measure_link", lambda *_: 25e9)
+    found = list[Streaming | None]()
+    for model, limit in ((small, 14), (small, 17), (small, 80), (large, 79)):
+        with as_if_on("NVIDIA H100", 90):
+            plan = stream_for_jobs_to_come(Load("b", "o", "cuda", 0.0), model, torch.device("cuda"), limit * GIB)
+        found.append(plan.streaming if plan is not None else None)
+    assert found == [Streaming(2), Streaming(2), None, None] and must_share(large.base.num_bytes, 79 * GIB)

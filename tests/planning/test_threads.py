@@ -12,9 +12,9 @@ from tests.engine.tiny_runs import job, run_spec, train
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
-from tlora.planning.memory import MemoryModel
 from tlora.planning.plan import RunPlan
 from tlora.planning.threads import choose_threads, compute_with, default_threads, threads_before
+from tlora.shape.memory import MemoryModel
 
 
 def llama(hidden: int) -> list[tuple[int, int]]:

@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.scheduler.invariants import check
-from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import (
     Action,
     BaseMeasured,
@@ -39,6 +38,7 @@ from tlora.scheduler.job import Job
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
+from tlora.shape.cost import BaseConstants, CostModel
 
 BASES = ("north", "south")
 

@@ -11,13 +11,13 @@ from tests.scheduler.invariants import check
 from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, made_spec, tell
 from tests.scheduler.timeline import made_timeline, slowdowns
 from tests.sim.small_clusters import BASE, POLICY_CASES, even_cost, made_job
-from tlora.costs.cost import CostModel
 from tlora.protocol import Event, GroupReady, JobFinished, JobGroup, NodeAdded, ParallelPlan, StepsDone, Tick
 from tlora.scheduler.group_index import GroupIndex, residual_capacity_of
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.predictions import Predictions
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
+from tlora.shape.cost import CostModel
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape

@@ -9,12 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.scheduler.mirror import made_cost, made_spec, made_state, waiting_job
-from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import ParallelPlan
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import exclusive_plan, shared_plan
 from tlora.scheduler.state import ClusterState
+from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.sharing import Member, group_step_seconds
 
 BASE = "north"
 

@@ -10,10 +10,10 @@ from hypothesis import given
 
 from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_settings, made_spec, steps_through
 from tests.scheduler.timeline import made_timeline, slowdowns
-from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import ChangeGroup, Event, JobCancelled, JobFailed, JobFinished, JobSubmitted, StartGroup
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.state import ClusterState
+from tlora.shape.sharing import Member, group_step_seconds
 
 ROUNDING = 1e-6
 LONG = 100_000  # steps: more than any of these stories lasts

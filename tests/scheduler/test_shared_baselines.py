@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 
 from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec, started, steps_through
-from tlora.costs.sharing import Member, group_step_seconds
 from tlora.protocol import BaseMeasured, ChangeGroup, JobFinished, JobGroup, StartGroup, StopGroup, Tick
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.shared_baselines import memory_only, tlora_published
 from tlora.scheduler.state import ClusterState
+from tlora.shape.sharing import Member, group_step_seconds
 
 
 def tokens_per_second(state: ClusterState, group: JobGroup) -> float:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from tests.scheduler.mirror import BASES, Mirror, made_cost, made_settings, made_spec, tell
-from tlora.costs.cost import BaseMemory, CostModel
 from tlora.protocol import Event, GroupLost, GroupReady, JobFinished, JobSubmitted, MemoryFound, NodeAdded, RejectJob, StartGroup, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
+from tlora.shape.cost import CostModel
+from tlora.shape.memory import BaseMemory
+from tlora.shape.token_cost import recompute_factor
 
 GB = 10**9
 CARDS = (24 * GB, 80 * GB, 24 * GB, 48 * GB)
@@ -90,6 +93,19 @@ def test_budgets_are_those_of_the_cards_that_are_there() -> None:
     assert budgets == {24 * GB: 4096, 80 * GB: 16384}
 
 
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_a_card_of_which_nothing_is_known_counts_as_the_smallest_that_is(name: str) -> None:
+    """Not as the one on which its base's constants were measured."""
+    scheduler, mirror = Scheduler(LIVE_POLICIES[name](), costs()), Mirror()
+    tell(scheduler, mirror, NodeAdded("n", (0, 1)), 0.0)
+    tell(scheduler, mirror, MemoryFound((0,), (24 * GB,)), 0.0)
+    for job in "ab":
+        tell(scheduler, mirror, small(job, tokens=16384.0, max_slowdown=1.0), 1.0)
+    groups = [known.group for known in scheduler.state.groups.values()]
+    assert sorted(gpu for group in groups for gpu in group.gpus) == [0, 1]
+    assert {group.plan.token_budget // len(group.gpus) for group in groups} == {4096}
+
+
 def test_a_job_whose_smallest_prepared_budget_does_not_fit_gets_its_longest_sample() -> None:
     """A card with room for 700 tokens, and a job of at most 512."""
     scheduler, mirror = made(LIVE_POLICIES["residual_capacity"](), int(16.5 * GB + 18e7 + 7e8 + 0.18 * 16.5 * GB))
@@ -98,6 +114,24 @@ def test_a_job_whose_smallest_prepared_budget_does_not_fit_gets_its_longest_samp
     scheduler.state.cost.memory = dict.fromkeys(BASES, replace(MEMORY, bytes_by_gpus=(16 * GB, 16 * GB)))
     (start,) = tell(scheduler, mirror, small("a"), 1.0)
     assert isinstance(start, StartGroup) and start.group.plan.token_budget == 512
+
+
+def test_a_group_planned_with_layers_recomputed_is_predicted_slower() -> None:
+    """A card with room for the base, the adapter and 700 tokens, or 512 of samples that are all as long with 9 of 31 layers recomputed."""
+    memory, seconds = replace(MEMORY, bytes_by_gpus=(16 * GB, 16 * GB), num_layers=31), list[float]()
+    for room in (7e8, 3.6e8):
+        scheduler, mirror = made(LIVE_POLICIES["residual_capacity"]())
+        tell(scheduler, mirror, NodeAdded("n", (0,)), 0.0)
+        scheduler.state.cost.memory = dict.fromkeys(BASES, memory)
+        tell(scheduler, mirror, MemoryFound((0,), (int(16.5 * GB + 18e7 + room),)), 0.0)
+        scheduler.state.memory.room_bytes[0] = int(16.5 * GB + 18e7 + room)
+        (start,) = tell(scheduler, mirror, small("a"), 1.0)
+        assert isinstance(start, StartGroup) and start.group.plan.token_budget == 512
+        seconds += scheduler.state.groups[start.group.group_id].step_seconds
+        layers = start.group.plan.recomputed_layers
+        assert layers == (0 if room == 7e8 else math.ceil((512 * 1e6 - room) / (512 * 9e5 / 30)))
+        assert scheduler.state.jobs["a"].step_seconds == seconds[-1]
+    assert seconds[1] == pytest.approx(seconds[0] * recompute_factor(layers, 31)) and layers == 10
 
 
 @pytest.mark.parametrize("name", LIVE_POLICIES)

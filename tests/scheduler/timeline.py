@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field
 
 from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, made_settings, tell
-from tlora.costs.cost import CostModel
 from tlora.protocol import Action, ChangeGroup, Event, JobFinished, JobGroup, RejectJob, StartGroup, Tick
 from tlora.scheduler.job import Job
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
+from tlora.shape.cost import CostModel
 
 TICK_SECONDS = 60.0
 MOST_RETHINK_SECONDS = 300.0  # a decision to change nothing may hold for so long

@@ -10,11 +10,12 @@ import pytest
 
 from tests.service.served import Served, config_of, serving
 from tlora.adapters.targets import resolve, trained_parameters
-from tlora.costs.cost import ADAPTER_BYTES
 from tlora.job import LoraShape
 from tlora.service.capacity import Capacity
 from tlora.service.machine import Places
-from tlora.service.outlines import Outline, Precision, find_outline, known_outline
+from tlora.service.outlines import Precision, find_outline, known_outline
+from tlora.shape.base_shape import BaseShape
+from tlora.shape.memory import ADAPTER_BYTES
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 
@@ -28,7 +29,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def adapter_bytes(outline: Outline, shape: LoraShape) -> int:
+def adapter_bytes(outline: BaseShape, shape: LoraShape) -> int:
     return ADAPTER_BYTES * trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)
 
 
@@ -82,8 +83,8 @@ def test_a_base_beyond_memory_and_one_of_which_nothing_is_known(bases: Path) -> 
 
 def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
     outline = known_outline(bases, BASE, Precision())
-    assert outline is not None and outline.bytes == outline.bytes_by_gpus[0] > outline.bytes_by_gpus[3]
-    most = int(outline.bytes_by_gpus[3] / 0.84)
+    assert outline is not None and outline.bytes == outline.memory.bytes_by_gpus[0] > outline.memory.bytes_by_gpus[3]
+    most = int(outline.memory.bytes_by_gpus[3] / 0.84)
     for gpus, least in ((1, 1), (3, 1), (4, 4), (8, 4)):
         several = Capacity(config_of(bases.parent), Places("cuda", tuple(range(gpus)), most))
         several.learn("base", BASE)
@@ -91,7 +92,7 @@ def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
         fits = outline.memory.least_weights(gpus) + ADAPTER_BYTES <= most
         assert (several.why_never("base", 1) is None) == fits
     unstreamed = replace(outline, memory=replace(outline.memory, streamed_bytes=0.0))
-    beyond = Capacity(config_of(bases.parent), Places("cuda", (0, 1, 2, 3), outline.bytes_by_gpus[3] - 1))
+    beyond = Capacity(config_of(bases.parent), Places("cuda", (0, 1, 2, 3), outline.memory.bytes_by_gpus[3] - 1))
     beyond._outlines["base"] = unstreamed
     reason = beyond.why_never("base", 1)
     assert reason is not None and "on each of 4 GPUs" in reason
@@ -109,7 +110,7 @@ def test_a_base_beyond_the_only_gpu_is_streamed_to_it(bases: Path) -> None:
         assert found is None if reason is None else found is not None and reason in found
     assert outline.memory.weights(1, least) == outline.memory.streamed_bytes
     assert outline.memory.weights(1, 2 * outline.bytes) == outline.bytes
-    assert outline.memory.weights(4, least) == outline.bytes_by_gpus[3]
+    assert outline.memory.weights(4, least) == outline.memory.bytes_by_gpus[3]
 
 
 def test_one_that_was_accepted_before_its_base_was_known_fails_before_it_reaches_a_worker(bases: Path, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tlora.costs.cost import BaseConstants, CostModel
 from tlora.protocol import Event, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
 from tlora.scheduler.policies import POLICIES
+from tlora.shape.cost import BaseConstants, CostModel
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape

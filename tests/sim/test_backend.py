@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sim.small_clusters import BASE, alarm, cluster_of, events_of, group_of, made_job, until
+from tests.sim.small_clusters import BASE, alarm, cluster_of, even_cost, events_of, group_of, made_job, until
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -27,10 +27,13 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
+from tlora.shape.memory import BaseMemory
+from tlora.shape.token_cost import recompute_factor
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import FREE_MOVES, Conditions, MoveCosts
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
+from tlora.sim.simulate import simulated_cluster
 
 MOVES = Conditions(moves=MoveCosts())
 Seen = list[tuple[float, Event]]
@@ -83,6 +86,15 @@ def test_who_joins_takes_its_time_and_the_others_lose_a_micro_batch():
     assert (a.windows, a.windows_beyond, a.regroupings) == (10, 0, 0)
     assert a.worst_slowdown == pytest.approx(2.0)
     assert a.gpu_seconds + b.gpu_seconds == pytest.approx(b.finished_seconds)
+
+
+def test_a_group_planned_with_layers_recomputed_is_slower():
+    cost = even_cost()
+    cost.memory[BASE] = BaseMemory((10**9,), 0.0, 1e6, 1e5, num_layers=8)
+    cluster = simulated_cluster([made_job("a", 100)], ClusterShape(1, 2, tick_seconds=math.inf), cost, Conditions(moves=FREE_MOVES))
+    group = group_of("g0", "a")
+    seen = played(cluster, a=[StartGroup(replace(group, plan=replace(group.plan, recomputed_layers=4)))])
+    assert told(seen)[-1] == (pytest.approx(100 * recompute_factor(4, 8)), JobFinished("a"))
 
 
 @pytest.mark.parametrize(("joins", "beyond"), [(1, 0), (2, 1)])

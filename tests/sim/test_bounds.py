@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.sim.made_results import make_orders, make_result
-from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.sharing import Member, group_step_seconds
+from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.sharing import Member, group_step_seconds
 from tlora.sim import bounds
 from tlora.sim.bounds import Work, lower_bounds, work_of
 from tlora.sim.records import JobRecord

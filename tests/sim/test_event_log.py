@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.sim.answers import answered
-from tlora.costs.cost import CostModel
-from tlora.costs.hardware import cost_model
 from tlora.errors import DataError
 from tlora.protocol import (
     Action,
@@ -30,6 +28,8 @@ from tlora.protocol import (
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.settings import Settings
+from tlora.shape.cost import CostModel
+from tlora.shape.hardware import cost_model
 from tlora.sim.mapping import BASES
 from tlora.sim.trace import is_event_log, read_event_log
 

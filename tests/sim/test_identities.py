@@ -13,11 +13,11 @@ from statistics import fmean
 import pytest
 
 from tests.sim.small_clusters import POLICY_CASES, even_cost, made_job
-from tlora.costs.hardware import cost_model
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.state import ClusterState
+from tlora.shape.hardware import cost_model
 from tlora.sim.bounds import lower_bounds, work_of
 from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape

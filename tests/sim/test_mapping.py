@@ -12,11 +12,11 @@ from statistics import NormalDist, fmean, median
 
 import pytest
 
-from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.hardware import cost_model
 from tlora.errors import ConfigError
 from tlora.protocol import JobProfile, JobSubmitted, NodeAdded, RejectJob, Tick, to_json
 from tlora.scheduler.scheduler import why_unsound
+from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.hardware import cost_model
 from tlora.sim.mapping import (
     BASES,
     MOST_TOKENS,

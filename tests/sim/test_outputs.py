@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.sim.made_results import make_orders, make_result
-from tlora.costs.cost import BaseConstants
 from tlora.errors import ConfigError
 from tlora.report.simulation_page import is_extrapolated
+from tlora.shape.cost import BaseConstants
 from tlora.sim.bounds import Bounds
 from tlora.sim.conditions import MoveCosts
 from tlora.sim.metrics import metrics

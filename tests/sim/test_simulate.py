@@ -11,11 +11,11 @@ from tests.scheduler.invariants import check
 from tests.sim.answers import answered
 from tests.sim.small_clusters import POLICY_CASES, even_cost, made_job
 from tlora.cluster.controller import run
-from tlora.costs.hardware import cost_model
 from tlora.protocol import Action, Event, GroupReady, JobFinished, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
+from tlora.shape.hardware import cost_model
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape

@@ -11,8 +11,8 @@ import pytest
 from scipy.optimize import linprog
 
 from tests.scheduler.mirror import BASES, made_cost
-from tlora.costs.cost import CostModel
 from tlora.scheduler.policies import POLICIES
+from tlora.shape.cost import CostModel
 from tlora.sim.bounds import least_gpu_seconds, throughput_bound
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import mapped_jobs

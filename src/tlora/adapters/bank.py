@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout, AdapterShape
-
-ROW_ALIGNMENT = 16  # a slot's rows start at multiples of it: aligned loads, and bits that do not depend on the jobs before
 
 
 @dataclass(frozen=True, slots=True)

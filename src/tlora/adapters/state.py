@@ -42,9 +42,13 @@ class AdapterLayout:
     shapes: tuple[AdapterShape, ...]
     names: tuple[str, ...] = field(default=(), compare=False)
 
-    @cached_property
+    @property
     def numel(self) -> int:
         """Trainable parameters."""
+        return self._numel
+
+    @cached_property
+    def _numel(self) -> int:
         return sum(s.rank * (s.in_features + s.out_features) for s in self.shapes)
 
     @cached_property

@@ -36,10 +36,6 @@ class RecomputePlan:
         """The same plan for a base with `layers` layers."""
         return RecomputePlan(self.most_tokens[:layers])
 
-    def at_least(self, layers: int) -> RecomputePlan:
-        """The same with no fewer than `layers` of any micro-batch."""
-        return RecomputePlan((0,) * layers + self.most_tokens[layers:])
-
     def scaled(self, tokens: int, of: int) -> RecomputePlan:
         """What `of` tokens did is done by `tokens`, fewer of them, and so in proportion."""
         return RecomputePlan(tuple([most * tokens // of for most in self.most_tokens]))

@@ -15,14 +15,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tlora.cli.terminal import open_table, printable, shows_live
-from tlora.costs.hardware import extrapolated_fields
+from tlora.shape.hardware import extrapolated_fields
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
 from tlora.wording.metrics import GROUPS, TIMES, decomposition_text, metric_text
 from tlora.wording.numbers import DASH, duration_text
 
 if TYPE_CHECKING:
-    from tlora.costs.cost import BaseConstants
+    from tlora.shape.cost import BaseConstants
     from tlora.sim.outputs import MetricRow
     from tlora.sim.scenario import Scenario
     from tlora.sim.sweep import Standing, SweepRow

@@ -13,8 +13,8 @@ from typing import Literal
 
 import psutil
 
-from tlora.costs.memory_share import CPU_SHARE, GPU_SHARE
 from tlora.errors import ConfigError
+from tlora.shape.memory_share import CPU_SHARE, GPU_SHARE
 
 _SECONDS = 30.0  # for the driver to answer
 
@@ -53,11 +53,15 @@ def list_gpus() -> dict[int, Gpu]:
 
 
 def room_of(gpus: Sequence[int], known: Mapping[int, Gpu], memory_limit: int | Literal["auto"]) -> tuple[int, ...]:
-    """Bytes that may be planned for on each of `gpus` before a worker reports what is free; empty if the driver does not know."""
-    found = [known[gpu].memory_bytes if gpu in known else 0 for gpu in gpus]
-    if not all(found):
-        return ()
-    return tuple([min(int(GPU_SHARE * own), own if memory_limit == "auto" else memory_limit) for own in found])
+    """Bytes that may be planned for on each of `gpus` before a worker reports what is free; 0 if neither the driver nor `memory_limit`
+    tells.
+    """
+    found: list[int] = []
+    for gpu in gpus:
+        own = known[gpu].memory_bytes if gpu in known else 0
+        limits = [int(GPU_SHARE * own)] if own else []
+        found.append(min(limits if memory_limit == "auto" else [*limits, memory_limit], default=0))
+    return tuple(found)
 
 
 def host_room(places: int, memory_limit: int | Literal["auto"]) -> int:

@@ -16,15 +16,21 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tlora import durable
-from tlora.costs.cost import LEAST_CORRECTION, MOST_CORRECTION, CostModel, Learned, constants_digest
 from tlora.errors import CheckpointError
+from tlora.job import Recompute
 from tlora.json_file import read_object
+from tlora.shape.cost import LEAST_CORRECTION, MOST_CORRECTION, CostModel, Learned, constants_digest
 
 FILE = "learned-costs.json"
 VERSION = 1
 _MOST_ENTRIES = 4  # of one base, each with other constants
 _ENTRIES: TypeAdapter[dict[str, dict[str, dict[str, Any]]]] = TypeAdapter(dict[str, dict[str, dict[str, Any]]])
 SAVE_SECONDS = 60.0  # between two saves of observations that change no prediction
+
+
+def learned_of(base_model: str, device: str, recompute: Recompute) -> str:
+    """What observations are of: a base's files and its devices, and how much is recomputed by order."""
+    return f"{base_model} {device}" + (f" recompute {recompute}" if recompute not in ("auto", "none", 0) else "")
 
 
 class LearnedCosts:
@@ -40,7 +46,7 @@ class LearnedCosts:
         self._broken = False
 
     def teach(self, cost: CostModel, base: str, of: str, now: float) -> None:
-        """Give `cost` what was learned of `base` earlier, if that was of the same files and devices, which `of` names.
+        """Give `cost` what was learned of `base` earlier, if that was of the same, as `learned_of` names it.
 
         Each entry is of some constants, and counts once the base has these: they may come later, from a worker's measurement.
         """

@@ -107,8 +107,8 @@ class LocalBackend:
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
-        if machine.memory_bytes:
-            self._events.append(MemoryFound(machine.gpus, machine.memory_bytes))
+        if told := [(gpu, room) for gpu, room in zip(machine.gpus, machine.memory_bytes, strict=False) if room]:
+            self._events.append(MemoryFound(tuple(gpu for gpu, _ in told), tuple(room for _, room in told)))
         self._crew = Crew(workers, reign.epoch, self._load, machine.gpus, machine.limits, note)
         if door is not None:
             self._crew.listen_on(door)

@@ -32,7 +32,7 @@ from tlora.errors import TloraError
 from tlora.group.job_run import JobRun
 from tlora.protocol import BaseSpeed
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Load, Measured
+from tlora.worker_protocol import Measured
 
 SHARE = 0.25  # of the time that it takes at most while jobs train
 ROOM_SECONDS = 5.0  # until it looks for memory again
@@ -48,14 +48,14 @@ class BackgroundCalibration:
 
     def __init__(
         self,
-        load: Load,
+        key: str,
         model: SuperModel,
         has_room: HasRoom,
         tell: Callable[[Measured], object],
         note: Callable[[str], object],
     ) -> None:
-        """`tell` gets the result, `note` a line about it, or why there is none."""
-        self._load, self._model, self._has_room, self._tell, self._note = load, model, has_room, tell, note
+        """`key`: of `calibration.key_of`. `tell` gets the result, `note` a line about it, or why there is none."""
+        self._key, self._model, self._has_room, self._tell, self._note = key, model, has_room, tell, note
         self._plan = [(1, tokens) for tokens in PROBES] + [(MEMBERS, PROBES[1] // MEMBERS)]  # jobs, and tokens of each
         self.points: list[Timed] = []
         self._probe: Generator[None, None, Timed] | None = None
@@ -81,7 +81,7 @@ class BackgroundCalibration:
         began, recompute = time.monotonic(), self._model.recompute
         self._model.recomputed_layers = 0
         try:
-            self._attempt = self._attempt or Attempt(self._load, device_name(self._model.device))
+            self._attempt = self._attempt or Attempt(self._key)
             with self._attempt.mark():
                 self._advance(begin, beside_jobs)
         except (TloraError, RuntimeError, OSError, MemoryError) as error:  # a full disk among them: jobs are trained all the same
@@ -168,7 +168,7 @@ class BackgroundCalibration:
         measured = Measured(device_name(self._model.device), speed)
         try:
             if not self._left_out_for_jobs:  # else the next load may find room for all
-                keep(self._load, measured)
+                keep(self._key, measured)
         except (TloraError, OSError) as error:
             self._note(f"the base's speed is measured again at the next load: {error}")
         self._tell(measured)

@@ -68,23 +68,23 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def recall(load: Load, device: str) -> Measured | None:
-    """The measurement of an earlier load on a `device`; None if there is none, or it is damaged: it can be measured again."""
+def recall(key: str, device: str) -> Measured | None:
+    """The measurement of an earlier load of `key_of` on its `device`; None if there is none, or it is damaged: it can be measured again."""
     try:
-        return Measured(device, TypeAdapter(BaseSpeed).validate_json(_path(load, device).read_bytes()))
+        return Measured(device, TypeAdapter(BaseSpeed).validate_json(_path(key).read_bytes()))
     except (OSError, ValueError):
         return None
 
 
-def keep(load: Load, measured: Measured) -> None:
-    """Save it for later loads. Raises TloraError, OSError."""
-    path = _path(load, measured.device)
+def keep(key: str, measured: Measured) -> None:
+    """Save it for later loads of `key_of`. Raises TloraError, OSError."""
+    path = _path(key)
     durable.make_directory(path.parent)
     durable.write_file(path, json.dumps(asdict(measured.speed)))
 
 
 def fitted(points: Sequence[Timed]) -> BaseSpeed:
-    """The constants of `costs.cost` through these points: rate and launch by the two largest of one job, the floor by the smallest, and
+    """The constants of `shape.cost` through these points: rate and launch by the two largest of one job, the floor by the smallest, and
     the time of a further member by the group. Raises CalibrationError.
     """
     alone = sorted((point for point in points if point.members == 1), key=lambda point: point.tokens)
@@ -198,12 +198,15 @@ def _resident(model: SuperModel, runs: Sequence[JobRun], tokens: int) -> Iterato
         engine.stop()
 
 
-def _path(load: Load, device: str) -> Path:
-    return cache_dir() / "speeds" / f"{key_of(load, device)}.json"
+def _path(key: str) -> Path:
+    return cache_dir() / "speeds" / f"{key}.json"
 
 
 def key_of(load: Load, device: str) -> str:
-    """The cache key: all that decides the speed, which is the base's files, how it is held and run, the device and the software."""
+    """The cache key: all that decides the speed, which is the base's files, how it is held and run, the device and the software.
+
+    It lists the base's directory, so that a load asks once.
+    """
     files = sorted(path for path in find_directory(load.base_model).iterdir() if path.is_file())
     what: list[Any] = [
         [PROBES, _SAMPLE_TOKENS, _MOST_TURNS],
@@ -221,10 +224,10 @@ def key_of(load: Load, device: str) -> str:
 
 
 class Attempt:
-    """Of this process at one base on one device."""
+    """Of this process at one base on one device, which have the `key` of `key_of`."""
 
-    def __init__(self, load: Load, device: str) -> None:
-        self._path = _directory() / f"{key_of(load, device)}.{os.getpid()}"
+    def __init__(self, key: str) -> None:
+        self._path = _directory() / f"{key}.{os.getpid()}"
         self._identity = identify(os.getpid())
 
     @contextmanager
@@ -241,11 +244,11 @@ class Attempt:
                 self._path.unlink(missing_ok=True)
 
 
-def find_deadly(load: Load, device: str) -> Path | None:
+def find_deadly(key: str) -> Path | None:
     """The file of a measurement in which a process was killed; None where there is none. Those of before the last start of this machine
     are removed: what ended them is not known.
     """
-    for path in sorted(_directory().glob(f"{key_of(load, device)}.*")):
+    for path in sorted(_directory().glob(f"{key}.*")):
         with suppress(OSError, ValueError, TypeError):
             found = ProcessIdentity(**json.loads(path.read_text()))
             if found.boot != boot_id():

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tlora.cache_directory import open_caches
-from tlora.costs.streaming import StreamCost
 from tlora.data.base_download import describe_download, fetch_base
 from tlora.data.order import Mixture, PackedRows, epoch_size
 from tlora.data.prepare import Preparation, Prepared
@@ -20,7 +19,7 @@ from tlora.engine.ranks.devices import count_elsewhere, rank_devices
 from tlora.engine.ranks.placement import place as place_jobs
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
-from tlora.job import JobSpec, RunSpec
+from tlora.job import JobSpec, Layout, RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.form import choose_form
 from tlora.planning.gpu_models import GpuModel, find_gpu
@@ -30,6 +29,7 @@ from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_r
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.streaming import Machine, StreamPlan, choose_layout, this_machine
 from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
+from tlora.shape.token_cost import StreamCost
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
@@ -149,10 +149,9 @@ class _Devices:
     def flops(self) -> float | None:
         return self.elsewhere.flops if self.elsewhere is not None else None
 
-    @property
-    def machine(self) -> Machine:
+    def machine(self, layout: Layout) -> Machine:
         gpu = self.elsewhere
-        return Machine(lambda: gpu.link_gb_per_second * 1e9, gpu.flops, True) if gpu is not None else this_machine(self.place)
+        return Machine(lambda: gpu.link_gb_per_second * 1e9, gpu.flops, True) if gpu is not None else this_machine(self.place, layout)
 
 
 def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
@@ -211,8 +210,8 @@ def _layout(run: RunSpec, plan: RunPlan, model: SuperModel, where: _Devices, pro
     if where.count > 1:
         return plan, None
     try:
-        return choose_layout(run, plan, model, where.place, where.machine)
-    except CapacityError as error:
+        return choose_layout(run, plan, model, where.place, where.machine(run.layout))
+    except (CapacityError, ModelError) as error:
         problems.append(str(error))
         return plan, None
 
@@ -275,7 +274,7 @@ def _on_gpus(
     device, count = where.place, where.count
     try:
         form = choose_form(run, plan.jobs, model, model.base.num_bytes, device, plan.limit_bytes, count)
-    except (CapacityError, ConfigError) as error:
+    except (CapacityError, ConfigError, ModelError) as error:
         problems.append(str(error))
         return {}
     placement = place_jobs(seconds, count, choose_replicas(plan.jobs, seconds, count, run.deterministic))

@@ -16,13 +16,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """From the next micro-batch on: its tokens, the decoder layers that backward computes again, and the jobs' weights.
+    """From the next micro-batch on: its tokens, and the jobs' weights. How many layers it recomputes follows from the memory that is here.
 
     The budget is raised to the longest sample of a resident. `weights` also hold for jobs that join later.
     """
 
     token_budget: int
-    recomputed_layers: int = 0
     weights: dict[str, float] = field(default_factory=dict[str, float])
 
 

@@ -27,11 +27,10 @@ from tlora.engine.run_monitor import RunMonitor
 from tlora.group.exchange import Exchange
 from tlora.group.wall import Failure, attempt
 from tlora.job import RunSpec
-from tlora.planning.job_plan import PlannedJob
+from tlora.planning.job_plan import PlannedJob, start_ahead
 from tlora.planning.memory import bytes_when_shared
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
 from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
-from tlora.planning.start import start_ahead
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
 from tlora.sharing.peers import Sharing
@@ -119,7 +118,7 @@ def load(
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
         plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
     # several GPUs hold a base whole or in parts
-    plan, streamed = choose_layout(run, plan, outlined, place, this_machine(place)) if assigned is None else (plan, None)
+    plan, streamed = choose_layout(run, plan, outlined, place, this_machine(place, run.layout)) if assigned is None else (plan, None)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
     homes = [job for job in plan.residents if job.spec.name not in assignment.follows]

@@ -96,7 +96,7 @@ class Settler:
             return
         if want.group is not None:
             plan, group = want.group.plan, want.group
-            share = Share(plan.token_budget, plan.recomputed_layers, dict(zip(group.job_ids, group.weights, strict=True)))
+            share = Share(plan.token_budget, dict(zip(group.job_ids, group.weights, strict=True)))
             if share != self._shared:
                 self._shared = share
                 self.commands.append(share)

@@ -21,7 +21,7 @@ from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import BackgroundCalibration
-from tlora.engine.calibration import device_name, find_deadly, recall
+from tlora.engine.calibration import device_name, find_deadly, key_of, recall
 from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
 from tlora.engine.patience import Patience
@@ -114,7 +114,8 @@ class Trainer:
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         self._limit_bytes = bound.limit_bytes
         send(Memory((bound.limit_bytes,)))
-        measured = recall(load, device_name(model.device)) if load.calibrate else None
+        speed_key = key_of(load, device_name(model.device)) if load.calibrate else ""
+        measured = recall(speed_key, device_name(model.device)) if load.calibrate else None
         if measured is not None:
             send(measured)
         self._expected = {spec.name for spec in expected}  # of those, the jobs that have not come
@@ -132,8 +133,8 @@ class Trainer:
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
         self._memory = WorkerMemory(bound, self._group, load.recompute, Share(STARTING_BUDGET))
-        self._calibration = BackgroundCalibration(load, model, self._memory.has_room_for, send, note)
-        deadly = find_deadly(load, device_name(model.device)) if load.calibrate and measured is None else None
+        self._calibration = BackgroundCalibration(speed_key, model, self._memory.has_room_for, send, note)
+        deadly = find_deadly(speed_key) if load.calibrate and measured is None else None
         if deadly is not None:
             note(
                 "an earlier worker was killed while this base's speed was measured, so that it is taken to be that of the nearest base "

@@ -13,22 +13,21 @@ from datetime import timedelta
 import torch
 
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
-from tlora.costs.base_in_parts import must_share
 from tlora.data.base_download import fetch_base
 from tlora.engine.commands import Share
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
-from tlora.job import JobSpec, Layout, Recompute
+from tlora.job import JobSpec, Recompute
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import bytes_when_shared, bytes_when_streamed, memory_limit
+from tlora.planning.memory import bytes_when_shared, memory_limit
 from tlora.planning.memory_bound import MemoryBound
-from tlora.planning.micro_batches import fixed_depth
 from tlora.planning.plan import gib
-from tlora.sharing.host_memory import Streaming
+from tlora.planning.streaming import stream_for_jobs_to_come
+from tlora.shape.memory import must_share
+from tlora.shape.token_cost import fixed_depth
 from tlora.sharing.peers import Sharing
 from tlora.store.metrics import check_trackers
 from tlora.supermodel.held_linear import check_precision
-from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
@@ -67,13 +66,13 @@ class WorkerMemory:
         longest, jobs = self._demand([*group.runs.values(), *([newcomer] if newcomer else [])])
         recompute = self._deepest()
         if self._recompute == "auto":
-            recompute = self._bound.least_recomputed(jobs).at_least(share.recomputed_layers)
+            recompute = self._bound.least_recomputed(jobs)
         group.share(self._bound.lower(share.token_budget, longest, recompute, jobs), recompute, share.weights)
 
     def _deepest(self) -> RecomputePlan:
         """As many layers as may be recomputed at most: as ordered, or as many as memory asks for."""
         fixed = fixed_depth(self._recompute, self._group.model.num_layers)
-        return same_for_all(max(self.share.recomputed_layers, self._bound.most_recomputed) if fixed is None else fixed)
+        return same_for_all(self._bound.most_recomputed if fixed is None else fixed)
 
     def _demand(self, runs: Sequence[JobRun]) -> tuple[int, list[PlannedJob]]:
         """The longest sample of `runs`, and the jobs as the memory model has them."""
@@ -113,23 +112,17 @@ def load_base(
     if sharing is not None:
         whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
         note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
-    streaming = None if sharing is not None else _streaming(load.layout, outlined, place, limit_bytes)
-    if streaming is not None:
-        sizes = bytes_when_streamed(outlined, base_bytes, place)
-        whole, base_bytes = base_bytes, sizes.on_device(streaming.slots)
-        note(f"streamed from the host's memory: {gib(base_bytes)} of the base's {gib(whole)} are on the device")
-    bound, held = MemoryBound(outlined, base_bytes, place, limit_bytes), sharing or streaming
+    streamed = stream_for_jobs_to_come(load, outlined, place, limit_bytes) if sharing is None else None
+    if streamed is not None:
+        whole, base_bytes = base_bytes, streamed.sizes.on_device(streamed.streaming.slots)
+        part = f"{gib(base_bytes)} of the base's {gib(whole)} are on the device"
+        note(f"streamed from the host's memory: {part}; {streamed.why}")
+    bound, held = MemoryBound(outlined, base_bytes, place, limit_bytes), sharing or (streamed.streaming if streamed is not None else None)
     model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, held)
     model.expect(expected)
     if compiling is not None:
         compiling.wait()
     return model, bound
-
-
-def _streaming(layout: Layout, outlined: SuperModel, place: torch.device, limit_bytes: int) -> Streaming | None:
-    """As ordered; else where the base leaves too little of a GPU to jobs, two layers at a time, for jobs that come need the rest."""
-    needed = place.type == "cuda" and must_share(outlined.base.num_bytes, limit_bytes) and not expert_modules(outlined.model)
-    return Streaming() if layout == "streamed" or needed else None
 
 
 def _now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:

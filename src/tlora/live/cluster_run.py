@@ -21,12 +21,9 @@ from tlora.cluster.controller import run as run_controller
 from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.gpus import host_room, list_gpus, numbers_of, room_of
-from tlora.cluster.learned_costs import LearnedCosts
+from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
-from tlora.costs.base_in_parts import least_gpus
-from tlora.costs.cost import BaseMemory
-from tlora.costs.hardware import live_cost_model, nearest_base
 from tlora.data.base_download import fetch_base
 from tlora.engine.earlier_run import earlier_ends
 from tlora.engine.interrupts import describe_interrupt, interrupts
@@ -58,6 +55,8 @@ from tlora.protocol import (
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.hardware import live_cost_model, nearest_base
+from tlora.shape.memory import BaseMemory, least_gpus
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
@@ -151,7 +150,7 @@ class _Run:
         self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()}, earlier)
         self._note_speeds()
         cost = live_cost_model({_BASE: self._base.num_bytes})
-        cost.memory[_BASE] = self._memory
+        cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
         scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost, self._see_fault)
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
@@ -164,7 +163,8 @@ class _Run:
             jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
             log.write(backend.now(), BaseAdded(_BASE, int(self._base.num_bytes)))
             learned = LearnedCosts(self._out / "workers", self._watcher.note)
-            learned.teach(scheduler.state.cost, _BASE, f"{self._run.base_model} {self._places[0].partition(':')[0]}", backend.now())
+            of = learned_of(self._run.base_model, self._places[0].partition(":")[0], self._run.recompute)
+            learned.teach(scheduler.state.cost, _BASE, of, backend.now())
             least = self._least_gpus()
             submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], len(self._places), least) for spec in specs])
             for name in untold:

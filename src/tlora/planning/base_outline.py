@@ -9,7 +9,7 @@ import errno
 import json
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tlora.libraries import begin_imports
 
@@ -22,6 +22,7 @@ from tlora import durable
 from tlora.errors import TloraError
 from tlora.job import BasePrecision, DType, Layout, UnusedWeights
 from tlora.planning.memory import count_base
+from tlora.shape.base_shape import BaseShape
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import expert_modules
@@ -37,31 +38,26 @@ def describe_base(
     device: str,
     unused_weights: UnusedWeights = "refuse",
     layout: Layout = "auto",
-) -> dict[str, Any]:
-    """Sizes of its linears, names of its modules, its bytes (whole, and in parts on several GPUs), those of a micro-batch on a `device`,
-    its vocabulary, how long a sample may be, and notes for those who train over it. Raises ModelError.
-    """
+) -> BaseShape:
+    """For those who train over the base on a `device`. Raises ModelError."""
     settled, line = settle_dtype(base_model, dtype, base_precision, device)
     base = outline(base_model, settled, base_precision)
     notes = check_unused(base_model, base.model.config, unused_weights, "set unused_weights: ignore in the server's settings")
     notes += [f"{line} in the server's settings"] if line else []  # it ends with the dtype to set
-    found: dict[str, Any] = {
-        "modules": [name for name, _ in base.model.named_modules()],
-        "experts": expert_modules(base.model),
-        "bytes": base.num_bytes,
-        "learned_positions": learned_positions(base.model),
-        "longest_safe_sequence": longest_safe_sequence(base.model),
-        "max_position_embeddings": max_positions(base.model),
-        "notes": [note.replace(base_model, "the base") for note in notes],  # a tenant does not see where it lies
-    }
+    modules, experts = tuple(name for name, _ in base.model.named_modules()), tuple(expert_modules(base.model))  # before adapters are in it
     model = SuperModel(base)
-    memory = count_base(model, torch.device(device), layout)
-    return found | {
-        "vocab_size": base.vocab_size,
-        "linears": model.targets(),
-        "bytes_by_gpus": memory.bytes_by_gpus,
-        "memory": (memory.fixed_bytes, memory.token_bytes, memory.least_token_bytes, memory.streamed_bytes),
-    }
+    return BaseShape(
+        model.targets(),
+        modules,
+        experts,
+        base.num_bytes,
+        base.vocab_size,
+        learned_positions(base.model),
+        longest_safe_sequence(base.model),
+        max_positions(base.model),
+        count_base(model, torch.device(device), layout),
+        tuple(note.replace(base_model, "the base") for note in notes),  # a tenant does not see where it lies
+    )
 
 
 def main() -> int:
@@ -72,7 +68,7 @@ def main() -> int:
     try:
         held = cast("DType", dtype), cast("BasePrecision | None", precision or None)
         found = describe_base(base_model, *held, device, cast("UnusedWeights", unused), cast("Layout", layout))
-        durable.write_file(Path(out), json.dumps(found))
+        durable.write_file(Path(out), json.dumps(found.to_json()))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return errno.ENOSPC if durable.is_full(error) else 2

@@ -9,7 +9,7 @@ import torch
 from tlora.errors import CapacityError, ConfigError
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import bytes_when_shared
+from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.plan import RunPlan, gib, plan_memory
 from tlora.supermodel.supermodel import SuperModel
 
@@ -32,15 +32,15 @@ def choose_form(
     run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, base_bytes: int, device: torch.device, limit: int, gpus: int
 ) -> Form:
     """Whole, unless a shared base lets more jobs run: fetching costs some hundredths of the speed, and a lost GPU ends all. Jobs that fit
-    in neither get a problem. `limit`: bytes of the GPU that has the least. Raises CapacityError for a base that does not fit at all, and
-    ConfigError where it shall be streamed.
+    in neither get a problem. `limit`: bytes of the GPU that has the least. Raises CapacityError for a base that does not fit at all,
+    ModelError for one that does not fit whole and cannot be cut, and ConfigError where it shall be streamed.
     """
     if run.layout == "streamed":
         raise ConfigError(f"layout: streamed is for one GPU, and these are {gpus}, which can hold a base in parts. Take it out, or --gpus")
     whole = plan_memory(run, jobs, model, base_bytes, device, limit)
     refused_whole = _refused(whole)
     fits_whole = whole.memory.base_bytes <= limit
-    if (fits_whole and not refused_whole) or (gpus == 1 and fits_whole):
+    if fits_whole and (not refused_whole or gpus == 1 or not can_be_cut(model)):
         return Form(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, shared_bytes, device, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from tlora.adapters.pattern_warnings import pattern_warnings
 from tlora.adapters.peft import load_params, read_config
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.replicas import Span
 from tlora.cache_directory import cache_dir
 from tlora.data.dataset import Dataset
@@ -22,7 +23,7 @@ from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
 from tlora.errors import DataError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
-from tlora.planning.start import PLACES, adopt_adapter_config, find_start
+from tlora.planning.start import PLACES, adopt_adapter_config, find_start, start_state
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.supermodel import SuperModel
@@ -189,3 +190,12 @@ def _rank_warnings(layout: AdapterLayout) -> list[str]:
 def longest_sample(data: Prepared) -> int:
     """Tokens of the longest sample that is trained or evaluated on."""
     return max(int(found.lengths.max()) for found in (data.train, data.eval) if found is not None)
+
+
+def start_ahead(jobs: Sequence[PlannedJob], dtype: torch.dtype) -> dict[str, Future[AdapterState]]:
+    """`start_state` of `jobs` by name, one after another in a thread, beside the rest of the launch. Jobs that cannot run have none."""
+    with_layout = [(job.spec, job.layout) for job in jobs if job.layout is not None and not job.problems]
+    pool = ThreadPoolExecutor(1)
+    starts = {spec.name: pool.submit(start_state, spec, layout, dtype) for spec, layout in with_layout}
+    pool.shutdown(wait=False)
+    return starts

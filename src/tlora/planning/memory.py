@@ -6,9 +6,8 @@ estimate (`_estimate`), which the run replaces by what it measures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -16,12 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from tlora.adapters.bank import ROW_ALIGNMENT
-from tlora.adapters.state import AdapterLayout
-from tlora.batching.recompute_plan import RecomputePlan, same_for_all
-from tlora.costs.base_in_parts import MOST_GPUS
-from tlora.costs.cost import BaseMemory
-from tlora.costs.memory_share import CPU_SHARE
+from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, Layout, LoraConfig, TrainConfig
 from tlora.kernels.device import limit_elsewhere, may_run_kernels
@@ -29,6 +23,8 @@ from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
 from tlora.kernels.library_attention import SampleLayout, lay_out_samples
 from tlora.kernels.linear_cross_entropy import chunk_bytes
+from tlora.shape.memory import MOST_GPUS, BaseMemory, MemoryModel, Stage, StreamedBytes, base_memory
+from tlora.shape.memory_share import CPU_SHARE
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate
@@ -38,101 +34,15 @@ from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.plain_path import groups_on
-from tlora.supermodel.shared_base import by_layer
+from tlora.supermodel.shared_base import by_layer, check_cut
 from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
 
 T = TypeVar("T")
 _PROBE_TOKENS = 64
 _CHUNK = 128  # tokens of a chunk of a grouped micro-batch: those of eight jobs with 1,024 tokens each
-_COUNTED_TOKENS = (1024, 8192)  # the micro-batches that a scheduler plans
 ACTIVATION_RANK = 64  # up to which a GPU's activations are counted where jobs come later
 _GPU_SHARE = 0.95  # of what is free; the rest is for the allocator and others
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What is alive at the peak of one stage of a micro-batch of T tokens with k layers recomputed, beside base and adapters:
-    fixed_bytes + T * (bytes_per_token - k * saved_per_layer) bytes.
-    """
-
-    fixed_bytes: float
-    bytes_per_token: float
-    saved_per_layer: float = 0.0
-
-    def at(self, num_tokens: int, recomputed_layers: int) -> float:
-        return self.fixed_bytes + num_tokens * (self.bytes_per_token - recomputed_layers * self.saved_per_layer)
-
-
-@dataclass(frozen=True)
-class MemoryModel:
-    """Bytes of the frozen base, of a micro-batch by its stages, and of adapters. The peak of a micro-batch is its highest stage's."""
-
-    base_bytes: int
-    stages: tuple[Stage, ...]
-    num_layers: int  # that can be recomputed; 0 where none can
-    element_bytes: int  # of the compute dtype
-    sum_bytes: int  # of the optimizer's
-    step_copies: int = 5  # gradient, new weights and moments, denominator; on a GPU a step takes nothing
-    layer_weights: int = 0  # of the linears of one layer
-    measured: bool = False
-    spanning: frozenset[AdapterLayout] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
-    compared: frozenset[AdapterLayout] = frozenset()  # likewise of jobs that compare with the adapter that they start from
-    mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
-
-    @property
-    def most_recomputed(self) -> int:
-        """Past so many layers recomputation saves nothing: backward needs the activations of one layer in any case."""
-        return max(0, self.num_layers - 1)
-
-    def job_bytes(self, layout: AdapterLayout) -> int:
-        """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
-        also the sum of their gradients (`group/exchange.py`); with a reference of its own also that one's weights.
-        """
-        padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
-        flat = 4 if layout in self.spanning else 3
-        weights = 2 if layout in self.compared else 1
-        return flat * self.sum_bytes * layout.numel + (weights * self.element_bytes + self.sum_bytes) * padded
-
-    def step_bytes(self, layout: AdapterLayout) -> int:
-        """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient, and what another rank sent."""
-        copies = max(self.step_copies, 2) if layout in self.spanning else self.step_copies
-        return copies * self.sum_bytes * layout.numel
-
-    def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
-        recomputed = min(recomputed_layers, self.most_recomputed)
-        return int(max(stage.at(token_budget, recomputed) for stage in self.stages))
-
-    def most_activation_bytes(self, most_tokens: int, recompute: RecomputePlan) -> int:
-        """Of any micro-batch of up to `most_tokens`: a shorter one that recomputes fewer layers may take more than the longest."""
-        tried = {most_tokens, *(tokens for tokens in recompute.most_tokens if 0 < tokens < most_tokens)}
-        return max(self.activation_bytes(tokens, recompute.layers(tokens)) for tokens in tried)
-
-    def total_bytes(self, layouts: Sequence[AdapterLayout], most_tokens: int, recompute: RecomputePlan | int = 0) -> int:
-        """Peak with these adapters resident: activations and an optimizer step are never alive together."""
-        plan = same_for_all(recompute) if isinstance(recompute, int) else recompute
-        return self._beside_activations(layouts) + max(self.most_activation_bytes(most_tokens, plan), self._step_bytes(layouts))
-
-    def room(self, layouts: Sequence[AdapterLayout], limit_bytes: int) -> int:
-        """Bytes below the limit that these adapters leave to activations; negative where the adapters do not fit themselves."""
-        room = limit_bytes - self._beside_activations(layouts)
-        return room if self._step_bytes(layouts) <= room else -1
-
-    def _beside_activations(self, layouts: Sequence[AdapterLayout]) -> int:
-        return self.base_bytes + self.mailbox_bytes + sum(self.job_bytes(layout) for layout in layouts)
-
-    def _step_bytes(self, layouts: Sequence[AdapterLayout]) -> int:
-        return max((self.step_bytes(layout) for layout in layouts), default=0)
-
-    def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
-        """Of a micro-batch whose activations take no more than `room_bytes`; 0 where none does."""
-        recomputed = min(recomputed_layers, self.most_recomputed)
-        slopes = [(stage.at(0, 0), stage.at(1, recomputed) - stage.at(0, 0)) for stage in self.stages]
-        return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
-
-    def least_recomputed(self, room_bytes: int) -> RecomputePlan:
-        """The fewest layers with which a micro-batch's activations take no more than `room_bytes`; where none does, all that save some."""
-        return RecomputePlan(tuple(accumulate((self.most_tokens(room_bytes, k) for k in range(self.most_recomputed)), max)))
 
 
 def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT) -> MemoryModel:
@@ -225,23 +135,13 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
 
 
 def shared_layout(model: SuperModel, world_size: int) -> BaseLayout:
-    """Where the decoder layers of `model`, on the meta device, would lie if `world_size` ranks shared them, or one streamed them."""
+    """Where the decoder layers of `model`, on the meta device, would lie if `world_size` ranks shared them, or one streamed them. Raises
+    ModelError for a base whose weights cannot be cut by rows.
+    """
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
+    check_cut(model.model, {name: m.form for name, m in linears.items()})
     layers = by_layer(model.model, layers_of(model.base.decoder), {name: m.form for name, m in linears.items()})
     return lay_out(layers, world_size)
-
-
-@dataclass(frozen=True)
-class StreamedBytes:
-    """Of a base: what its decoder layers take in the host's memory, one of them in a slot, and all else on the device."""
-
-    host_bytes: int
-    layer_bytes: int
-    num_layers: int
-    other_bytes: int
-
-    def on_device(self, slots: int) -> int:
-        return self.other_bytes + min(slots, self.num_layers) * self.layer_bytes
 
 
 def bytes_when_streamed(model: SuperModel, base_bytes: int, device: torch.device) -> StreamedBytes:
@@ -251,11 +151,22 @@ def bytes_when_streamed(model: SuperModel, base_bytes: int, device: torch.device
     return StreamedBytes(layout.rank_bytes, layout.slot_bytes, len(layout.layers), beside)
 
 
+def can_be_cut(model: SuperModel) -> bool:
+    """Whether GPUs can hold the base in parts, and one can stream it."""
+    try:
+        shared_layout(model, 1)
+    except ModelError:
+        return False
+    return True
+
+
 def bytes_by_gpus(model: SuperModel, device: torch.device, layout: Layout = "auto") -> list[int]:
-    """What the base takes on each of 1, 2, ... GPUs: whole on one, unless it shall be streamed, and in parts on several. `model` is on the
-    meta device.
+    """What the base takes on each of 1, 2, ... GPUs: whole on one, unless it shall be streamed, and in parts on several; whole on each if
+    it cannot be cut. `model` is on the meta device. Raises ModelError for such a one that shall be streamed.
     """
     base_bytes = model.base.num_bytes
+    if layout != "streamed" and not can_be_cut(model):
+        return [base_bytes] * MOST_GPUS
     alone = bytes_when_streamed(model, base_bytes, device).on_device(Streaming().slots) if layout == "streamed" else base_bytes
     return [alone, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
@@ -263,21 +174,15 @@ def bytes_by_gpus(model: SuperModel, device: torch.device, layout: Layout = "aut
 def count_base(model: SuperModel, device: torch.device, layout: Layout = "auto") -> BaseMemory:
     """What a scheduler must know of the base's bytes on GPUs such as `device`. `model` is on the meta device. Raises ModelError."""
     memory = measure(model, model.base.num_bytes, device, ACTIVATION_RANK)
-
-    def line(layers: int) -> tuple[float, float]:
-        few, many = (memory.activation_bytes(tokens, layers) for tokens in _COUNTED_TOKENS)
-        slope = (many - few) / (_COUNTED_TOKENS[1] - _COUNTED_TOKENS[0])
-        return max(0.0, few - slope * _COUNTED_TOKENS[0]), slope
-
-    (fixed, slope), (_, least) = line(0), line(memory.most_recomputed)
-    streams = device.type == "cuda" and not expert_modules(model.model)
+    streams = device.type == "cuda" and not expert_modules(model.model) and can_be_cut(model)
     streamed = bytes_when_streamed(model, model.base.num_bytes, device).on_device(Streaming().slots) if streams else 0
-    return BaseMemory(tuple(bytes_by_gpus(model, device, layout)), fixed, slope, least, streamed)
+    return base_memory(memory, bytes_by_gpus(model, device, layout), streamed)
 
 
 def _probe_lora(model: SuperModel, rank: int) -> LoraConfig:
     """All linears where they may be adapted (experts may not)."""
-    names = [n for n in model.targets() if not any(n.startswith(block + ".") for block in expert_modules(model.model))]
+    experts = tuple(f"{block}." for block in expert_modules(model.model))
+    names = [n for n in model.targets() if not n.startswith(experts)]
     return LoraConfig(r=max(rank, ROW_ALIGNMENT), target_modules=names)
 
 

@@ -12,9 +12,10 @@ from tlora.adapters.state import AdapterLayout
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.kernels.lora_tables import rank_width
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import ACTIVATION_RANK, MemoryModel, measure
+from tlora.planning.memory import ACTIVATION_RANK, measure
 from tlora.planning.micro_batches import fastest_budget, token_cost
 from tlora.planning.plan import RunPlan, check_base_fits, check_capacity, counting_jobs
+from tlora.shape.memory import MemoryModel
 from tlora.supermodel.supermodel import SuperModel
 
 

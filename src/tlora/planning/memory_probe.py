@@ -24,8 +24,8 @@ from tlora import durable
 from tlora.cache_directory import cache_dir
 from tlora.job import JobSpec, RunSpec, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
-from tlora.planning.memory import MemoryModel, Stage
 from tlora.planning.plan import RunPlan, gib, settle
+from tlora.shape.memory import MemoryModel, Stage
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel

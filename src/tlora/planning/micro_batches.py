@@ -17,14 +17,14 @@ import torch
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
-from tlora.costs.token_cost import TokenCost
 from tlora.data.order import row_tokens
-from tlora.job import Recompute, RunSpec
+from tlora.job import RunSpec
 from tlora.kernels.cards import HOPPER
 from tlora.kernels.device import planned_card
 from tlora.kernels.tiles import smallest_rows
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import MemoryModel
+from tlora.shape.memory import MemoryModel
+from tlora.shape.token_cost import TokenCost, fixed_depth
 from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/adr/016-memory-is-counted.md)
@@ -168,10 +168,3 @@ def _replica_batch(job: PlannedJob) -> tuple[float, float]:
     tokens = row_tokens(job.data.train.lengths, job.data.train.epoch)
     rows = min(job.spec.batch_size, len(tokens)) / job.replicas
     return float(tokens.mean()) * rows, float(tokens.std()) * math.sqrt(rows * (1 - rows / len(tokens)))
-
-
-def fixed_depth(recompute: Recompute, num_layers: int) -> int | None:
-    """Layers that `recompute` orders to be recomputed; None for "auto"."""
-    if recompute == "auto":
-        return None
-    return {"none": 0, "all": num_layers}[recompute] if isinstance(recompute, str) else min(recompute, num_layers)

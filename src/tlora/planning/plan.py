@@ -18,8 +18,9 @@ from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
-from tlora.planning.memory import MemoryModel, bytes_in, measure, memory_limit, more_memory
+from tlora.planning.memory import bytes_in, measure, memory_limit, more_memory
 from tlora.planning.micro_batches import MicroBatches, choose, largest_micro_batch, token_cost
+from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.regions import lay_out_regions, slots_of
 from tlora.supermodel.held_linear import possible_precisions

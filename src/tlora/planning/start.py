@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
@@ -17,10 +14,6 @@ from tlora.adapters.state import AdapterLayout, AdapterState, fresh_state, init_
 from tlora.errors import ModelError
 from tlora.job import JobSpec
 from tlora.jobs_file import explain
-
-if TYPE_CHECKING:
-    from tlora.planning.job_plan import PlannedJob  # which adopts the shape of a start
-
 
 PLACES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 _SHAPE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -72,12 +65,3 @@ def start_state(spec: JobSpec, layout: AdapterLayout, dtype: torch.dtype) -> Ada
     if not spec.adapter_path:
         return init_state(layout, spec.seed, dtype)
     return fresh_state(layout, load_params(Path(spec.adapter_path), layout, dtype))
-
-
-def start_ahead(jobs: Sequence[PlannedJob], dtype: torch.dtype) -> dict[str, Future[AdapterState]]:
-    """`start_state` of `jobs` by name, one after another in a thread, beside the rest of the launch. Jobs that cannot run have none."""
-    with_layout = [(job.spec, job.layout) for job in jobs if job.layout is not None and not job.problems]
-    pool = ThreadPoolExecutor(1)
-    starts = {spec.name: pool.submit(start_state, spec, layout, dtype) for spec, layout in with_layout}
-    pool.shutdown(wait=False)
-    return starts

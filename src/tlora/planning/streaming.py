@@ -12,18 +12,21 @@ from functools import partial
 
 import torch
 
-from tlora.costs.streaming import StreamCost, fetched_layers
-from tlora.errors import CapacityError
-from tlora.job import RunSpec
+from tlora.errors import CapacityError, ModelError
+from tlora.job import DataConfig, JobSpec, Layout, RunSpec
 from tlora.kernels.device import name_of
 from tlora.planning.gpu_models import flops_of
-from tlora.planning.memory import StreamedBytes, bytes_when_streamed
+from tlora.planning.job_plan import PlannedJob
+from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths, token_cost
-from tlora.planning.plan import RunPlan, fit, fitted_jobs, gib, is_sound, settle
+from tlora.planning.plan import RunPlan, fit, fitted_jobs, gib, is_sound, plan_memory, settle
 from tlora.planning.work import multiplied_weights, rate_of
+from tlora.shape.memory import StreamedBytes, must_share
+from tlora.shape.token_cost import StreamCost, fetched_layers
 from tlora.sharing.host_memory import Streaming, host_problem, measure_link
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.supermodel import SuperModel
+from tlora.worker_protocol import Load
 
 _MOST_FILLED = 0.95  # of the memory limit, with slots beyond two: what the run measures may be some hundredths more than was counted
 _LEAST_GAIN = 1.1  # times as fast as with the whole base on the device, by prediction, so that one that fits there is streamed
@@ -32,6 +35,7 @@ _ABOUT_EQUAL = 1.01  # times the least cost: of such choices the one that fetche
 # (bench/results/h100_71836d0_streamed_70b_fp8.json). More tokens that recompute more layers cost less than that.
 _FASTER_PRODUCTS = 1.2
 _TRIED_SLOTS = 16  # numbers of layers on the device that are looked at first
+_JOBS_TO_COME, _TOKENS_TO_COME = 4, 8192  # what a worker keeps room for: jobs of the default rank, in micro-batches of so many tokens
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,10 @@ class Machine:
     elsewhere: bool = False
 
 
-def this_machine(device: torch.device) -> Machine:
+def this_machine(device: torch.device, layout: Layout) -> Machine:
     """The link is measured when it is asked for; other GPUs than those of the table count as an H200."""
-    return Machine(partial(measure_link, device), flops_of(name_of(device)) if device.type == "cuda" else None)
+    link = partial(measure_link, device, layout == "streamed")
+    return Machine(link, flops_of(name_of(device)) if device.type == "cuda" else None)
 
 
 @dataclass(frozen=True)
@@ -79,20 +84,41 @@ class StreamPlan:
         )
 
 
+def stream_for_jobs_to_come(load: Load, model: SuperModel, device: torch.device, limit_bytes: int) -> StreamPlan | None:
+    """Whether a worker streams its base, whose jobs it does not know yet: as `choose_layout` for jobs that are made up, if its scheduler
+    may count on it (`must_share`). It has two layers on the device at a time, for jobs that come need the rest. Raises CapacityError,
+    ModelError.
+    """
+    if load.layout != "streamed" and (device.type != "cuda" or not must_share(model.base.num_bytes, limit_bytes)):
+        return None
+    specs = [JobSpec(name=f"to-come-{i}", data=DataConfig(path="-")) for i in range(_JOBS_TO_COME)]
+    run = RunSpec(base_model=load.base_model, jobs=specs, layout=load.layout, recompute=load.recompute, memory_limit=load.memory_limit)
+    jobs = tuple(PlannedJob(spec, longest=_TOKENS_TO_COME, layout=model.layout(spec)) for spec in specs)
+    plan = plan_memory(run, jobs, model, model.base.num_bytes, device, limit_bytes)
+    return choose_layout(run, plan, model, device, this_machine(device, load.layout), 2)[1]
+
+
 def choose_layout(
-    run: RunSpec, plan: RunPlan, model: SuperModel, device: torch.device, machine: Machine
+    run: RunSpec, plan: RunPlan, model: SuperModel, device: torch.device, machine: Machine, most_slots: int | None = None
 ) -> tuple[RunPlan, StreamPlan | None]:
     """`plan`, of the whole base on the device, or the plan of a streamed one: as `layout` orders, else on a GPU where the base does not
     fit, or leaves too little to some job, or so little to micro-batches that it is clearly faster streamed. `model` is on the meta device.
+    `most_slots`: layers that may be on the device; None: as many as serve best.
 
-    Raises CapacityError where the base fits in no form, because of the device's memory or the host's.
+    Raises CapacityError where the base fits in no form, because of the device's memory or the host's, and ModelError for one that cannot
+    be streamed and must be.
     """
     whole_fits, ordered = plan.memory.base_bytes <= plan.limit_bytes, run.layout == "streamed"
     if not ordered and (device.type != "cuda" or expert_modules(model.model)):
         return plan, None
     if not ordered and whole_fits and not _refused(plan) and not _gains_from_room(run, plan, device):
         return plan, None
-    sizes = bytes_when_streamed(model, model.base.num_bytes, device)
+    try:
+        sizes = bytes_when_streamed(model, model.base.num_bytes, device)
+    except ModelError:
+        if ordered or not whole_fits:
+            raise
+        return plan, None
     if sizes.on_device(2) > plan.limit_bytes:
         raise CapacityError(_too_small(plan, sizes.on_device(2)))
     problem = None if machine.elsewhere else host_problem(sizes.host_bytes)
@@ -101,9 +127,15 @@ def choose_layout(
     if problem is not None:
         too_large = f"the base model has {gib(plan.memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}; "
         raise CapacityError(problem if ordered else too_large + problem)
-    link, token_seconds = machine.link(), 2 * multiplied_weights(model) / rate_of(model, device, machine.flops)
+    try:
+        link = machine.link()
+    except CapacityError:  # the host pins no memory
+        if ordered or not whole_fits:
+            raise
+        return plan, None
+    token_seconds = 2 * multiplied_weights(model) / rate_of(model, device, machine.flops)
     most = 2 if device.type != "cuda" or (ordered and whole_fits) else max(2, sizes.num_layers - 1)
-    streamed = _fastest(run, plan, sizes, device, token_seconds * link / _FASTER_PRODUCTS, most)
+    streamed = _fastest(run, plan, sizes, device, token_seconds * link / _FASTER_PRODUCTS, min(most, most_slots or most))
     why = "the jobs file orders it" if ordered else _why_streamed(run, plan, streamed, device)
     if why is None:
         return plan, None
@@ -153,7 +185,7 @@ def _with_slots(run: RunSpec, plan: RunPlan, sizes: StreamedBytes, device: torch
     """Jobs' problems stay as they are."""
     memory = replace(plan.memory, base_bytes=sizes.on_device(slots), measured=False)
     link_tokens = _fetched_bytes(sizes, slots) / bytes_per_token if bytes_per_token else 0.0
-    streamed = replace(plan, streaming=Streaming(slots), link_tokens=link_tokens, other_precisions={})
+    streamed = replace(plan, streaming=Streaming(slots, run.layout == "streamed"), link_tokens=link_tokens, other_precisions={})
     filled = int(_MOST_FILLED * plan.limit_bytes) if slots > 2 else plan.limit_bytes
     return replace(fit(run, replace(streamed, limit_bytes=filled), memory, device), limit_bytes=plan.limit_bytes)
 

@@ -16,14 +16,11 @@ from tlora.job import JobSpec
 from tlora.kernels.fp8_weight import Fp8Weight
 from tlora.objectives import objective_of
 from tlora.planning.job_plan import PlannedJob
+from tlora.shape.work import JobWork, multiply_adds_per_second
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.supermodel import SuperModel
 
-# Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
-# 2,048 (docs/benchmarks-history.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
-_RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
-_FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 8 bits (docs/benchmarks-history.md; one H200)
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
 
 
@@ -43,10 +40,8 @@ def multiplied_weights(model: SuperModel) -> int:
 
 def rate_of(model: SuperModel, device: torch.device, flops: float | None = None) -> float:
     """Multiply-adds a second that are predicted with; `flops` as of `predicted_seconds`."""
-    if device.type != "cuda":
-        return _RATES["cpu"]
     in_8_bits = any(isinstance(m, LoraLinear) and isinstance(m.form, Fp8Weight) for m in model.model.modules())
-    return (flops / 2 if flops else _RATES["cuda"]) * (_FP8_GAIN if in_8_bits else 1.0)
+    return multiply_adds_per_second(device.type, flops, in_8_bits)
 
 
 def choose_replicas(jobs: Sequence[PlannedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:
@@ -90,18 +85,14 @@ def _forwards_beside(spec: JobSpec) -> int:
 
 
 def _work(job: PlannedJob, weights: int, width: int) -> float:
-    """Multiply-adds. Of each token: the weights in forward and in backward (frozen weights have no gradient of their own), and of causal
-    attention half the sample's length twice (scores, values) in forward and twice that in backward. Evaluations are forward only.
-    """
+    """Multiply-adds; 0 for a job with problems."""
     if job.problems or job.data is None:
         return 0.0
     train, spec = job.data.train, job.spec
-    steps, tokens = spec.total_steps(epoch_size(train.epoch)), trained_tokens(job)
-    mean = float((train.lengths.astype(float) ** 2).sum() / max(train.lengths.sum(), 1))  # of the sample that a token is in
-    forwards = 2 + _forwards_beside(spec)
-    work = tokens * (forwards * weights + 3 * width * mean)
+    mean = float((train.lengths.astype(float) ** 2).sum() / max(train.lengths.sum(), 1))
+    evaluated = 0.0
     if job.data.eval is not None:
-        every = spec.eval_steps
+        every, steps = spec.eval_steps, spec.total_steps(epoch_size(train.epoch))
         times = 2 + (steps // every if isinstance(every, int) and every else 0)
-        work += times * float(job.data.eval.lengths.sum()) * weights
-    return work
+        evaluated = times * float(job.data.eval.lengths.sum())
+    return JobWork(trained_tokens(job), mean, 2 + _forwards_beside(spec), evaluated).multiply_adds(weights, width)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from tlora.costs.cost import CostModel
 from tlora.protocol import Action, ChangeGroup, Event, GroupReady, JobFinished, JobGroup, StartGroup, StopGroup, Tick
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import shared_plan
@@ -23,6 +22,7 @@ from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import Key, arrival
+from tlora.shape.cost import CostModel
 
 _GROUPS_LOOKED_AT = 8
 _MOST_BOUND = 64.0  # no job is asked to bear more

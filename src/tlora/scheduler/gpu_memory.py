@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tlora.costs.cost import CostModel
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.job import Job
+from tlora.shape.cost import CostModel
 
 
 @dataclass(slots=True)
@@ -41,8 +41,8 @@ class GpuMemory:
         return self.room_bytes.get(gpu, math.inf) >= least_room
 
     def of(self, gpus: Iterable[int]) -> int | None:
-        """What each of them has at least; None where that is not known."""
-        return min([self.room_bytes[gpu] for gpu in gpus if gpu in self.room_bytes], default=None) if self.rooms else None
+        """What each of them has at least; an unknown one no more than the smallest of those that are known. None: nothing is known."""
+        return min([self.room_bytes.get(gpu, self.rooms[0]) for gpu in gpus], default=None) if self.rooms else None
 
     def for_jobs(self, jobs: Sequence[Job]) -> int | None:
         """What a GPU has at least that a group of `jobs` may be given: the smallest on which each of them can run. None: not known."""

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tlora.costs.sharing import Member, even_sample_tokens
 from tlora.protocol import JobSubmitted
+from tlora.shape.sharing import Member, even_sample_tokens
 
 RECENT_SECONDS = 86400.0  # what was `recent_at` counts for 1 / e after so long
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import ROUNDING, group_step_seconds, lone_step_seconds
 from tlora.protocol import ParallelPlan
 from tlora.scheduler.job import Job
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import ROUNDING, group_step_seconds, lone_step_seconds
 
 
 def exclusive_plan(cost: CostModel, job: Job, gpus: int, room_bytes: float | None = None) -> ParallelPlan:
     """The plan of `job` by itself: the smallest prepared budget that holds one step, else the largest that fits into `room_bytes` of a
-    GPU, else that of its longest sample.
+    GPU, else that of its longest sample, with as many layers recomputed as that takes.
 
     A budget that does not hold the job's longest sample is none; `why_never` refuses a job that has no budget at all.
     """
     base, profile = job.spec.base_model, job.spec.profile
-    chosen = 0
+    chosen, layers = 0, 0
     for tokens in cost.budgets:
         if tokens < profile.longest_sample_tokens:
             continue
@@ -30,8 +30,8 @@ def exclusive_plan(cost: CostModel, job: Job, gpus: int, room_bytes: float | Non
         longest, room = profile.longest_sample_tokens, cost.room_bytes(base) if room_bytes is None else room_bytes
         fits = longest <= cost.budgets[-1] and cost.least_bytes(base, profile.adapter_parameters, longest, gpus, room) <= room
         assert fits, f"{job.spec.job_id}: no prepared budget holds a sample of {longest} tokens and fits"
-        chosen = longest
-    return ParallelPlan(gpus, chosen * gpus)
+        chosen, layers = longest, cost.recomputed_layers(base, profile.adapter_parameters, longest, gpus, room)
+    return ParallelPlan(gpus, chosen * gpus, layers)
 
 
 def shared_plan(

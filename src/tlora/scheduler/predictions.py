@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import ROUNDING, group_step_seconds, lone_step_seconds
 from tlora.protocol import JobProfile, JobSubmitted, ParallelPlan
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import exclusive_plan, shared_plan
 from tlora.scheduler.state import ClusterState
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import ROUNDING, group_step_seconds, lone_step_seconds
 
 _MOST_KNOWN = 100_000  # entries; a lone job on 8 sizes has 8 of them, each some 300 bytes
 _WIDER_TRIED = 3  # sizes beyond the best so far: the first GPU beyond one, or beyond a node, costs more than it brings
@@ -185,8 +185,9 @@ def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int, room_b
 def _predict_alone(cost: CostModel, job: Job, gpus: int, nodes: int, room_bytes: float | None) -> Prediction | None:
     """Its prediction alone. On as many GPUs as it asks for it may run even if the corrected model says that its bound is broken."""
     plan = exclusive_plan(cost, job, gpus, room_bytes)
-    seconds = lone_step_seconds(cost, job.spec.base_model, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
-    slowdown = seconds / job.alone_step_seconds
+    base = job.spec.base_model
+    seconds = lone_step_seconds(cost, base, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
+    slowdown = seconds * cost.recompute_factor(base, plan.recomputed_layers) / job.alone_step_seconds
     if gpus != job.spec.gpus and slowdown > job.spec.max_slowdown * (1 + ROUNDING):
         return None
     return Prediction(plan, (slowdown,))

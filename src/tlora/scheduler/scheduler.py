@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tlora.costs.cost import CostModel
 from tlora.protocol import (
     Action,
     BaseAdded,
@@ -40,6 +39,7 @@ from tlora.protocol import (
 from tlora.scheduler.draft import has_room
 from tlora.scheduler.state import ClusterState, without_job
 from tlora.scheduler.tenants import Tenants
+from tlora.shape.cost import CostModel
 
 MOST_COUNTED = 2**53  # above it a float does not distinguish a whole number from the next
 _MOST_DECISIONS = 16  # at one event

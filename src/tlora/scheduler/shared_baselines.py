@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import group_step_seconds
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.exclusive_baselines import start_alone
@@ -19,6 +17,8 @@ from tlora.scheduler.plans import most_capacity, shared_plan
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import Key, arrival
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import group_step_seconds
 
 
 def memory_only() -> Policy:

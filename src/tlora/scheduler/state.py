@@ -11,12 +11,12 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import group_step_seconds, lone_step_seconds
 from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.job import RECENT_SECONDS, Job
 from tlora.scheduler.tenants import Tenants
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import group_step_seconds, lone_step_seconds
 
 REMEMBERED_SECONDS = 3 * RECENT_SECONDS  # for so long a job that has ended is among `ended_late`
 LONG_WAIT_SECONDS = 3600.0
@@ -378,10 +378,11 @@ class ClusterState:
         jobs = [self.jobs[name] for name in group.job_ids]
         if not jobs:
             return []
+        slower = cost.recompute_factor(base, group.plan.recomputed_layers)
         if len(jobs) == 1:
-            return [lone_step_seconds(cost, base, budget, gpus, num_nodes, jobs[0].spec.profile.tokens_per_step)]
+            return [slower * lone_step_seconds(cost, base, budget, gpus, num_nodes, jobs[0].spec.profile.tokens_per_step)]
         members = [job.as_member(weight) for job, weight in zip(jobs, group.weights, strict=True)]
-        return group_step_seconds(cost, base, budget, gpus, num_nodes, members)
+        return [slower * seconds for seconds in group_step_seconds(cost, base, budget, gpus, num_nodes, members)]
 
 
 def without_job(group: JobGroup, job_id: str) -> JobGroup:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tlora.adapters.targets import resolve, trained_parameters
 from tlora.api import OrderSpec
-from tlora.costs.base_in_parts import least_gpus
-from tlora.costs.cost import ADAPTER_BYTES, BaseMemory
 from tlora.errors import ModelError
+from tlora.job import Recompute
 from tlora.service.config import ServerConfig
 from tlora.service.machine import Places
-from tlora.service.outlines import Outline, Precision, known_outline
+from tlora.service.outlines import Precision, known_outline
 from tlora.service.problems import RefusedError
+from tlora.shape.base_shape import BaseShape
+from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, least_gpus
 
 _MOST_REMEMBERED = 1_000
 
@@ -20,12 +21,13 @@ class Capacity:
 
     def __init__(self, config: ServerConfig, places: Places) -> None:
         self._directory = config.directory / "bases"
+        self._recompute: Recompute = config.recompute
         self._precision = Precision(config.dtype, config.base_precision, places.device, config.unused_weights, config.layout)
         self._place = "a GPU here" if places.device == "cuda" else "this machine"
         self._most, self._gpus = places.memory_bytes, len(places.gpus)
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):
             self._most, self._place = config.memory_limit, "a run here (memory_limit)"
-        self._outlines: dict[str, Outline] = {}
+        self._outlines: dict[str, BaseShape] = {}
         self._parameters: dict[str, int] = {}  # of an adapter, by base and shape
 
     def learn(self, name: str, base_model: str) -> None:
@@ -37,7 +39,7 @@ class Capacity:
     def memory_of(self, name: str) -> BaseMemory | None:
         """What is known of the base's bytes."""
         outline = self._outlines.get(name)
-        return None if outline is None else outline.memory
+        return None if outline is None else outline.memory.recomputing(self._recompute)
 
     def check(self, order: OrderSpec) -> None:
         """Raises RefusedError for targets that the base has not, and for an adapter that fits beside it on no GPU."""
@@ -76,9 +78,9 @@ class Capacity:
         outline = self._outlines.get(base)
         if outline is None or self._most is None:
             return 1
-        return least_gpus(outline.bytes_by_gpus[: self._gpus], self._most) or 1
+        return least_gpus(outline.memory.bytes_by_gpus[: self._gpus], self._most) or 1
 
-    def _count(self, order: OrderSpec, outline: Outline) -> int:
+    def _count(self, order: OrderSpec, outline: BaseShape) -> int:
         shape = order.model_dump_json(include={"base_model", "r", "target_modules", "rank_pattern", "alpha_pattern"})
         found = self._parameters.get(shape)
         if found is None:

@@ -19,9 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tlora import durable
 from tlora.api import OrderSpec
 from tlora.cluster.controller import run as run_controller
-from tlora.cluster.learned_costs import LearnedCosts
-from tlora.costs.cost import CostModel
-from tlora.costs.hardware import live_cost_model
+from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.errors import TloraError
 from tlora.protocol import Action, Event, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
@@ -43,6 +41,8 @@ from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
 from tlora.service.usage import Usage
 from tlora.service.waiting_queue import WaitingQueue
+from tlora.shape.cost import CostModel
+from tlora.shape.hardware import live_cost_model
 
 T = TypeVar("T")
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
@@ -355,7 +355,7 @@ class Controller:
             cost.add(name, live_cost_model({name: self._sizes[name]}).constants[name])
             if (memory := self._capacity.memory_of(name)) is not None:
                 cost.memory[name] = memory
-            self._learned.teach(cost, name, f"{self._bases[name]} {self._hall.places.device}", now)
+            self._learned.teach(cost, name, learned_of(self._bases[name], self._hall.places.device, self._config.recompute), now)
 
     def _see(self, now: float, item: Event | Action) -> None:
         self._events.see(now, item, self._sizes)

@@ -28,7 +28,8 @@ from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import JobSpec, LoraShape
 from tlora.json_file import read_object
 from tlora.service.intake_requests import IntakeRequest, IntakeSettings, parse_request
-from tlora.service.outlines import Outline, Precision, find_outline
+from tlora.service.outlines import Precision, find_outline
+from tlora.shape.base_shape import BaseShape
 
 MOST_TOGETHER = 100  # jobs of one tenant that share a data worker
 
@@ -117,14 +118,14 @@ class Intake:
         for key, size in sizes.items():
             self._answer({"key": key} | _profiled(found[key], asked[key][1], size, outline))
 
-    def _prepare_request(self, request: IntakeRequest, spec: JobSpec, outline: Outline) -> PrepareRequest:
+    def _prepare_request(self, request: IntakeRequest, spec: JobSpec, outline: BaseShape) -> PrepareRequest:
         place, vocab = Path(request.tokens_dir), outline.vocab_size
         tokenizer, rows = request.base_model, spec.learns_from
         # a tenant's file may be deleted before the set is made again: nothing of it may stay
         return PrepareRequest(request.key, spec.data, tokenizer, vocab, place, place, rows, self._limits, keep_unfinished=False)
 
 
-def _parameters(spec: JobSpec, outline: Outline) -> int:
+def _parameters(spec: JobSpec, outline: BaseShape) -> int:
     """Of the job's adapter; one that continues another has that one's shape. Raises TloraError."""
     shape: LoraShape = spec
     if spec.adapter_path is not None:
@@ -137,7 +138,7 @@ def _parameters(spec: JobSpec, outline: Outline) -> int:
     return trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)
 
 
-def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: Outline) -> dict[str, Any]:
+def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: BaseShape) -> dict[str, Any]:
     if isinstance(found, DataError):
         return {"problem": str(found), "disk_full": found.disk_full}
     sets = [one for one in (found.train, found.eval) if one is not None]

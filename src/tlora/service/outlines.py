@@ -11,29 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora import durable
-from tlora.costs.cost import BaseMemory
 from tlora.errors import CheckpointError, ModelError
 from tlora.json_file import read_object
+from tlora.shape.base_shape import BaseShape, parse_shape
 from tlora.version import __version__
 
 _SECONDS = 600.0  # for a hub's config to come and torch to be imported on a busy machine
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """As `planning.base_outline.describe_base` has it."""
-
-    linears: dict[str, tuple[int, int]]
-    modules: tuple[str, ...]
-    experts: tuple[str, ...]
-    bytes: int
-    bytes_by_gpus: tuple[int, ...]
-    vocab_size: int
-    learned_positions: int | None
-    longest_safe_sequence: int | None
-    max_position_embeddings: int | None
-    memory: BaseMemory
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +30,7 @@ class Precision:
     layout: str = "auto"
 
 
-def find_outline(directory: Path, base_model: str, precision: Precision) -> Outline:
+def find_outline(directory: Path, base_model: str, precision: Precision) -> BaseShape:
     """From `directory` if it is there and its config.json is as it was, else made there. Raises ModelError, and CheckpointError for what
     the file system refuses, where `durable.is_full` tells a disk that is full now.
     """
@@ -56,17 +39,17 @@ def find_outline(directory: Path, base_model: str, precision: Precision) -> Outl
     if not path.is_file():
         _make(base_model, path, precision)
     try:
-        return _read(path)
+        return parse_shape(read_object(path))
     except (OSError, ValueError, KeyError, TypeError):  # damaged: made once more
         path.unlink(missing_ok=True)
         _make(base_model, path, precision)
-        return _read(path)
+        return parse_shape(read_object(path))
 
 
-def known_outline(directory: Path, base_model: str, precision: Precision) -> Outline | None:
+def known_outline(directory: Path, base_model: str, precision: Precision) -> BaseShape | None:
     """As `find_outline`, but none is made."""
     try:
-        return _read(directory / f"{_key(base_model, precision)}.json")
+        return parse_shape(read_object(directory / f"{_key(base_model, precision)}.json"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -97,20 +80,3 @@ def _make(base_model: str, path: Path, precision: Precision) -> None:
             full.errno = errno.ENOSPC
             raise full
         raise ModelError(lines[-1] if lines else f"base_model {base_model}: the process that reads its shape ended with {ended.returncode}")
-
-
-def _read(path: Path) -> Outline:
-    found = read_object(path)
-    return Outline(
-        {str(name): (int(inputs), int(outputs)) for name, (inputs, outputs) in found["linears"].items()},
-        tuple(found["modules"]),
-        tuple(found["experts"]),
-        int(found["bytes"]),
-        tuple(map(int, found["bytes_by_gpus"])),
-        int(found["vocab_size"]),
-        found["learned_positions"],
-        found["longest_safe_sequence"],
-        found["max_position_embeddings"],
-        BaseMemory(tuple(map(int, found["bytes_by_gpus"])), *map(float, found["memory"])),
-        tuple(map(str, found["notes"])),
-    )

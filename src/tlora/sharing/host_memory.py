@@ -29,10 +29,11 @@ _PROBE_BYTES, _PROBES = 128 << 20, 3  # of a copy that measures the link: some m
 @dataclass(frozen=True)
 class Streaming:
     """A base whose decoder layers lie in the host's memory. `slots`: layers on the device at a time, 2 at least: one runs, the others are
-    on their way, or stay until they are read again.
+    on their way, or stay until they are read again. `ordered`: by `layout: streamed`, which can be taken out; else a plan chose it.
     """
 
     slots: int = 2
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.slots < 2:
@@ -45,7 +46,7 @@ class Alone:
     rank, world_size = 0, 1
 
     def __init__(self, streaming: Streaming) -> None:
-        self.slots = streaming.slots
+        self.slots, self.ordered = streaming.slots, streaming.ordered
 
     def telling(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -60,10 +61,10 @@ class Alone:
 class HostMemory:
     """`own`: `num_bytes` of the host's memory, pinned where `device` is a GPU. Unpinned and freed with this object.
 
-    Raises CapacityError where the host has too little.
+    Raises CapacityError where the host has too little, or does not pin it; `ordered` as of `Streaming`.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, ordered: bool = False) -> None:
         if problem := host_problem(num_bytes):
             raise CapacityError(problem)
         # not torch's pinned allocator, which takes the next power of two, and keeps it
@@ -72,7 +73,7 @@ class HostMemory:
             region.madvise(mmap.MADV_HUGEPAGE)
         self.own = torch.frombuffer(region, dtype=torch.uint8)[:num_bytes]
         if device.type == "cuda" and num_bytes:
-            _pin(self.own, device)
+            _pin(self.own, device, ordered)
             weakref.finalize(self, _unpin, self.own).atexit = False  # the driver unpins what a process leaves
 
     def read(self, peer: int, start: int, target: Tensor) -> None:
@@ -117,9 +118,9 @@ def _left_by(directory: Path, limit: str, usage: str) -> float:
         return math.inf
 
 
-def measure_link(device: torch.device) -> float:
-    """Bytes a second from the host's memory to `device`: the best of a few copies."""
-    memory = HostMemory(_PROBE_BYTES if device.type == "cuda" else _PROBE_BYTES >> 4, device)
+def measure_link(device: torch.device, ordered: bool = False) -> float:
+    """Bytes a second from the host's memory to `device`: the best of a few copies. Raises CapacityError as `HostMemory` does."""
+    memory = HostMemory(_PROBE_BYTES if device.type == "cuda" else _PROBE_BYTES >> 4, device, ordered)
     target = torch.empty(memory.own.numel(), dtype=torch.uint8, device=device)
     best = math.inf
     for _ in range(1 + _PROBES):  # the first one also brings up the copy engine
@@ -136,7 +137,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _pin(memory: Tensor, device: torch.device) -> None:
+def _pin(memory: Tensor, device: torch.device, ordered: bool) -> None:
     """Raises CapacityError where the driver refuses."""
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
@@ -144,9 +145,10 @@ def _pin(memory: Tensor, device: torch.device) -> None:
         status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:
         why = runtime.cudaGetErrorString(status)
+        otherwise = "take layout: streamed out" if ordered else "take a base, a base_precision or a GPU with which the base fits there"
         raise CapacityError(
             f"{_gib(memory.numel())} of the host's memory cannot be pinned (cudaHostRegister: {why}), and layers are streamed from "
-            "pinned memory. Free host memory, raise the container's limits, or take layout: streamed out"
+            f"pinned memory. Free host memory, raise the container's limits, or {otherwise}"
         )
 
 

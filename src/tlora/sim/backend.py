@@ -10,8 +10,6 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import fastest_step_seconds
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -31,6 +29,8 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import fastest_step_seconds
 from tlora.sim.conditions import Conditions
 from tlora.sim.flow import GroupFlow, begin, enter, halt, leave, plan_ahead, settle
 from tlora.sim.machines import ClusterShape, Machines

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import ROUNDING, fastest_step_seconds
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import ROUNDING, fastest_step_seconds
 from tlora.sim.records import JobRecord
 
 

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
-from tlora.costs.cost import CostModel
 from tlora.errors import ConfigError
 from tlora.scheduler.tenants import DAY_SECONDS
+from tlora.shape.cost import CostModel
 
 _DAY_SECONDS = 86400.0
 _MOST_DELAY = 1000.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, even_sample_tokens, lone_step_seconds, shared_seconds
 from tlora.protocol import JobGroup
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import Member, even_sample_tokens, lone_step_seconds, shared_seconds
 from tlora.sim.conditions import Conditions
 from tlora.sim.simulated_job import SimulatedJob
 
@@ -130,7 +130,9 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions)
     else:
         members = [Member(job.tokens_per_step, job.weight, even_sample_tokens(job.spec.profile)) for job in jobs]
         flow.micro_batch_seconds, seconds = shared_seconds(cost, base, budget, count, flow.num_nodes, members)
-    seconds = [max(own, job.fastest_step_seconds) for job, own in zip(jobs, seconds, strict=True)]
+    slower = cost.recompute_factor(base, wanted.plan.recomputed_layers)
+    flow.micro_batch_seconds *= slower
+    seconds = [max(slower * own, job.fastest_step_seconds) for job, own in zip(jobs, seconds, strict=True)]
     if not conditions.exact:
         rates = [job.tokens_per_step / own for job, own in zip(jobs, seconds, strict=True)]
         slower = sum(job.speed * rate for job, rate in zip(jobs, rates, strict=True)) / sum(rates) * conditions.drift_at(now, base)

@@ -14,18 +14,18 @@ from hashlib import blake2b
 from statistics import NormalDist
 from typing import Literal, TypeVar
 
-from tlora.costs.cost import CostModel
 from tlora.errors import ConfigError
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
 from tlora.scheduler.predictions import most_useful_gpus
 from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
+from tlora.shape.cost import CostModel
 from tlora.sim.records import FinalState
 from tlora.sim.trace import Trace, TraceJob, end_of
 
 Targets = Literal["all-linear", "attention"]
 _T = TypeVar("_T")
 
-# Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `costs.hardware.cost_model`.
+# Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `shape.hardware.cost_model`.
 BASES = {"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"}
 
 # Llama 3 8B (its config.json): features in and out of the linears of one layer.

@@ -17,11 +17,11 @@ from dataclasses import fields
 from errno import EACCES, EISDIR, EWOULDBLOCK
 from pathlib import Path
 
-from tlora.costs.cost import BaseConstants
 from tlora.durable import write_file
 from tlora.errors import ConfigError
 from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import PolicyView, SimulationView
+from tlora.shape.cost import BaseConstants
 from tlora.sim.bounds import Bounds, ThroughputBound
 from tlora.sim.conditions import MOVE_SOURCES, MoveCosts
 from tlora.sim.metrics import compare_all, metrics, shared_gpus

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from tlora.costs.cost import BaseConstants
 from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import SimulationView
 from tlora.scheduler.policies import POLICIES
+from tlora.shape.cost import BaseConstants
 from tlora.sim.bounds import Bounds, ThroughputBound, lower_bounds, throughput_bound, work_of
 from tlora.sim.machines import ClusterShape
 from tlora.sim.metrics import STEADY, compare

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
-from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.hardware import cost_model, load_constants, nearest_of
 from tlora.errors import ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
 from tlora.protocol import BaseAdded
@@ -19,6 +17,8 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import why_never
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
+from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.hardware import cost_model, load_constants, nearest_of
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 from tlora.cluster.controller import run
-from tlora.costs.cost import CostModel
 from tlora.garbage import no_collection
 from tlora.protocol import JobGroup
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.tenants import Tenants
+from tlora.shape.cost import CostModel
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape

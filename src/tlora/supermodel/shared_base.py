@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenWeight, PlainWeight
+from tlora.kernels.packed_weight import PackedWeight
 from tlora.sharing.host_memory import Alone, HostMemory, Streaming
 from tlora.sharing.layer_stream import LayerStream
 from tlora.sharing.layout import lay_out
@@ -152,6 +153,20 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     return layers
 
 
+def check_cut(model: nn.Module, weights: Mapping[str, FrozenWeight]) -> None:
+    """Raises ModelError, with the words of a load, for packed `weights` whose rows are no whole groups: a base in parts or streamed is cut
+    by rows.
+    """
+    is_packed = getattr(model.config, "quantization_config", None) is not None
+    for name, weight in weights.items():
+        if isinstance(weight, PackedWeight):
+            out_features, in_features = weight.shape
+            if is_packed:
+                check_rows(name, in_features, weight.group)
+            else:
+                check_widths("nf4", {name: (in_features, out_features)}, by_rows=True)
+
+
 def by_layer(model: nn.Module, layers: Sequence[nn.Module], weights: Mapping[str, FrozenWeight]) -> list[dict[str, FrozenWeight]]:
     """For each of `layers` that has any of the linears named in `weights` within it: these by name."""
     names = {module: dotted for dotted, module in model.named_modules()}
@@ -169,8 +184,10 @@ def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Pee
     weights = shared_weights(model, name, form)
     layout = lay_out(weights, peers.world_size)
     peers.agree("layout", hashlib.sha256(repr(layout).encode()).hexdigest()[:16], "a base of layout")
-    in_host = isinstance(peers, Alone)
-    memory = HostMemory(layout.rank_bytes, device) if in_host else open_peer_memory(layout.rank_bytes, peers, device)
+    if isinstance(peers, Alone):
+        memory = HostMemory(layout.rank_bytes, device, peers.ordered)
+    else:
+        memory = open_peer_memory(layout.rank_bytes, peers, device)
     place = memory.own.device if form.name is None else device
 
     def placed_rows(dotted: str, first: int, last: int) -> Found:

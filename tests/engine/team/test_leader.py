@@ -206,8 +206,8 @@ def test_a_job_that_goes_on_in_one_place_may_leave_meanwhile(made: Callable[...,
 
 def test_a_share_is_divided(made: Callable[..., Any]) -> None:
     leader, ranks, _ = made()
-    leader._obey(Share(1025, 2, {"a": 1.0}))
-    assert ranks.take() == [(rank, Share(512, 2, {"a": 1.0})) for rank in (0, 1)]
+    leader._obey(Share(1025, {"a": 1.0}))
+    assert ranks.take() == [(rank, Share(512, {"a": 1.0})) for rank in (0, 1)]
 
 
 def test_nothing_begins_after_a_stop(made: Callable[..., Any]) -> None:

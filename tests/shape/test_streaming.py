@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tlora.costs import streaming
-from tlora.costs.streaming import StreamCost, fetched_layers
 from tlora.kernels.frozen import PlainWeight
+from tlora.shape import token_cost
+from tlora.shape.token_cost import StreamCost, fetched_layers
 from tlora.sharing.host_memory import HostMemory
 from tlora.sharing.layer_stream import LayerStream
 from tlora.sharing.layout import lay_out
@@ -36,4 +36,4 @@ def test_fetches_are_those_of_a_stream(num_layers: int, slots: int) -> None:
 
 
 def test_examples() -> None:
-    assert doctest.testmod(streaming).attempted and not doctest.testmod(streaming).failed
+    assert doctest.testmod(token_cost).attempted and not doctest.testmod(token_cost).failed

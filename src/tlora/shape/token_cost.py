@@ -1,4 +1,5 @@
-"""What a token of a micro-batch costs, as a multiple of the ideal: fixed work, recomputed layers, and a link that is waited for.
+"""What a token of a micro-batch costs, as a multiple of the ideal: fixed work, recomputed layers, and a link that is waited for where a
+base's decoder layers are streamed from the host's memory.
 
 The one rule for this: the planner chooses by it, `tlora check` predicts with it, and schedulers count recomputation by it.
 """
@@ -6,6 +7,8 @@ The one rule for this: the planner chooses by it, `tlora check` predicts with it
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from tlora.job import Recompute
 
 # Of all layers, that which no backward reads left out. Llama-3-8B on one H200: 0.43 with the last linear of each layer, 27 % of its weights
 # (bench/results/h200_memory.json), which is no longer computed again: 0.31. On an H100 the rows of
@@ -37,3 +40,41 @@ class TokenCost:
 def recompute_factor(recomputed_layers: float, num_layers: int) -> float:
     """By how much longer a micro-batch takes with so many of `num_layers` recomputed."""
     return 1 + RECOMPUTE_SHARE * recomputed_layers / max(num_layers, 1)
+
+
+def fixed_depth(recompute: Recompute, num_layers: int) -> int | None:
+    """Layers that `recompute` orders to be recomputed; None for "auto"."""
+    if recompute == "auto":
+        return None
+    return {"none": 0, "all": num_layers}[recompute] if isinstance(recompute, str) else min(recompute, num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCost:
+    """Of one micro-batch: bytes that are fetched for it, what the link brings in a second, and how long its products take."""
+
+    fetched_bytes: int
+    link_bytes_per_second: float
+    product_seconds: float
+
+    @property
+    def link_seconds(self) -> float:
+        return self.fetched_bytes / self.link_bytes_per_second
+
+    @property
+    def exposed_seconds(self) -> float:
+        """That computing waits: copies run beside the products, so only what takes longer than these."""
+        return max(0.0, self.link_seconds - self.product_seconds)
+
+    @property
+    def seconds(self) -> float:
+        return self.product_seconds + self.exposed_seconds
+
+
+def fetched_layers(num_layers: int, slots: int) -> int:
+    """Layers that a micro-batch fetches, forwards and back: where it turns, at either end, the last `slots` are still there.
+
+    >>> fetched_layers(5, 2), fetched_layers(32, 2), fetched_layers(4, 4)
+    (6, 60, 0)
+    """
+    return 2 * max(0, num_layers - slots)

@@ -11,8 +11,8 @@ import pytest
 
 from tlora.batching.flow import Flow, Item
 from tlora.batching.pack import pack
-from tlora.costs.sharing import Member, even_sample_tokens, fill
 from tlora.protocol import JobProfile
+from tlora.shape.sharing import Member, even_sample_tokens, fill
 from tlora.sim.mapping import sample_lengths
 
 MICRO_BATCHES = 200

@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.costs.cost import CORRECTED_FROM, BaseConstants, CostModel
-from tlora.costs.sharing import fastest_step_seconds
 from tlora.errors import ConfigError
+from tlora.job import Recompute
 from tlora.protocol import BaseSpeed
+from tlora.shape.cost import CORRECTED_FROM, BaseConstants, CostModel
+from tlora.shape.memory import BaseMemory
+from tlora.shape.sharing import fastest_step_seconds
+from tlora.shape.token_cost import recompute_factor
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 ROUND = BaseConstants(
     tokens_per_second=10_000.0,
     launch_seconds=0.01,
@@ -251,3 +254,38 @@ def test_no_number_of_gpus_is_faster_than_the_fastest(tokens: float, each: float
     filled = {gpus: min(tokens, cost.budgets[-1] * gpus) for gpus in range(1, 33)}
     steps = [tokens * cost.micro_batch_seconds("base", fill, gpus, -(-gpus // 8), 1) / fill for gpus, fill in filled.items()]
     assert fastest_step_seconds(cost, "base", tokens, 32, 8) == pytest.approx(min(steps))
+
+
+# -- recomputation ---------------------------------------------------------------------------------------------------------
+
+COUNTED = BaseMemory((16 * GIB,), 0.5 * GIB, 1.0 * MIB, 0.25 * MIB, num_layers=16)
+
+
+def test_layers_are_recomputed_until_a_micro_batch_fits() -> None:
+    """Each of 15 saves 0.05 MiB of a token, the last one nothing."""
+    cost = model()
+    cost.memory["base"] = COUNTED
+    full = cost.memory_bytes("base", 0, 1000)
+    for layers, room in ((0, full), (1, full - 49 * MIB), (2, full - 51 * MIB), (15, full - 750 * MIB)):
+        assert cost.recomputed_layers("base", 0, 1000, 1, room) == layers
+    assert cost.least_bytes("base", 0, 1000, 1, 1e12) == full - 750 * MIB
+    assert model().recomputed_layers("base", 0, 1000, 1, 1.0) == 0, "of a base that was not counted nothing is known"
+    assert cost.recompute_factor("base", 8) == recompute_factor(8, 16) > cost.recompute_factor("base", 0) == 1.0
+    assert model().recompute_factor("base", 8) == 1.0
+
+
+@pytest.mark.parametrize(("recompute", "layers"), [("auto", 0), ("none", 0), (4, 4), ("all", 16), (99, 16)])
+def test_layers_that_are_ordered_count_in_all_that_is_predicted(recompute: Recompute, layers: int) -> None:
+    """Also of a job alone, so that they slow nobody down against itself."""
+    plain, cost = model(), model()
+    plain.memory["base"], cost.memory["base"] = COUNTED, COUNTED.recomputing(recompute)
+    factor = recompute_factor(layers, 16)
+    for budget in (1024, 4096):
+        slow, fast = (each.micro_batch_seconds("base", budget, 1, 1, 2) for each in (cost, plain))
+        assert slow == pytest.approx(factor * fast) and cost.largest_micro_batch("base", slow, 1, 1, 2) == pytest.approx(budget)
+    assert cost.alone_step_seconds("base", 3000, 1) == pytest.approx(factor * plain.alone_step_seconds("base", 3000, 1))
+    saved = min(layers, 15) * 50 * MIB
+    assert cost.memory_bytes("base", 0, 1000) == pytest.approx(plain.memory_bytes("base", 0, 1000) - saved)
+    least, most = cost.least_bytes("base", 0, 1000, 1, 1e12), cost.memory_bytes("base", 0, 1000)
+    assert least == pytest.approx(most if recompute != "auto" else most - 750 * MIB)
+    assert cost.recompute_factor("base", layers) == pytest.approx(1.0)

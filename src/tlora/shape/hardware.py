@@ -11,8 +11,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from tlora.costs.cost import BaseConstants, CostModel
 from tlora.errors import ConfigError
+from tlora.shape.cost import BaseConstants, CostModel
 
 EXTRAPOLATED = "extrapolated: "
 LIVE_GPU = "h200-from-128"
@@ -31,7 +31,7 @@ def load_constants(path: Path | None = None) -> dict[str, dict[str, dict[str, Ba
     if path is not None:
         return _loaded(path)
     found: dict[str, dict[str, dict[str, BaseConstants]]] = {}
-    for file in resources.files("tlora.costs").joinpath("constants").iterdir():
+    for file in resources.files("tlora.shape").joinpath("constants").iterdir():
         found |= _loaded(file)  # one file for each type of GPU
     return found
 

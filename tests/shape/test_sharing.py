@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.costs.test_cost import ROUND
-from tlora.costs.cost import CostModel
-from tlora.costs.sharing import Member, fill, group_step_seconds, share_tokens
+from tests.shape.test_cost import ROUND
+from tlora.shape.cost import CostModel
+from tlora.shape.sharing import Member, fill, group_step_seconds, share_tokens
 
 COST = CostModel({"base": ROUND})
 TOKENS = st.floats(1, 50_000)

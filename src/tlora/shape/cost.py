@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from tlora.costs.base_in_parts import must_share
-from tlora.costs.memory_share import GPU_SHARE
 from tlora.errors import ConfigError
 from tlora.protocol import BaseSpeed
+from tlora.shape.memory import ADAPTER_BYTES, BaseMemory
+from tlora.shape.memory_share import GPU_SHARE
+from tlora.shape.token_cost import recompute_factor
 
-ADAPTER_BYTES = 18  # per trained parameter: fp32 master, two moments and gradient, bf16 copy
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
 CONSTANTS_COUNT = 10  # observations that the constants weigh as much as: after so many a base's correction is half of what is seen
 BASE_COUNTS = 200  # of one reach, that what is seen of its base weighs as much as: few groups of one reach are no sample of all jobs
@@ -56,34 +56,6 @@ class BaseConstants:
         return max(
             self.exchange_seconds, min(self.exchange_seconds + self.exchange_gpu_seconds * (gpus - 2), self.exchange_between_nodes_seconds)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class BaseMemory:
-    """Bytes of a base as counted from its layers: of its weights on each of 1, 2, ... GPUs (whole on one, in parts on several), of any
-    micro-batch, and of a token of one, without recomputation and with as much of it as there is. `streamed_bytes`: of its weights on one
-    GPU to which they are streamed from the host's memory; 0 where they cannot be.
-    """
-
-    bytes_by_gpus: tuple[int, ...]
-    fixed_bytes: float
-    token_bytes: float
-    least_token_bytes: float
-    streamed_bytes: float = 0.0
-
-    def weights(self, gpus: int, room_bytes: float) -> float:
-        """On each of `gpus` GPUs that have so much room. One streams what leaves it too little, as its worker does."""
-        whole = self.bytes_by_gpus[0]
-        if not must_share(whole, room_bytes):
-            return whole
-        if gpus == 1 and self.streamed_bytes:
-            return self.streamed_bytes
-        return self.bytes_by_gpus[min(gpus, len(self.bytes_by_gpus)) - 1]
-
-    def least_weights(self, gpus: int) -> float:
-        """On a GPU, of up to `gpus` on which the base may lie, whatever the form."""
-        least = min(self.bytes_by_gpus[:gpus])
-        return min(least, self.streamed_bytes) if self.streamed_bytes else least
 
 
 def constants_digest(constants: BaseConstants) -> str:
@@ -173,14 +145,25 @@ class CostModel:
         filled = found.launch_seconds + exchange + found.member_seconds * (members - 1) + tokens / (found.tokens_per_second * gpus)
         if found.floor_seconds:
             filled = math.sqrt(filled * filled + found.floor_seconds * found.floor_seconds)
-        return self._corrections[base][reach] * filled
+        return self._corrections[base][reach] * self._ordered_factor(base) * filled
+
+    def recompute_factor(self, base: str, layers: int) -> float:
+        """By how much longer a micro-batch takes with so many layers recomputed, beyond those that are in every one."""
+        counted = self.memory.get(base)
+        if not layers or counted is None or not counted.num_layers:
+            return 1.0
+        return recompute_factor(layers, counted.num_layers) / self._ordered_factor(base)
+
+    def _ordered_factor(self, base: str) -> float:
+        counted = self.memory.get(base)
+        return 1.0 if counted is None else recompute_factor(counted.ordered_layers, counted.num_layers)
 
     def largest_micro_batch(self, base: str, seconds: float, gpus: int, nodes: int, members: int) -> float:
         """Tokens over all `gpus` together of the micro-batch that takes so long: the inverse of `micro_batch_seconds`. Not above 0 where
         none is so short."""
         found, reach = self._of(base), _reach(gpus, nodes)
         exchange = found.exchange(gpus, nodes)
-        own = seconds / self._corrections[base][reach]
+        own = seconds / (self._corrections[base][reach] * self._ordered_factor(base))
         filled = math.sqrt(max(0.0, own * own - found.floor_seconds * found.floor_seconds))
         return (filled - found.launch_seconds - exchange - found.member_seconds * (members - 1)) * found.tokens_per_second * gpus
 
@@ -218,6 +201,12 @@ class CostModel:
         counted = self.memory.get(base)
         most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes)
         return most if counted is None else most - (counted.token_bytes - counted.least_token_bytes) * tokens_per_gpu
+
+    def recomputed_layers(self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float) -> int:
+        """With how many layers recomputed, at least, that is within `room_bytes`."""
+        counted = self.memory.get(base)
+        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes)
+        return 0 if counted is None else counted.least_layers(most - room_bytes, tokens_per_gpu)
 
     def fits(self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int = 1, room_bytes: float | None = None) -> bool:
         """Whether that is within what may be planned for of a GPU: `room_bytes`, where it is known."""

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tlora.costs.cost import BaseConstants, CostModel
-from tlora.costs.hardware import LIVE_GPU, cost_model, extrapolated_fields, live_cost_model, load_constants, nearest_base
 from tlora.errors import ConfigError
+from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.hardware import LIVE_GPU, cost_model, extrapolated_fields, live_cost_model, load_constants, nearest_base
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "src/tlora/costs/constants").glob("*.json"))
+FILES = sorted((ROOT / "src/tlora/shape/constants").glob("*.json"))
 SHIPPED = {gpu: sets for file in FILES for gpu, sets in json.loads(file.read_text()).items()}
 ALL = [(gpu, kernels, base) for gpu, sets in SHIPPED.items() for kernels, bases in sets.items() for base in bases]
 EACH = pytest.mark.parametrize(("gpu", "kernels", "base"), ALL)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlora.costs.cost import CostModel
 from tlora.protocol import JobProfile
+from tlora.shape.cost import CostModel
 
 ROUNDING = 1e-9  # relative: what is met exactly is met
 
@@ -51,7 +51,7 @@ def fill(fill_share: float, token_budget: int, gpus: int, members: Sequence[Memb
     """Tokens E of a micro-batch of B = `token_budget`, over all `gpus`, and each member's part x_j of them, on average.
 
     A member takes at most c_j = min(n_j, B), as it steps at most once in each. E = min(fill_share * B, sum of c_j), and the shares are
-    the weighted max-min of E under the caps c_j. Two cases fill less (tests/costs/test_fill.py packs samples of such groups):
+    the weighted max-min of E under the caps c_j. Two cases fill less (tests/shape/test_fill.py packs samples of such groups):
 
     - All but one reach their caps, and nobody fills what the end of that one's batch leaves free. Its step takes whole micro-batches, in
       which it has the room r = B - sum of the others' c_j: n / r + 1/2 on average of batches whose lengths vary. Where all its samples have

@@ -1,0 +1,67 @@
+"""A base's shape as those have it who plan without its layers: counted once by a process with torch, and kept as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tlora.shape.memory import BaseMemory
+
+
+@dataclass(frozen=True, slots=True)
+class BaseShape:
+    """In and out features of its linears, names of its modules and of its blocks of experts, its bytes (of all weights, and in `memory`),
+    its vocabulary, how long a sample may be, and notes for those who train over it.
+    """
+
+    linears: Mapping[str, tuple[int, int]]
+    modules: tuple[str, ...]
+    experts: tuple[str, ...]
+    bytes: int
+    vocab_size: int
+    learned_positions: int | None
+    longest_safe_sequence: int | None
+    max_position_embeddings: int | None
+    memory: BaseMemory
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        memory = self.memory
+        counted = memory.fixed_bytes, memory.token_bytes, memory.least_token_bytes, memory.streamed_bytes, memory.num_layers
+        return {
+            "linears": dict(self.linears),
+            "modules": self.modules,
+            "experts": self.experts,
+            "bytes": self.bytes,
+            "bytes_by_gpus": memory.bytes_by_gpus,
+            "vocab_size": self.vocab_size,
+            "learned_positions": self.learned_positions,
+            "longest_safe_sequence": self.longest_safe_sequence,
+            "max_position_embeddings": self.max_position_embeddings,
+            "memory": counted,
+            "notes": self.notes,
+        }
+
+
+def parse_shape(found: Mapping[str, Any]) -> BaseShape:
+    """From `BaseShape.to_json`. Raises ValueError, KeyError, TypeError."""
+    return BaseShape(
+        {str(name): (int(inputs), int(outputs)) for name, (inputs, outputs) in dict(found["linears"]).items()},
+        tuple(found["modules"]),
+        tuple(found["experts"]),
+        int(found["bytes"]),
+        int(found["vocab_size"]),
+        found["learned_positions"],
+        found["longest_safe_sequence"],
+        found["max_position_embeddings"],
+        _memory(found),
+        tuple(map(str, found["notes"])),
+    )
+
+
+def _memory(found: Mapping[str, Any]) -> BaseMemory:
+    """Of one that an earlier commit of this version wrote, how many layers there are is not known."""
+    fixed, token, least, streamed, *layers = found["memory"]
+    by_gpus = tuple(map(int, found["bytes_by_gpus"]))
+    return BaseMemory(by_gpus, float(fixed), float(token), float(least), float(streamed), int(layers[0]) if layers else 0)

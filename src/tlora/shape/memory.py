@@ -1,0 +1,226 @@
+"""Bytes: of a base in all its forms, of a micro-batch on one device, of adapters, and how many GPUs that takes.
+
+`MemoryModel` is what a run goes by, counted from the base's layers or measured (`planning/`); `BaseMemory` is the same in a few numbers,
+for those who plan without its layers: a scheduler, a server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
+
+from tlora.adapter_shape import ROW_ALIGNMENT
+from tlora.batching.recompute_plan import RecomputePlan, same_for_all
+from tlora.job import Recompute
+from tlora.shape.token_cost import fixed_depth
+
+MOST_GPUS = 16  # on which a base in parts is counted
+_MOST_WHOLE = 0.85  # of a GPU's bytes: with less room beside the base hardly a micro-batch fits
+_COUNTED_TOKENS = (1024, 8192)  # the micro-batches that a scheduler plans
+_ROUNDING = 1e-9  # relative: what is met exactly is met
+
+
+class AdaptedLinear(Protocol):
+    """As `adapters.state.AdapterShape`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+
+
+class Adapter(Protocol):
+    """As `adapters.state.AdapterLayout`: equal ones are of equal shape."""
+
+    @property
+    def shapes(self) -> Sequence[AdaptedLinear]: ...
+    @property
+    def numel(self) -> int: ...
+    def __hash__(self) -> int: ...
+
+
+def adapter_bytes(parameters: int, padded: int, element_bytes: int, sum_bytes: int, flat: int = 3, weights: int = 1) -> int:
+    """Of one resident adapter: `flat` vectors of all parameters (weights and two moments), and in the bank, by `padded` rows, `weights`
+    copies in the compute dtype and the sum of gradients.
+    """
+    return flat * sum_bytes * parameters + (weights * element_bytes + sum_bytes) * padded
+
+
+ADAPTER_BYTES = adapter_bytes(1, 1, 2, 4)  # per trained parameter over a base in 16 bits
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is alive at the peak of one stage of a micro-batch of T tokens with k layers recomputed, beside base and adapters:
+    fixed_bytes + T * (bytes_per_token - k * saved_per_layer) bytes.
+    """
+
+    fixed_bytes: float
+    bytes_per_token: float
+    saved_per_layer: float = 0.0
+
+    def at(self, num_tokens: int, recomputed_layers: int) -> float:
+        return self.fixed_bytes + num_tokens * (self.bytes_per_token - recomputed_layers * self.saved_per_layer)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Bytes of the frozen base, of a micro-batch by its stages, and of adapters. The peak of a micro-batch is its highest stage's."""
+
+    base_bytes: int
+    stages: tuple[Stage, ...]
+    num_layers: int  # that can be recomputed; 0 where none can
+    element_bytes: int  # of the compute dtype
+    sum_bytes: int  # of the optimizer's
+    step_copies: int = 5  # gradient, new weights and moments, denominator; on a GPU a step takes nothing
+    layer_weights: int = 0  # of the linears of one layer
+    measured: bool = False
+    spanning: frozenset[Adapter] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
+    compared: frozenset[Adapter] = frozenset()  # likewise of jobs that compare with the adapter that they start from
+    mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
+
+    @property
+    def most_recomputed(self) -> int:
+        """Past so many layers recomputation saves nothing: backward needs the activations of one layer in any case."""
+        return max(0, self.num_layers - 1)
+
+    def job_bytes(self, layout: Adapter) -> int:
+        """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
+        also the sum of their gradients (`group/exchange.py`); with a reference of its own also that one's weights.
+        """
+        padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
+        flat = 4 if layout in self.spanning else 3
+        weights = 2 if layout in self.compared else 1
+        return adapter_bytes(layout.numel, padded, self.element_bytes, self.sum_bytes, flat, weights)
+
+    def step_bytes(self, layout: Adapter) -> int:
+        """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient, and what another rank sent."""
+        copies = max(self.step_copies, 2) if layout in self.spanning else self.step_copies
+        return copies * self.sum_bytes * layout.numel
+
+    def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
+        recomputed = min(recomputed_layers, self.most_recomputed)
+        return int(max(stage.at(token_budget, recomputed) for stage in self.stages))
+
+    def most_activation_bytes(self, most_tokens: int, recompute: RecomputePlan) -> int:
+        """Of any micro-batch of up to `most_tokens`: a shorter one that recomputes fewer layers may take more than the longest."""
+        tried = {most_tokens, *(tokens for tokens in recompute.most_tokens if 0 < tokens < most_tokens)}
+        return max(self.activation_bytes(tokens, recompute.layers(tokens)) for tokens in tried)
+
+    def total_bytes(self, layouts: Sequence[Adapter], most_tokens: int, recompute: RecomputePlan | int = 0) -> int:
+        """Peak with these adapters resident: activations and an optimizer step are never alive together."""
+        plan = same_for_all(recompute) if isinstance(recompute, int) else recompute
+        return self._beside_activations(layouts) + max(self.most_activation_bytes(most_tokens, plan), self._step_bytes(layouts))
+
+    def room(self, layouts: Sequence[Adapter], limit_bytes: int) -> int:
+        """Bytes below the limit that these adapters leave to activations; negative where the adapters do not fit themselves."""
+        room = limit_bytes - self._beside_activations(layouts)
+        return room if self._step_bytes(layouts) <= room else -1
+
+    def _beside_activations(self, layouts: Sequence[Adapter]) -> int:
+        return self.base_bytes + self.mailbox_bytes + sum(self.job_bytes(layout) for layout in layouts)
+
+    def _step_bytes(self, layouts: Sequence[Adapter]) -> int:
+        return max((self.step_bytes(layout) for layout in layouts), default=0)
+
+    def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
+        """Of a micro-batch whose activations take no more than `room_bytes`; 0 where none does."""
+        recomputed = min(recomputed_layers, self.most_recomputed)
+        slopes = [(stage.at(0, 0), stage.at(1, recomputed) - stage.at(0, 0)) for stage in self.stages]
+        return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
+
+    def least_recomputed(self, room_bytes: int) -> RecomputePlan:
+        """The fewest layers with which a micro-batch's activations take no more than `room_bytes`; where none does, all that save some."""
+        return RecomputePlan(tuple(accumulate((self.most_tokens(room_bytes, k) for k in range(self.most_recomputed)), max)))
+
+
+@dataclass(frozen=True)
+class StreamedBytes:
+    """Of a base: what its decoder layers take in the host's memory, one of them in a slot, and all else on the device."""
+
+    host_bytes: int
+    layer_bytes: int
+    num_layers: int
+    other_bytes: int
+
+    def on_device(self, slots: int) -> int:
+        return self.other_bytes + min(slots, self.num_layers) * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BaseMemory:
+    """Bytes of a base as counted from its layers: of its weights on each of 1, 2, ... GPUs (whole on one, in parts on several), of any
+    micro-batch, and of a token of one, without recomputation and with as much of it as there is. `streamed_bytes`: of its weights on one
+    GPU to which they are streamed from the host's memory; 0 where they cannot be. `num_layers`: that can be recomputed, 0 where that is
+    not known; `ordered_layers` of them are in every micro-batch.
+    """
+
+    bytes_by_gpus: tuple[int, ...]
+    fixed_bytes: float
+    token_bytes: float
+    least_token_bytes: float
+    streamed_bytes: float = 0.0
+    num_layers: int = 0
+    ordered_layers: int = 0
+
+    def recomputing(self, recompute: Recompute) -> BaseMemory:
+        """Of a cluster whose `recompute` orders it; itself with "auto"."""
+        layers = fixed_depth(recompute, self.num_layers)
+        if layers is None or not self.num_layers:
+            return self
+        token_bytes = self.token_bytes - layers * self._saved_bytes if layers < self.num_layers else self.least_token_bytes
+        return replace(self, token_bytes=token_bytes, least_token_bytes=token_bytes, ordered_layers=layers)
+
+    def least_layers(self, excess_bytes: float, tokens: float) -> int:
+        """The fewest layers whose recomputation saves so much of a micro-batch of `tokens`."""
+        if excess_bytes <= 0 or not self._saved_bytes:
+            return self.ordered_layers
+        return min(self.num_layers, math.ceil(excess_bytes / (self._saved_bytes * tokens) * (1 - _ROUNDING)))
+
+    @property
+    def _saved_bytes(self) -> float:
+        """Of a token, by each layer; the activations of one are needed in any case."""
+        return (self.token_bytes - self.least_token_bytes) / max(1, self.num_layers - 1)
+
+    def weights(self, gpus: int, room_bytes: float) -> float:
+        """On each of `gpus` GPUs that have so much room. One streams what leaves it too little, as its worker does."""
+        whole = self.bytes_by_gpus[0]
+        if not must_share(whole, room_bytes):
+            return whole
+        if gpus == 1 and self.streamed_bytes:
+            return self.streamed_bytes
+        return self.bytes_by_gpus[min(gpus, len(self.bytes_by_gpus)) - 1]
+
+    def least_weights(self, gpus: int) -> float:
+        """On a GPU, of up to `gpus` on which the base may lie, whatever the form."""
+        least = min(self.bytes_by_gpus[:gpus])
+        return min(least, self.streamed_bytes) if self.streamed_bytes else least
+
+
+def must_share(base_bytes: int, limit_bytes: float) -> bool:
+    """Whether the base leaves too little of a GPU's bytes for jobs."""
+    return base_bytes > _MOST_WHOLE * limit_bytes
+
+
+def least_gpus(by_gpus: Sequence[int], limit_bytes: int) -> int | None:
+    """The fewest GPUs on which the base leaves room for jobs; None if it does so on none. `by_gpus`: what it takes on each of 1, 2, ..."""
+    return next((count for count, own in enumerate(by_gpus, 1) if not must_share(own, limit_bytes)), None)
+
+
+def base_memory(memory: MemoryModel, by_gpus: Sequence[int], streamed_bytes: float) -> BaseMemory:
+    """`memory`, counted for adapters that come later, as lines through micro-batches such as a scheduler plans. `by_gpus`: bytes of the
+    base's weights on each of 1, 2, ... GPUs.
+    """
+
+    def line(layers: int) -> tuple[float, float]:
+        few, many = (memory.activation_bytes(tokens, layers) for tokens in _COUNTED_TOKENS)
+        slope = (many - few) / (_COUNTED_TOKENS[1] - _COUNTED_TOKENS[0])
+        return max(0.0, few - slope * _COUNTED_TOKENS[0]), slope
+
+    (fixed, slope), (_, least) = line(0), line(memory.most_recomputed)
+    return BaseMemory(tuple(by_gpus), fixed, slope, least, streamed_bytes, memory.num_layers)
