@@ -114,5 +114,5 @@ def matching_keys(pattern: Iterable[str], module: str) -> list[str]:
 
 
 def pattern_value(pattern: Mapping[str, Number], module: str, default: Number) -> Number:
-    """What `pattern` says of `module`."""
+    """The value of `pattern` for `module`."""
     return next((pattern[key] for key in matching_keys(pattern, module)), default)

@@ -1,4 +1,4 @@
-"""What goes over HTTP between a client and `tlora serve`: requests, then answers, each declared once and imported by both.
+"""The HTTP messages between a client and `tlora serve`: requests, then answers, each declared once and imported by both.
 
 No rows and no routes: `service/views.py` makes answers from rows of the store, `service/orders.py` expands sweeps.
 """
@@ -76,7 +76,7 @@ class OrderedData(DataFields):
 
     @property
     def file_ids(self) -> tuple[str, ...]:
-        """Each once."""
+        """The ids of the files, without repeats."""
         return tuple(dict.fromkeys(part.file for part in (*self.files, *self.eval_files)))
 
 
@@ -256,7 +256,7 @@ class JobView(Answer):
 
     @property
     def order_fields(self) -> dict[str, Any]:
-        """The order as JSON has it; a client has it as it was sent."""
+        """The order's fields as in JSON; in a client as they were sent."""
         order: object = self.order
         return order.model_dump(mode="json") if isinstance(order, BaseModel) else cast("dict[str, Any]", order)
 

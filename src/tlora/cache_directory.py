@@ -1,4 +1,4 @@
-"""Where the user's caches are: what can be made again. What lies there belongs to those who put it there."""
+"""The location of the user's caches. Each module owns the files that it puts there; all can be made again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def cache_dir() -> Path:
 def share_compiled_kernels() -> None:
     """Make Triton and Inductor keep what they compile in this program's cache, for all processes and GPUs; call it before they compile.
 
-    Inductor else sends Triton to a directory for each GPU's index from the first layer on that it compiles, and what other
-    processes or GPUs have compiled is not found there. A variable that the user has set stays as it is.
+    Otherwise Inductor gives Triton a directory per GPU index from the first layer that it compiles, without the kernels that other
+    processes or GPUs have compiled. A variable that the user has set stays unchanged.
     """
     for variable, name in _COMPILED.items():
         os.environ.setdefault(variable, str(_compiled_dir(variable, name)))
@@ -32,7 +32,7 @@ def _compiled_dir(variable: str, name: str) -> Path:
 
 
 def open_caches(note: Callable[[str], object]) -> None:
-    """`share_compiled_kernels`; where nothing can be written to the cache directory, the caches are in a temporary one, which is noted."""
+    """`share_compiled_kernels`; if the cache directory cannot be written, use a temporary one and note that."""
     wanted = cache_dir()
     try:
         wanted.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What lies in a directory of data: its files, and whether their names or a dataset card may define splits. Reads no row."""
+"""Lists the files of a data directory, and whether their names or a dataset card may define splits. Reads no row."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def nearest_name(path: Path) -> str | None:
 
 
 def may_have_splits(directory: Path) -> bool:
-    """Whether a dataset card, or a name of a file or directory in `directory`, may define splits, or all its files lie below it. What the
-    splits are, only `datasets` knows.
+    """Whether a dataset card, or a name of a file or directory in `directory`, may define splits, or all its files are in subdirectories.
+    Only `datasets` knows what the splits are.
     """
     if (directory / ".huggingface.yaml").exists():
         return True

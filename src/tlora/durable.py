@@ -32,7 +32,7 @@ _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def no_failpoint(name: str) -> None:
-    """Nothing happens."""
+    """A failpoint that does nothing."""
 
 
 def make_directory(path: Path) -> None:
@@ -136,7 +136,7 @@ def _put_in_place(temporary: Path, final: Path, failpoint: Failpoint) -> None:
 
 
 def _give_up(temporary: Path, final: Path) -> None:
-    """Undo as far as the file system lets us; the first error is the one to report."""
+    """Undo as far as the file system allows; the first error is the one to report."""
     with contextlib.suppress(OSError):
         _remove(temporary)
     with contextlib.suppress(OSError):
@@ -224,7 +224,7 @@ def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = n
 
 
 def is_full(error: BaseException | None) -> TypeGuard[OSError]:
-    """Whether it came from a full disk or an exhausted quota; of CheckpointErrors of this module too."""
+    """Whether an error, or the cause of this module's CheckpointError, is a full disk or an exhausted quota."""
     return isinstance(error, OSError) and error.errno in _NO_SPACE
 
 
@@ -235,7 +235,7 @@ def scratch_path(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def scratch_directory(directory: Path) -> Generator[Path]:
-    """A directory in `directory` that is gone at the end. Raises CheckpointError for what the file system refuses meanwhile."""
+    """A temporary directory in `directory`, removed at the end. Raises CheckpointError for errors of the file system in the block."""
     scratch = scratch_path(directory)
     try:
         scratch.mkdir()

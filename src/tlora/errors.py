@@ -45,10 +45,10 @@ class ServiceError(TloraError, ConnectionError):
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: as Python writes it, cut."""
+    """A value as messages quote it: its repr, cut."""
     return cut(repr(value))
 
 
 def cut(text: str) -> str:
-    """To what a message has room for: 80 characters at most."""
+    """Cut a text to the 80 characters that a message has room for."""
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""When Python looks for garbage."""
+"""Controls Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Generator[None]:
-    """Python looks for no garbage within: a search through what is known to stay takes time for nothing."""
+    """Disable garbage collection in the block: searching objects that are known to stay is wasted time."""
     before = gc.isenabled()
     gc.disable()
     try:

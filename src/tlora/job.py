@@ -1,4 +1,4 @@
-"""What a person orders: `JobSpec` (one adapter) and `RunSpec` (the file around several).
+"""The order of a user: `JobSpec` (one adapter) and `RunSpec` (the file around several).
 
 The same classes are the YAML, the Python objects and the resolved config in an adapter's directory. Field names are PEFT's
 for the adapter and transformers'/TRL's for the run. Reading files, defaults and sweeps: `jobs_file/`.
@@ -97,7 +97,7 @@ class TrainConfig(BaseModel):
 
     @property
     def learns_from(self) -> Rows:
-        """What of its data the objective learns from."""
+        """The kind of rows that the objective learns from."""
         return LEARNS_FROM[self.objective]
 
     @property
@@ -145,7 +145,7 @@ SOURCE_KEYS = tuple(key for key in DataSource.model_fields if key != "weight")  
 
 
 def _sources(value: object) -> object:
-    """A list of sources in which paths may stand without `path:`; anything else as it is."""
+    """A list of sources in which `path:` may be left out; any other value unchanged."""
     return [{"path": item} if isinstance(item, str) else item for item in cast("list[object]", value)] if isinstance(value, list) else value
 
 
@@ -250,7 +250,7 @@ _DATA_KEYS = (
 
 
 class JobFields(LoraShape, TrainConfig):
-    """What a job is, wherever its data and its start lie: on this machine (`JobSpec`), or on a server (`api.OrderSpec`)."""
+    """The fields of a job that do not depend on where its data is: on this machine (`JobSpec`) or on a server (`api.OrderSpec`)."""
 
     model_config = _STRICT
 
@@ -345,7 +345,7 @@ _HUB_DATA = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 
 
 def may_be_hub_data(path: str) -> bool:
-    """Whether `path`, where nothing lies, is written as a data set of the hub is: `org/name`, without the suffix of a data file."""
+    """Whether `path`, which does not exist, looks like a data set of the hub: `org/name`, without the suffix of a data file."""
     return _HUB_DATA.fullmatch(path) is not None and Path(path).suffix.lower() not in (*DATA_SUFFIXES, *COMPRESSED_SUFFIXES)
 
 

@@ -54,8 +54,8 @@ def manifest_of(files: Files) -> bytes:
 
 
 def _read_manifest(path: Path) -> Files | str:
-    """What it says, or what is wrong with it. Only the exact bytes that `manifest_of` makes are accepted, so that a flipped bit of
-    white space is seen too.
+    """The manifest's content, or its damage. Only the exact bytes that `manifest_of` makes are accepted, so that a flipped bit of white
+    space is detected too.
     """
     if not path.is_file():
         return f"{path} is damaged: expected a manifest, found no file"

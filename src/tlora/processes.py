@@ -1,4 +1,4 @@
-"""Pools of processes on the cores of this machine, which end with the program, however it ends. Knows nothing of what they compute."""
+"""Pools of processes on this machine's cores, which end with the program, however it ends. Knows nothing of what they compute."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def num_cores() -> int:
 
 
 def _quota(memberships: Path, root: Path) -> float:
-    """Cores' worth of time that the control groups named in `memberships` allow, each with all above it; infinite where none says so.
+    """The number of cores that the control groups in `memberships`, each with all above it, allow; infinite without a limit.
 
     `root` is where their files are: those of version 2 in one tree (cpu.max), those of version 1 below a directory of the controller.
     """
@@ -60,7 +60,7 @@ def control_groups(controller: str, memberships: Path, root: Path) -> Iterator[t
 
 
 def _quota_of(directory: Path, version: int) -> float:
-    """Of one control group; infinite where it has none or its files are not there, as a container does not see those above its own."""
+    """The quota of one control group; infinite without one, or without its files: a container does not see the groups above its own."""
     try:
         if version == 2:
             quota, period = (directory / "cpu.max").read_text(encoding="ascii").split()
@@ -121,8 +121,8 @@ class Pool:
 
 @contextmanager
 def open_pool(workers: int, method: Literal["fork", "spawn"], begin: Callable[..., None] | None = None, *arguments: Any) -> Generator[Pool]:
-    """So many processes, in each of which `begin(*arguments)` is called first. They ignore Ctrl-C, which reaches all processes of a
-    terminal: an exception in this block ends them at once.
+    """A pool of processes, each of which calls `begin(*arguments)` first. They ignore Ctrl-C, which reaches all processes of a terminal:
+    an exception in this block ends them at once.
 
     Raises LostProcessError when one of them was killed.
     """

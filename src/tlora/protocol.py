@@ -1,4 +1,4 @@
-"""What happens in a cluster and what to do about it: two unions of frozen dataclasses, JSON both ways, and the nouns in them.
+"""Events of a cluster and actions in answer to them: two unions of frozen dataclasses, their JSON forms, and the values in them.
 
 A scheduler folds events into its state and answers with actions; back ends (local, simulated) carry out actions and report events. Times
 are seconds on the back end's clock and are passed with an event, not in it.
@@ -20,7 +20,7 @@ DEFAULT_MAX_SLOWDOWN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class JobProfile:
-    """What a scheduler must know of a job's data and adapter before it runs; computed once where the data are read.
+    """A job's data and adapter as a scheduler needs to know them before it runs; computed once where the data are read.
 
     `tokens_per_step` is the mean over the job's optimizer steps, `steps` their number. `length_histogram[k]` counts samples of
     2^k to 2^(k+1) - 1 tokens. `adapter_parameters` are those that are trained.
@@ -84,7 +84,7 @@ class NodeAdded:
 
 @dataclass(frozen=True, slots=True)
 class GpusLost:
-    """GPUs, or with them whole nodes, are gone; groups on them are lost and their jobs wait again, from their last checkpoint."""
+    """GPUs, or whole nodes with them, are lost, and so are groups on them; their jobs wait again, from their last checkpoint."""
 
     gpus: tuple[int, ...]
     reason: str = ""
@@ -191,7 +191,7 @@ class BaseAdded:
 
 @dataclass(frozen=True, slots=True)
 class BaseMeasured:
-    """A worker has measured a base on this cluster's GPUs (`device` names them): what was believed of it before counts no more."""
+    """A worker has measured a base on this cluster's GPUs (`device` names them): replaces what was assumed before."""
 
     base_model: str
     device: str
@@ -210,7 +210,7 @@ class MemoryFound:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: what depends on it may be decided anew."""
+    """Time has passed: decisions that depend on it may change."""
 
 
 Request = JobCancelled | JobHeld | JobReleased  # what a user may ask of a job after its submission
@@ -251,7 +251,7 @@ class ChangeGroup:
 
 @dataclass(frozen=True, slots=True)
 class StopGroup:
-    """Checkpoint and let go the jobs that are left; free the GPUs."""
+    """Checkpoint and release the jobs that are left; free the GPUs."""
 
     group_id: str
 
@@ -270,12 +270,12 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Eve
 
 
 def to_json(item: Event | Action) -> dict[str, Any]:
-    """For `json.dumps`, with the name of its type under "type"."""
+    """A dict for `json.dumps`, with the name of the type under "type"."""
     return {"type": type(item).__name__, **asdict(item)}
 
 
 def from_json(found: Mapping[str, Any]) -> Event | Action:
-    """What `to_json` gave, from JSON's types. Unknown types and fields, and values of another type, raise ValueError."""
+    """The inverse of `to_json`. Unknown types and fields, and values of another type, raise ValueError."""
     kind = _KINDS.get(str(found.get("type")))
     if kind is None:
         raise ValueError(f"unknown event or action {found.get('type')!r}; known are {', '.join(_KINDS)}")

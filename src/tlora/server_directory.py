@@ -1,4 +1,4 @@
-"""Where a server of this user keeps everything, for the server and for those who look for it."""
+"""The directory of this user's server, for the server and its clients."""
 
 from __future__ import annotations
 

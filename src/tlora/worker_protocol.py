@@ -1,8 +1,8 @@
-"""What a worker and its controller say to each other, protocol 2: JSON a line over a socket that the worker opens.
+"""Messages between a worker and its controller, protocol 2: one JSON object a line over a socket that the worker opens.
 
-A worker says `Hello`: who it is and what it has. The controller answers with `Want`: the whole of what it shall have; the latest counts,
-and one that was lost does no harm. What comes of it are reports, numbered (`Said`) and sent again until they are `Taken`. How lines
-travel is `link/`'s; what follows from them is decided elsewhere. The parsers refuse what is no such line.
+A worker sends `Hello`: its identity and its state. The controller answers with `Want`: the whole desired state; the latest counts, and a
+lost one does no harm. The worker sends numbered reports (`Said`), again until they are `Taken`. `link/` carries the lines; their
+consequences are decided elsewhere. The parsers refuse any other line.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The reports up to `seq` have been taken, and what follows from them is recorded."""
+    """The reports up to `seq` have been taken, and their consequences recorded."""
 
     seq: int
     kind: Literal["taken"] = "taken"
@@ -94,7 +94,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """This worker is not wanted here: it checkpoints what it has, and exits."""
+    """The controller refuses this worker: it checkpoints its jobs and exits."""
 
     reason: str
     kind: Literal["refusal"] = "refusal"
@@ -156,7 +156,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The job is gone from here at `steps`; None for a checkpoint that could not be written, or was not begun."""
+    """The job has left this worker at `steps`; None for a checkpoint that could not be written, or was not begun."""
 
     job_id: str
     steps: int
@@ -177,7 +177,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """All is as `generation` wants it. `jobs` are those that are here, with their attempts; others that it wanted have ended."""
+    """The desired state of `generation` is reached. `jobs` are those that are here, with their attempts; the others have ended."""
 
     generation: int
     jobs: dict[str, int] = field(default_factory=dict[str, int])
@@ -186,7 +186,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The worker lets its jobs go and exits by itself."""
+    """The worker releases its jobs and exits by itself."""
 
     reason: str
     kind: Literal["ending"] = "ending"
@@ -194,7 +194,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the base that it has loaded costs on its GPU, which is a `device`."""
+    """The measured speed of the loaded base on the worker's GPU, which is a `device`."""
 
     device: str
     speed: BaseSpeed
@@ -219,7 +219,7 @@ Report = Loaded | Measured | Memory | JobReport | Settled | Ending
 
 @dataclass(frozen=True, slots=True)
 class HeldJob:
-    """A job that a worker has, or whose end it has not yet got rid of. `steps` as of its last report."""
+    """A job that a worker has, or whose end is not acknowledged yet. `steps` as of its last report."""
 
     job_id: str
     attempt: int
@@ -279,7 +279,7 @@ _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(
 
 
 def controller_line(message: FromController) -> bytes:
-    """With a line end. Of a JobSpec only what was set is said, so that what the person left open stays open."""
+    """A message as a line. A JobSpec is sent with the fields that were set only, so that fields that the user left open stay open."""
     return _line(_FROM_CONTROLLER, message)
 
 
@@ -289,17 +289,17 @@ def worker_line(message: FromWorker) -> bytes:
 
 
 def parse_controller_line(line: bytes) -> FromController:
-    """What `controller_line` gave. Raises ValueError."""
+    """The inverse of `controller_line`. Raises ValueError."""
     return _FROM_CONTROLLER.validate_json(line)
 
 
 def parse_worker_line(line: bytes) -> FromWorker:
-    """What `worker_line` gave. Raises ValueError."""
+    """The inverse of `worker_line`. Raises ValueError."""
     return _FROM_WORKER.validate_json(line)
 
 
 def _line(adapter: TypeAdapter[Any], message: FromController | FromWorker) -> bytes:
-    """Any message has one: a lone surrogate, which a reason may quote from a file, has no UTF-8 and becomes a question mark."""
+    """A message as bytes. A lone surrogate, which a reason may quote from a file, has no UTF-8 form and becomes a question mark."""
     try:
         return adapter.dump_json(message, exclude_unset=True) + b"\n"
     except PydanticSerializationError:

@@ -79,7 +79,7 @@ def sweep_verdict(jobs: Sequence[JobView]) -> Markup:
 
 
 def _trouble(job: JobView) -> str:
-    """What went wrong with a job, in words; empty if nothing did."""
+    """A job's problem, in words; empty if it has none."""
     if job.status == "failed":
         return "failed"
     if job.broken_step is not None:
@@ -108,7 +108,7 @@ def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int)
 
 
 def score_of(job: JobView, jobs: Sequence[JobView]) -> float | None:
-    """What a sweep is ranked by: the best eval loss since training began, or the last train loss when no job of it was evaluated since."""
+    """The score of a sweep's job: the best eval loss since training began, or the last train loss if no job was evaluated since."""
     return job.trained_eval_best if any(other.trained_eval_best is not None for other in jobs) else job.train_loss
 
 

@@ -1,4 +1,4 @@
-"""What the page of a simulation shows: plain numbers and rows by name. The metrics in words: `wording/metrics.py`."""
+"""The content of a simulation's page: plain numbers and rows by name. The metrics in words: `wording/metrics.py`."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ _WAITS = {"exchange_wait_seconds": "waited for other GPUs", "fetch_wait_seconds"
 
 
 def gpus_table(run: RunView) -> Markup:
-    """What each GPU had to do, and how long it waited without computing; empty for a run on one GPU."""
+    """Each GPU's work, and how long it waited without computing; empty for a run on one GPU."""
     gpus = run.spec.get("gpus")
     if not isinstance(gpus, dict) or len(gpus) < 2:
         return Markup()

@@ -12,12 +12,12 @@ _NAMES = re.compile(r"^# (?P<heading>.+)$|`(?P<quoted>[^`\n]+)`|^\| started from
 
 
 def seal(text: str) -> str:
-    """The card whose text that is."""
+    """The card with this text."""
     return text + f"<!-- written by tlora, sha256 of the text above: {_digest(text)} -->\n"
 
 
 def unsealed(card: str) -> str | None:
-    """The text of a card that is as `seal` made it; None of another."""
+    """The text of a card that is unchanged since `seal`; None for any other."""
     mark = next(iter(_SEAL.finditer(card)), None)
     if mark is None or mark.end() != len(card) or _digest(card[: mark.start()]) != mark[1]:
         return None
@@ -25,7 +25,7 @@ def unsealed(card: str) -> str | None:
 
 
 def rename(card: str, names: Mapping[str, str]) -> str:
-    """Job, base, files and what it was started from by other names; a card that was edited stays as it is."""
+    """Rename the job, base, files and start in a card; an edited card stays unchanged."""
     text = unsealed(card)
     return card if text is None else seal(_NAMES.sub(lambda match: _renamed(match, names), text))
 

@@ -135,7 +135,7 @@ CHAIN = (  # a policy with its kernels, and what it has that the one before it h
 
 
 def factors(mean_jct_seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    """By what is added, how many times shorter mean JCT gets. The factors of policies that are not there are one with the next.
+    """The factor by which each addition shortens mean JCT. The factor of a missing policy is merged with the next.
 
     Empty unless the first and the last of the chain are there, and one between them.
     """
