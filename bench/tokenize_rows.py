@@ -26,7 +26,8 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
+from tlora.data.prepare import Prepared, PrepareProgress, prepare
+from tlora.data.request import PrepareRequest
 from tlora.job import DataConfig
 
 CHATML = (

@@ -44,7 +44,8 @@ from bench.real_jobs import JOBS_FILE
 from bench.shapes import SHAPES
 from bench.trainers import FourBitBase, Setting, Target, Task
 from tlora.data.order import global_batch
-from tlora.data.prepare import PrepareRequest, prepare
+from tlora.data.prepare import prepare
+from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
 from tlora.jobs_file import read_jobs_file
 

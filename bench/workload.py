@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.data.order import global_batch
-from tlora.data.prepare import PrepareRequest, prepare
+from tlora.data.prepare import prepare
+from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
 from tlora.job import DataConfig, JobSpec
 

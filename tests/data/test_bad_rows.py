@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tlora.data.build import BadRows
-from tlora.data.prepare import Prepared, PrepareRequest, prepare
+from tlora.data.prepare import Prepared, prepare
+from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
 from tlora.job import DataConfig
 

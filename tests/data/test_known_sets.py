@@ -14,7 +14,8 @@ from chat_templates import CHATML
 
 from tlora.data import known_sets
 from tlora.data import prepare as prepare_module
-from tlora.data.prepare import Prepared, PrepareRequest, prepare
+from tlora.data.prepare import Prepared, prepare
+from tlora.data.request import PrepareRequest
 from tlora.job import DataConfig
 
 pytestmark = pytest.mark.usefixtures("forked_children")

@@ -25,7 +25,8 @@ from tlora.data import prepare as prepare_module
 from tlora.data import worker as worker_module
 from tlora.data.dataset import find_damage
 from tlora.data.order import split
-from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, prepare
+from tlora.data.prepare import Prepared, PrepareProgress, prepare
+from tlora.data.request import PrepareRequest
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 

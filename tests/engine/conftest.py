@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.engine.tiny_runs import save_base as save_base
-from tlora.data.prepare import Prepared, PrepareProgress, PrepareRequest, WorkerProcess, prepare
+from tlora.data.prepare import Prepared, PrepareProgress, WorkerProcess, prepare
+from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
 from tlora.kernels.device import may_run_kernels
 from tlora.planning import job_plan, plan

@@ -17,7 +17,8 @@ from tests.data.chat_templates import CHATML
 from tests.engine.tiny_runs import job, train
 from tests.small_disks import mounted
 from tlora import durable
-from tlora.data.prepare import Prepared, PrepareRequest, prepare
+from tlora.data.prepare import Prepared, prepare
+from tlora.data.request import PrepareRequest
 from tlora.engine.watcher import Watcher
 from tlora.job import DataConfig
 from tlora.store import checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
-from tlora.data.prepare import PrepareRequest
+from tlora.data.request import PrepareRequest
 from tlora.engine import driver
 from tlora.engine import trainer as trainer_room
 from tlora.engine.commands import Command, Leave, Share, Stop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlora import durable
 from tlora.data.base_files import cache_of, has_tokenizer, has_weights, snapshot, weight_names
 from tlora.errors import ModelError
 from tlora.job import split_revision
@@ -50,7 +50,7 @@ def fetch_base(base_model: str, show: Callable[[str], None], *, weights: bool = 
     try:
         _download(base_model, directory.name, lacking, show)
     except Exception as error:  # a library's border: what it raises depends on the network
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if durable.is_full(error):
             _raise_no_room(base_model, lacking.needed)
         raise ModelError(
             f"base_model {base_model}: cannot be downloaded: {_in_a_line(error)}. The files that are whole are kept: start again to go on"

@@ -24,8 +24,8 @@ from tlora.data.encode import Encoder
 from tlora.data.encoded_blocks import EncodedBlock, Recipe, Task, encode_blocks, num_processes
 from tlora.data.formats import Format
 from tlora.data.known_sets import VERSIONS, identity_of
-from tlora.data.limits import DataLimits
 from tlora.data.report import DataReport
+from tlora.data.request import DataLimits
 from tlora.data.rows import BLOCK_BYTES, BLOCK_ROWS, Row, no_rows, read_blocks, rows_of
 from tlora.data.sources import Source
 from tlora.data_directory import data_suffix

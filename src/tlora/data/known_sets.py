@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tlora import durable
 from tlora.data.dataset import FORMAT_VERSION, find_damage
+from tlora.data.request import PrepareRequest
 from tlora.data.sources import has_layout, is_on_hub, list_files
 from tlora.errors import DataError
 from tlora.json_file import read_object
 from tlora.version import __version__
-
-if TYPE_CHECKING:
-    from tlora.data.prepare import PrepareRequest
 
 _SETTLED_SECONDS = 2.0  # the coarsest times of a file system (FAT)
 VERSIONS = ("transformers", "tokenizers", "jinja2")  # of the libraries that make tokens from rows

@@ -21,12 +21,12 @@ import numpy.typing as npt
 
 from tlora.data import known_sets, scratch
 from tlora.data.dataset import Dataset, count_shared
-from tlora.data.limits import DataLimits, describe_signal
 from tlora.data.order import Epoch, PackedRows, epoch_size, join_rows, mix, pack_rows, split
 from tlora.data.report import DataReport
+from tlora.data.request import PrepareRequest, describe_signal
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
-from tlora.job import DataConfig, DataSource, Rows, Sources
+from tlora.job import DataConfig, DataSource, Sources
 from tlora.link.supervisor import SupervisedProcess, describe_exit, start_process
 
 STALL_SECONDS = 180.0  # without a sign of life; a batch of half a million characters takes about one
@@ -36,23 +36,6 @@ _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-
-
-@dataclass(frozen=True)
-class PrepareRequest:
-    """One job's data. Relative paths in `data` are under `base_dir`; `rows` is what the job learns from. `keep_unfinished`: an unfinished
-    set stays in `cache_dir` for the next launch. Use it for private caches: deleting a data file does not remove the set.
-    """
-
-    key: str
-    data: DataConfig
-    tokenizer_path: str
-    vocab_size: int
-    cache_dir: Path
-    base_dir: Path
-    rows: Rows = "samples"
-    limits: DataLimits | None = None  # on a server, where the data is a tenant's
-    keep_unfinished: bool = True
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from tlora import durable
 from tlora.data.build import Order, build, hash_file
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
-from tlora.data.limits import DataLimits
+from tlora.data.request import DataLimits
 from tlora.data.scratch import remove_old
 from tlora.data.sources import is_on_hub, open_source
 from tlora.data.tokenizer import load_libraries, load_tokenizer, read_stop_tokens

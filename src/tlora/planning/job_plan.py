@@ -19,7 +19,8 @@ from tlora.batching.replicas import Span
 from tlora.cache_directory import cache_dir
 from tlora.data.dataset import Dataset
 from tlora.data.order import PackedRows, epoch_size, row_tokens
-from tlora.data.prepare import Preparation, Prepared, PrepareRequest, prepare
+from tlora.data.prepare import Preparation, Prepared, prepare
+from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec

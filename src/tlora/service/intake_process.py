@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 from tlora import durable
 from tlora.adapters.targets import resolve, trained_parameters
-from tlora.data.limits import DataLimits
-from tlora.data.prepare import Prepared, PrepareRequest, prepare, start_worker
+from tlora.data.prepare import Prepared, prepare, start_worker
 from tlora.data.profile import profile_of
+from tlora.data.request import DataLimits, PrepareRequest
 from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import JobSpec, LoraShape
 from tlora.json_file import read_object

@@ -1,4 +1,4 @@
-"""Limits on the resources that one tenant's data may take: set by a server, enforced in the data worker."""
+"""One job's data as it is asked for, and the limits on the resources that it may take: set by a server, enforced in the data worker."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import resource
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from tlora.errors import DataError
+from tlora.job import DataConfig, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,23 @@ class DataLimits:
             raise DataError(f"{place}: the data has more than {self.rows:,} rows; split it")
         if _characters(value) > self.row_characters:
             raise DataError(f"{place}: longer than {self.row_characters:,} characters; a row is one sample: split it")
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """One job's data. Relative paths in `data` are under `base_dir`; `rows` is what the job learns from. `keep_unfinished`: an unfinished
+    set stays in `cache_dir` for the next launch. Use it for private caches: deleting a data file does not remove the set.
+    """
+
+    key: str
+    data: DataConfig
+    tokenizer_path: str
+    vocab_size: int
+    cache_dir: Path
+    base_dir: Path
+    rows: Rows = "samples"
+    limits: DataLimits | None = None  # on a server, where the data is a tenant's
+    keep_unfinished: bool = True
 
 
 def describe_signal(number: int) -> str | None:
