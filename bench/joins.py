@@ -25,7 +25,7 @@ from bench.fidelity_work import ENDLESS, SIZES, Order, Work, make_work
 from bench.machine import facts, write
 from bench.shapes import DEMO_BASE, SHAPES, write_base
 from tlora.engine import trainer as trainer_room
-from tlora.engine.commands import Leave, Share, Stop
+from tlora.engine.messages import Leave, Share, Stop
 from tlora.engine.trainer import Trainer
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Report, Stepped
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tlora.data.prepare_messages import PREPARE_MESSAGES, PrepareOrder
 
 pytestmark = pytest.mark.usefixtures("forked_children")
-WORKER = [sys.executable, "-P", "-m", "tlora.data.worker"]  # waits for a line of requests
+WORKER = [sys.executable, "-P", "-m", "tlora.data.worker"]  # waits for an order
 FACTS = """
 import json, os, signal, sys
 facts = {"directory": os.getcwd(), "mark": os.environ.get("MARK"), "none": os.environ.get("NONE"), "command": sys.orig_argv}
@@ -46,11 +48,12 @@ def test_a_child_is_what_a_started_one_is(tmp_path: Path, monkeypatch: pytest.Mo
         assert popen is not None
         path = tmp_path / f"{popen.__name__}.json"
         environment = {k: v for k, v in os.environ.items() if k != "NONE"} | {"MARK": "m", "PYTHONPATH": str(tmp_path), "FACTS": str(path)}
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with popen(WORKER, cwd=tmp_path / "elsewhere", env=environment, start_new_session=True, pass_fds=[kept], **streams) as child:
-            assert child.stdin and child.stderr
-            child.stdin.write(b"[]\n")  # it takes the end of stdin for its parent's
-            child.stdin.flush()
+        ours, theirs = socket.socketpair()
+        streams = {"stdin": theirs, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with ours, popen(WORKER, cwd=tmp_path / "elsewhere", env=environment, start_new_session=True, pass_fds=[kept], **streams) as child:
+            assert child.stderr
+            theirs.close()
+            ours.sendall(PREPARE_MESSAGES.encode(PrepareOrder(())))  # it takes the end of the line for its parent's
             assert child.wait(600) == 0, child.stderr.read()
         found.append(json.loads(path.read_text()))
     assert found[0] == found[1]
@@ -62,7 +65,8 @@ def test_a_child_is_what_a_started_one_is(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_signal_ends_it(number: signal.Signals) -> None:
-    with subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen(WORKER, stdin=theirs, stdout=subprocess.PIPE) as child:
         child.send_signal(number)
         assert child.wait(600) == -number
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from tlora import __version__
 from tlora.cli.commands import app
 from tlora.cli.terminal import keep_interrupts
-from tlora.data.prepare import WorkerProcess
+from tlora.data.prepare import DataWorker
 from tlora.data.report import ChangeCount, DataReport
 from tlora.engine.check import SourceCheck
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
@@ -48,7 +48,7 @@ class FakeEngine:
         self.options: dict[str, Any] = {}
         self.data_worker: subprocess.Popen[bytes] | None = None
 
-    def train(self, run: RunSpec, *, watcher: Watcher, data_worker: WorkerProcess, crew: object, **options: Any) -> Results:
+    def train(self, run: RunSpec, *, watcher: Watcher, data_worker: DataWorker, crew: object, **options: Any) -> Results:
         self.run, self.options, self.data_worker = run, options, data_worker.process
         assert self.data_worker.poll() is None, "the process that prepares data is not running"
         if self.error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.messages import Command, Leave, Share, Stop
 from tlora.engine.settler import Settler
 from tlora.worker_protocol import (
     Ending,

@@ -15,7 +15,7 @@ from tlora.cluster import local
 from tlora.cluster.blame import MOST_DEATHS
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
-from tlora.engine.commands import Share
+from tlora.engine.messages import Share
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.live.cluster_run import submit_all

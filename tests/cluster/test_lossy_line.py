@@ -22,7 +22,7 @@ from tlora.cluster import local
 from tlora.cluster.controller import run
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.engine.commands import Leave, Stop
+from tlora.engine.messages import Leave, Stop
 from tlora.engine.settler import Settler
 from tlora.link.outbox import Outbox
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobGroup, JobProfile, JobSubmitted, ParallelPlan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 import os
 import subprocess
@@ -25,11 +24,14 @@ from tlora.data.build import Order, build, cache_key, hash_file, tokenizer_hash
 from tlora.data.dataset import Dataset, Sample, Writer, find_damage
 from tlora.data.encode import encode, open_encoder
 from tlora.data.formats import Text
+from tlora.data.prepare_messages import PrepareEvent, PrepareFailed, PrepareProgress, PrepareStarted, SetsMade
 from tlora.data.report import DataReport
+from tlora.data.request import PrepareRequest
 from tlora.data.rows import list_files
 from tlora.data.sources import Source
 from tlora.data.worker import Worker
 from tlora.errors import DataError
+from tlora.job import DataConfig
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -416,30 +418,20 @@ def test_full_disk_leaves_nothing_behind(tmp_path: Path, tokenizers: Any, monkey
 # --- what the worker says of each ---
 
 
-def events_of(worker_cache: Path, path: str, tokenizer_path: Path, **data: Any) -> list[dict[str, Any]]:
-    stream = io.BytesIO()
-    Worker(stream).run(
-        {
-            "key": "job",
-            "data": {"path": path, **data},
-            "tokenizer_path": str(tokenizer_path),
-            "vocab_size": 1000,
-            "cache_dir": str(worker_cache),
-            "base_dir": str(worker_cache.parent),
-            "keep_unfinished": True,
-            "rows": "samples",
-        }
-    )
-    return [json.loads(line) for line in stream.getvalue().splitlines()]
+def events_of(worker_cache: Path, path: str, tokenizer_path: Path, **data: Any) -> list[PrepareEvent]:
+    told: list[PrepareEvent] = []
+    config = DataConfig.model_validate({"path": path, **data})
+    Worker(told.append).run(PrepareRequest("job", config, str(tokenizer_path), 1000, worker_cache, worker_cache.parent))
+    return told
 
 
 def test_worker_events(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "EVENT_SECONDS", 0.0)
     write(tmp_path / "x.jsonl", [{"text": "Hello!"}] * 300)
-    events = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path, eval_path="x.jsonl")
-    assert [event["event"] for event in events] == ["start", "progress", "progress", "progress", "progress", "done"]
-    assert [event["rows"] for event in events[1:-1]] == [0, 128, 256, 300] and events[-2]["share"] == 1
-    assert events[-1]["train"] == events[-1]["eval"]
+    started, *progress, done = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path, eval_path="x.jsonl")
+    assert started == PrepareStarted("job") and isinstance(done, SetsMade) and done.train == done.eval
+    assert all(isinstance(event, PrepareProgress) for event in progress)
+    assert [event.rows for event in progress] == [0, 128, 256, 300] and progress[-1].share == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -457,7 +449,7 @@ def test_worker_survives(error: BaseException, pattern: str, tmp_path: Path, tok
     write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
     monkeypatch.setattr(worker_module, "build", fail)
     start, end = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path)
-    assert start["event"] == "start" and end["event"] == "data_error" and pattern in end["message"]
+    assert start == PrepareStarted("job") and isinstance(end, PrepareFailed) and not end.of_tokenizer and pattern in end.reason
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -476,7 +468,8 @@ def test_worker_names_a_template_that_it_cannot_read(tmp_path: Path, tokenizer_p
         if contents:
             (tmp_path / "t.jinja").write_bytes(contents)
         event = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path, chat_template="t.jinja")[-1]
-        assert event["event"] == "data_error" and "t.jinja: the chat template cannot be read" in event["message"]
+        assert isinstance(event, PrepareFailed) and not event.of_tokenizer
+        assert "t.jinja: the chat template cannot be read" in event.reason
 
 
 def test_old_scratch_is_removed_and_young_is_not(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
+import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,9 +27,11 @@ from tlora.data import worker as worker_module
 from tlora.data.dataset import find_damage
 from tlora.data.order import split
 from tlora.data.prepare import Prepared, PrepareProgress, prepare
+from tlora.data.prepare_messages import PREPARE_MESSAGES, PrepareEvent, PrepareFailed, PrepareOrder, PrepareStarted, SetsMade
 from tlora.data.request import PrepareRequest
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
+from tlora.link.lines import Line
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i * 7}."} for i in range(40)]
@@ -190,9 +193,9 @@ def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
     write(tmp_path / "large.jsonl", ROWS * 100)
     (tmp_path / "slow.jinja").write_text(SLOW)
     cache, slow = tmp_path / "cache", {"path": "large.jsonl", "chat_template": "slow.jinja"}
-    run_worker, workers, killed = prepare_module._run_worker, list[prepare_module.WorkerProcess](), list[int]()
+    run_worker, workers, killed = prepare_module._run_worker, list[prepare_module.DataWorker](), list[int]()
 
-    def noted(worker: prepare_module.WorkerProcess, *arguments: Any) -> Any:
+    def noted(worker: prepare_module.DataWorker, *arguments: Any) -> Any:
         workers.append(worker)
         return run_worker(worker, *arguments)
 
@@ -273,7 +276,7 @@ def test_a_worker_that_is_killed_before_the_first_job_is_started_again_once(
     jobs = [request("job", tmp_path, tokenizer_path)]
     run_worker, ends = prepare_module._run_worker, list[int | None]()
 
-    def kill(worker: prepare_module.WorkerProcess, *arguments: Any) -> Any:
+    def kill(worker: prepare_module.DataWorker, *arguments: Any) -> Any:
         if len(ends) < 2:
             worker.process.kill()
             ends.append(worker.process.exit_status)
@@ -326,38 +329,38 @@ def test_trouble_with_files_names_the_side_it_is_on(error: OSError, words: str) 
 
 
 def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokenizer_path: Path) -> None:
-    """Started as `prepare` does it; when stdin closes, as it does when the parent is killed, the worker ends in the middle of a job."""
+    """Started as `prepare` does it; when the line ends, as it does when the parent is killed, the worker ends in the middle of a job."""
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "hangs.jinja").write_text(HANGS)
     probe = (
         "import sys, tlora.data.worker as w; run = w.Worker.run\n"
         "def told(self, request):\n"
         "    heavy = [m for m, v in sys.modules.items() if m.split('.')[0] in ('torch', 'datasets', 'tensorflow') and v]\n"
-        "    self.send('torch', '', loaded=heavy)\n"
+        "    self.send(w.PrepareFailed('torch', ' '.join(heavy)))\n"
         "    run(self, request)\n"
         "w.Worker.run = told; w.main()"
     )
     jobs = [request("job", tmp_path, tokenizer_path), request("hangs", tmp_path, tokenizer_path, {"chat_template": "hangs.jinja"})]
-    line = json.dumps([prepare_module._as_json(job) for job in jobs]).encode() + b"\n"
-    with subprocess.Popen([sys.executable, "-c", probe], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin and process.stdout
-        process.stdin.write(line)
-        process.stdin.flush()
-        events = [json.loads(process.stdout.readline()) for _ in range(5)]
-        kinds = [event["event"] for event in events if event["event"] != "progress"]
-        assert kinds[:4] == ["torch", "start", "done", "torch"]  # the second report comes after tokenizing
-        assert [event["loaded"] for event in events if event["event"] == "torch"] == [[], []]
-        process.stdin.close()
+    ours, theirs = socket.socketpair()
+    line = Line(ours)
+    with subprocess.Popen([sys.executable, "-c", probe], stdin=theirs) as process:
+        theirs.close()
+        line.send(PREPARE_MESSAGES.encode(PrepareOrder(tuple(jobs))))
+        events = [PREPARE_MESSAGES.decode(line.read_line(600.0) or b"") for _ in range(5)]
+        told = [event for event in events if not isinstance(event, PrepareProgress)]
+        assert [type(event) for event in told[:4]] == [PrepareFailed, PrepareStarted, SetsMade, PrepareFailed]
+        assert told[0] == told[3] == PrepareFailed("torch", "")  # the second report comes after tokenizing
+        line.close()
         assert process.wait(timeout=600) == 1
 
 
 def test_a_worker_that_waits_for_the_hub_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large file takes longer than the parent waits for one that says nothing."""
     monkeypatch.setattr(worker_module, "FETCH_EVENT_SECONDS", 0.001)
-    read, write = os.pipe()
-    with os.fdopen(read, "rb") as lines, os.fdopen(write, "wb") as events, worker_module.Worker(events).signs_of_life("job"):
+    told: queue.SimpleQueue[PrepareEvent] = queue.SimpleQueue()
+    with worker_module.Worker(told.put).signs_of_life("job"):
         for _ in range(2):
-            assert json.loads(lines.readline()) == {"event": "progress", "key": "job", "rows": 0, "share": 0.0}
+            assert told.get() == PrepareProgress("job", 0, 0.0)
 
 
 MEASURE = """
@@ -416,16 +419,16 @@ def test_jobs_of_one_set_have_it_checked_once(tmp_path: Path, tokenizer_path: Pa
 
     monkeypatch.setattr(build_module, "find_damage", find)
     write(tmp_path / "x.jsonl", ROWS)
-    stream = io.BytesIO()
-    worker = worker_module.Worker(stream)
+    told: list[PrepareEvent] = []
+    worker = worker_module.Worker(told.append)
     for i in range(20):
-        worker.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path, {"eval_size": 0.01 * i})))
-    worker.run(prepare_module._as_json(request("other", tmp_path, tokenizer_path, {"max_length": 64})))
-    worker.run(prepare_module._as_json(request("base", tmp_path, tokenizer_path, vocab_size=2000)))
-    ends = [event for line in stream.getvalue().splitlines() if (event := json.loads(line))["event"] not in ("start", "progress")]
-    assert len(ends) == 22 and len({event["train"]["directory"] for event in ends}) == 3
+        worker.run(request(f"job-{i}", tmp_path, tokenizer_path, {"eval_size": 0.01 * i}))
+    worker.run(request("other", tmp_path, tokenizer_path, {"max_length": 64}))
+    worker.run(request("base", tmp_path, tokenizer_path, vocab_size=2000))
+    ends = [event for event in told if isinstance(event, SetsMade | PrepareFailed)]
+    assert len(ends) == 22 and len({event.train.directory for event in ends if isinstance(event, SetsMade)}) == 3
     assert checked == []  # nothing was there before
-    again = worker_module.Worker(stream)
+    again = worker_module.Worker(told.append)
     for i in range(20):
-        again.run(prepare_module._as_json(request(f"job-{i}", tmp_path, tokenizer_path)))
+        again.run(request(f"job-{i}", tmp_path, tokenizer_path))
     assert len(checked) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine.tiny_runs import save_base as save_base
-from tlora.data.prepare import Prepared, PrepareProgress, WorkerProcess, prepare
+from tlora.data.prepare import DataWorker, Prepared, PrepareProgress, prepare
 from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
 from tlora.kernels.device import may_run_kernels
@@ -42,7 +42,7 @@ def tokenize_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def prepare_once(
     requests: Sequence[PrepareRequest],
     on_progress: Callable[[PrepareProgress], None] | None = None,
-    started: WorkerProcess | None = None,
+    started: DataWorker | None = None,
 ) -> dict[str, Prepared | DataError]:
     missing = [request for request in requests if _anonymous(request) not in _PREPARED]
     made = prepare(missing, on_progress, started) if missing else {}

@@ -22,7 +22,7 @@ from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine import background_calibration, calibration
 from tlora.engine import trainer as trainer_room
 from tlora.engine.calibration import Attempt, find_deadly, key_of, recall
-from tlora.engine.commands import Command, Leave, Stop
+from tlora.engine.messages import Command, Leave, Stop
 from tlora.engine.trainer import Trainer
 from tlora.engine.worker_base import WorkerMemory
 from tlora.group.engine import Engine

@@ -17,7 +17,7 @@ from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import sha256
 from tlora import durable
 from tlora.engine import trainer as trainer_room
-from tlora.engine.commands import Leave, Stop
+from tlora.engine.messages import Leave, Stop
 from tlora.errors import CheckpointError
 from tlora.store import checkpoint
 from tlora.store.claim import CLAIMS, HeldError, take_claim

@@ -15,7 +15,7 @@ from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, train
 from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState
-from tlora.engine.commands import Leave, Share, Stop
+from tlora.engine.messages import Leave, Share, Stop
 from tlora.engine.watcher import Watcher
 from tlora.group import engine as engine_room
 from tlora.group.engine import Engine

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, train, write_rows
 from tlora.engine import trainer
-from tlora.engine.commands import Command, Leave, Share
+from tlora.engine.messages import Command, Leave, Share
 from tlora.engine.watcher import Watcher
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.store.checkpoint import REFERENCE_DIRECTORY

@@ -14,7 +14,7 @@ from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.test_worker_options import needed
 from tests.engine.tiny_runs import sha256
-from tlora.engine.commands import Share
+from tlora.engine.messages import Share
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Finished, Join, Joined, Refused, Stepped
 

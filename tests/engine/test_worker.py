@@ -18,7 +18,7 @@ from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, tra
 from tlora.data.request import PrepareRequest
 from tlora.engine import driver
 from tlora.engine import trainer as trainer_room
-from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.messages import Command, Leave, Share, Stop
 from tlora.engine.step_timer import StepTimer
 from tlora.engine.trainer import Trainer
 from tlora.group.engine import Engine

@@ -21,7 +21,7 @@ from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import save_base, sha256, train
 from tests.store.test_metrics import Client
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.engine.commands import Share
+from tlora.engine.messages import Share
 from tlora.engine.trainer import load_base
 from tlora.engine.worker import Worker
 from tlora.errors import CapacityError, ConfigError

@@ -18,7 +18,7 @@ from tests.engine.test_worker import made as made
 from tests.engine.tiny_runs import job, run_spec
 from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.engine.commands import Stop
+from tlora.engine.messages import Stop
 from tlora.engine.worker import parse_gpus
 from tlora.errors import ConfigError
 from tlora.protocol import JobGroup, ParallelPlan

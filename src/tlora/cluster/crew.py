@@ -24,7 +24,7 @@ from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
 from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
-from tlora.worker_protocol import REFUSED, Load, Report
+from tlora.worker_protocol import REFUSED, Alive, Load, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
@@ -104,7 +104,7 @@ class Crew:
         while waiting and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 heard = self.inbox.get(timeout=min(left, _WATCH_SECONDS))
-                if isinstance(heard, Arrived) or (isinstance(heard, Spoke) and heard.message.kind == "alive"):
+                if isinstance(heard, Arrived) or (isinstance(heard, Spoke) and isinstance(heard.message, Alive)):
                     self._hear(heard)
                 elif heard is not None:
                     self._unheard.append(heard)
@@ -189,7 +189,7 @@ class Crew:
                 worker = self._sessions.get(session)
                 if worker is not None:
                     self._heard_at[worker] = time.monotonic()
-                    if message.kind == "alive":
+                    if isinstance(message, Alive):
                         worker.hear_alive(message)
                     elif (report := worker.take(message)) is not None:
                         return [(worker, report)]

@@ -25,7 +25,9 @@ def launch(gpus: tuple[int, ...], device: str, address: str, log: Path) -> Super
     numbers = ",".join(map(str, gpus))
     arguments = ["--connect", address, "--gpus", numbers]
     environment = {**NO_MULTICAST, **_device_environment(device, numbers)}
-    return start_process("tlora.engine.worker", log, arguments, environment, whole_session=len(gpus) > 1)
+    process = start_process("tlora.engine.worker", log, arguments, environment)
+    process.whole_session = len(gpus) > 1
+    return process
 
 
 def file_stem(gpus: tuple[int, ...]) -> str:

@@ -6,15 +6,11 @@ A job whose data is invalid, or crashes or hangs the process, gets a DataError; 
 from __future__ import annotations
 
 import contextlib
-import json
-import queue
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +18,22 @@ import numpy.typing as npt
 from tlora.data import known_sets, scratch
 from tlora.data.dataset import Dataset, count_shared
 from tlora.data.order import Epoch, PackedRows, epoch_size, join_rows, mix, pack_rows, split
+from tlora.data.prepare_messages import (
+    PREPARE_MESSAGES,
+    MadeSet,
+    PrepareFailed,
+    PrepareOrder,
+    PrepareProgress,
+    PrepareStarted,
+    SetsMade,
+)
 from tlora.data.report import DataReport
 from tlora.data.request import PrepareRequest, describe_signal
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, DataSource, Sources
-from tlora.link.supervisor import SupervisedProcess, describe_exit, start_process
+from tlora.link.lines import Line
+from tlora.link.supervisor import SupervisedProcess, describe_exit, start_talking
 
 STALL_SECONDS = 180.0  # without a sign of life; a batch of half a million characters takes about one
 _ENVIRONMENT = {
@@ -71,43 +77,27 @@ class Prepared:
         return lines + [warning for report in self.reports for warning in report.warnings()]
 
 
-@dataclass(frozen=True)
-class PrepareProgress:
-    """Progress of the job `key`: rows read, and the fraction of its bytes."""
-
-    key: str
-    rows: int
-    share: float
-
-
 OnProgress = Callable[[PrepareProgress], None]
 
 
 @dataclass(frozen=True)
-class WorkerProcess:
-    """The process that prepares data, and its output line by line."""
+class DataWorker:
+    """The process that prepares data, and the line to it."""
 
     process: SupervisedProcess
-    lines: queue.Queue[bytes]
+    line: Line
 
 
 @contextlib.contextmanager
-def start_worker() -> Iterator[WorkerProcess]:
+def start_worker() -> Iterator[DataWorker]:
     """A process that loads its libraries and waits for requests. It is killed at the end of the block, even at work."""
-    lines: queue.Queue[bytes] = queue.Queue()
     with tempfile.TemporaryFile() as log:
-        process = start_process("tlora.data.worker", log, (), _ENVIRONMENT, None, own_session=False)
-        requests, events = process.pipes
-        reader = threading.Thread(target=_read_lines, args=(events, lines), daemon=True)
-        reader.start()
+        process, line = start_talking("tlora.data.worker", log, (), _ENVIRONMENT, own_session=False)
         try:
-            yield WorkerProcess(process, lines)
+            yield DataWorker(process, line)
         finally:
             process.kill()
-            reader.join()
-            with contextlib.suppress(BrokenPipeError):
-                requests.close()
-            events.close()
+            line.close()
 
 
 @dataclass(frozen=True)
@@ -115,11 +105,11 @@ class Preparation:
     """A progress callback, and a worker process that has already been started."""
 
     on_progress: OnProgress
-    started: WorkerProcess | None = None
+    started: DataWorker | None = None
 
 
 def prepare(
-    requests: Sequence[PrepareRequest], on_progress: OnProgress | None = None, started: WorkerProcess | None = None
+    requests: Sequence[PrepareRequest], on_progress: OnProgress | None = None, started: DataWorker | None = None
 ) -> dict[str, Prepared | DataError]:
     """Tokenize what is not in the cache yet and open it, for each request under its key. `started` is a process of `start_worker` that
     has had no requests yet.
@@ -147,17 +137,14 @@ def _known(request: PrepareRequest, tell: OnProgress) -> Prepared | DataError | 
 
 
 def _run_worker(
-    worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
+    worker: DataWorker, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
 ) -> dict[str, Prepared | DataError]:
     """Results until all are done or the worker dies, which fails the job that it was on. No results if it dies before the first job, which
     may be chance (a machine short of memory); if a worker that was `restarted` for that dies too: ModelError.
     """
     process = worker.process
-    stdin, _ = process.pipes
     try:
-        with contextlib.suppress(BrokenPipeError):  # it died at once; the end of its output is handled below
-            stdin.write(json.dumps([_as_json(request) for request in requests]).encode() + b"\n")
-            stdin.flush()
+        worker.line.send(PREPARE_MESSAGES.encode(PrepareOrder(tuple(requests))))
         return _follow(worker, requests, on_progress, restarted)
     except KeyboardInterrupt:
         _end(process, requests)
@@ -179,80 +166,55 @@ def _describe_kept(process_id: int, requests: Sequence[PrepareRequest]) -> list[
     return [f"Interrupted: {rows:,} tokenized rows are kept; the next launch with the same data goes on behind them"] if rows else []
 
 
-def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(b"")
-
-
 def _follow(
-    worker: WorkerProcess, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
+    worker: DataWorker, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
 ) -> dict[str, Prepared | DataError]:
     by_key = {request.key: request for request in requests}
     results: dict[str, Prepared | DataError] = {}
     current = ""
     while len(results) < len(requests):
-        event = _next_event(worker.lines)
-        if event is None or not event:
-            ended = f"gave no sign of life for {STALL_SECONDS:g} seconds" if event is None else _how_it_ended(worker.process)
+        try:
+            line = worker.line.read_line(STALL_SECONDS)
+        except TimeoutError:
+            line, ended = None, f"gave no sign of life for {STALL_SECONDS:g} seconds"
+        else:
+            ended = "" if line is not None else _how_it_ended(worker.process)
+        if line is None:
             last = worker.process.last_line()
             message = f"the data worker {ended}" + (f" ({last})" if last else "")
             if current:
                 called = by_key[current].data.called
                 results[current] = DataError(f"{called}: {message}; look for a row, or a chat template, that takes too much time or memory")
-            elif not results and (restarted or event is None):
+            elif not results and (restarted or not worker.process.has_ended):
                 raise ModelError(f"{requests[0].tokenizer_path}: {message}, before the first job; is the installation whole?")
             break
-        key, kind = str(event["key"]), event["event"]
-        if kind == "progress":
-            on_progress(PrepareProgress(key, int(str(event["rows"])), float(str(event["share"]))))
-        elif kind == "start":
-            current = key
-        elif kind == "model_error":
-            raise ModelError(str(event["message"]))
-        else:
-            failed = kind == "data_error"
-            answer = DataError(str(event["message"]), disk_full=bool(event.get("disk_full"))) if failed else _open_made(by_key[key], event)
-            results[key] = answer
-            current = ""
+        match PREPARE_MESSAGES.decode(line):
+            case PrepareProgress() as progress:
+                on_progress(progress)
+            case PrepareStarted(key):
+                current = key
+            case PrepareFailed(key, reason, disk_full, of_tokenizer):
+                if of_tokenizer:
+                    raise ModelError(reason)
+                results[key], current = DataError(reason, disk_full=disk_full), ""
+            case SetsMade(key, train, evaluation):
+                results[key], current = _open_made(by_key[key], train, evaluation), ""
+            case PrepareOrder():
+                raise AssertionError("a data worker gives no orders")
     return results
 
 
-def _next_event(lines: queue.Queue[bytes]) -> dict[str, object] | None:
-    """The worker's next event; {} when it has ended, None when it has stopped responding."""
-    try:
-        line = lines.get(timeout=STALL_SECONDS)
-    except queue.Empty:
-        return None
-    return cast("dict[str, object]", json.loads(line)) if line.endswith(b"\n") else {}  # an incomplete line is its last
-
-
-def _as_json(request: PrepareRequest) -> dict[str, object]:
-    return {
-        "key": request.key,
-        "data": request.data.model_dump(),
-        "tokenizer_path": request.tokenizer_path,
-        "vocab_size": request.vocab_size,
-        "cache_dir": str(request.cache_dir),
-        "base_dir": str(request.base_dir),
-        "rows": request.rows,
-        "limits": asdict(request.limits) if request.limits is not None else None,
-        "keep_unfinished": request.keep_unfinished,
-    }
-
-
-def _open_made(request: PrepareRequest, event: dict[str, object]) -> Prepared | DataError:
-    of_train, of_eval = (cast("dict[str, Any]", event[name]) for name in ("train", "eval"))
+def _open_made(request: PrepareRequest, made: MadeSet, of_eval: MadeSet) -> Prepared | DataError:
     data = request.data
-    pinned = {"path": _pinned(data.path, data.sources, of_train["commits"])}
+    pinned = {"path": _pinned(data.path, data.sources, made.commits)}
     if data.eval_path:
-        pinned["eval_path"] = _pinned(data.eval_path, data.eval_sources, of_eval["commits"])
-    train_set, eval_set = Path(of_train["directory"]), Path(of_eval["directory"]) if of_eval["directory"] else None
+        pinned["eval_path"] = _pinned(data.eval_path, data.eval_sources, of_eval.commits)
+    assert made.directory is not None, f"{data.called} was not tokenized"
+    train_set, eval_set = Path(made.directory), Path(of_eval.directory) if of_eval.directory else None
     known_sets.remember(request, train_set, eval_set)
     opened = open_sets(replace(request, data=data.model_copy(update=pinned)), train_set, eval_set)
-    remade = tuple(part["damage"] for part in (of_train, of_eval) if part["damage"])
-    notes = tuple(note for part in (of_train, of_eval) for note in part["notes"])
-    return replace(opened, remade=remade, notes=notes) if isinstance(opened, Prepared) else opened
+    remade = tuple(found.damage for found in (made, of_eval) if found.damage)
+    return replace(opened, remade=remade, notes=made.notes + of_eval.notes) if isinstance(opened, Prepared) else opened
 
 
 def _pinned(path: str | Sources, sources: Sequence[DataSource], commits: Sequence[str | None]) -> str | Sources:

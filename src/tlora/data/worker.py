@@ -1,4 +1,5 @@
-"""The process in which users' bytes are parsed: `python -m tlora.data.worker`. Requests on stdin, one event a line on stdout.
+"""The process in which users' bytes are parsed: `python -m tlora.data.worker`. An order comes over the line to its parent,
+and an event goes back for each thing that becomes of it (`prepare_messages.py`).
 
 Imports no torch, and limits what one bad file can take. A Python error fails its job alone; the parent (`prepare.py`) handles a death or
 hang of this process.
@@ -14,20 +15,31 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, cast
 
 from tlora import durable
 from tlora.data.build import Order, build, hash_file
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
-from tlora.data.request import DataLimits
+from tlora.data.prepare_messages import (
+    PREPARE_MESSAGES,
+    MadeSet,
+    PrepareEvent,
+    PrepareFailed,
+    PrepareOrder,
+    PrepareProgress,
+    PrepareStarted,
+    SetsMade,
+)
+from tlora.data.request import PrepareRequest
 from tlora.data.scratch import remove_old
 from tlora.data.sources import is_on_hub, open_source
 from tlora.data.tokenizer import load_libraries, load_tokenizer, read_stop_tokens
 from tlora.errors import DataError, ModelError
-from tlora.job import DataConfig, DataSource, Rows
+from tlora.job import DataSource
+from tlora.link.lines import Line
+from tlora.link.supervisor import line_to_parent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,88 +47,68 @@ if TYPE_CHECKING:
 MEMORY_LIMIT_BYTES = 8 << 30  # private memory; reading streams, so a large vocabulary and the longest rows stay below 2 GiB
 EVENT_SECONDS = 0.25
 FETCH_EVENT_SECONDS = 5.0
-_Request = dict[str, object]
-
-
-@dataclass(frozen=True)
-class Made:
-    """A set: its directory, the commit of each hub source, the damage of an earlier set there, and `notes` on the choice of files."""
-
-    directory: str | None = None
-    commits: list[str | None] = dataclasses.field(default_factory=list)
-    damage: str | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 class Worker:
-    """State shared by all jobs of this process: tokenizers, file hashes, and the pipe to the parent."""
+    """State shared by all jobs of this process: tokenizers, file hashes, and what tells the parent, in any thread."""
 
-    def __init__(self, events: BinaryIO) -> None:
-        self.events = events
+    def __init__(self, tell: Callable[[PrepareEvent], None]) -> None:
+        self._tell = tell
         self.tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.hashes: dict[Path, str] = {}
-        self.sets: dict[str, Made] = {}  # those that are made or checked, by what determines them
+        self.sets: dict[str, MadeSet] = {}  # those that are made or checked, by what determines them
         self.last_event = 0.0
 
-    def send(self, event: str, key: str, **fields: object) -> None:
-        self.events.write(json.dumps({"event": event, "key": key} | fields).encode() + b"\n")
-        self.events.flush()
+    def send(self, event: PrepareEvent) -> None:
+        self._tell(event)
         self.last_event = time.monotonic()
 
-    def run(self, request: _Request) -> None:
+    def run(self, request: PrepareRequest) -> None:
         """Prepare one job: its training set and its evaluation set, if that is another file."""
-        key, data = str(request["key"]), DataConfig.model_validate(request["data"])
-        self.send("start", key)
-        limits = _limits(request)
+        key, data, limits = request.key, request.data, request.limits
+        self.send(PrepareStarted(key))
         if limits is not None:
             limits.enforce()
         try:
-            made_sets = {"train": self.make(request, data, data.sources), "eval": self.make(request, data, data.eval_sources)}
-            self.send("done", key, **{name: dataclasses.asdict(one_set) for name, one_set in made_sets.items()})
+            self.send(SetsMade(key, self.make(request, data.sources), self.make(request, data.eval_sources)))
         except (DataError, ModelError) as error:
-            self.send("model_error" if isinstance(error, ModelError) else "data_error", key, message=str(error))
+            self.send(PrepareFailed(key, str(error), of_tokenizer=isinstance(error, ModelError)))
         except OSError as error:
-            full = durable.is_full(error)
-            self.send("data_error", key, message=_trouble(error, Path(str(request["cache_dir"])), limits is not None), disk_full=full)
+            self.send(PrepareFailed(key, _trouble(error, request.cache_dir, limits is not None), durable.is_full(error)))
         except MemoryError:
             most = MEMORY_LIMIT_BYTES if limits is None else limits.memory_bytes
-            self.send(
-                "data_error",
-                key,
-                message=f"{data.called}: preparing takes more than {most / 2**30:g} GiB of memory; is one row far too long?",
-            )
+            reason = f"{data.called}: preparing takes more than {most / 2**30:g} GiB of memory; is one row far too long?"
+            self.send(PrepareFailed(key, reason))
         except BaseException as error:  # a panic of the Rust tokenizer is a BaseException
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            self.send("data_error", key, message=f"{data.called}: {type(error).__name__}: {error}")
+            self.send(PrepareFailed(key, f"{data.called}: {type(error).__name__}: {error}"))
 
-    def make(self, request: _Request, data: DataConfig, sources: Sequence[DataSource]) -> Made:
+    def make(self, request: PrepareRequest, sources: Sequence[DataSource]) -> MadeSet:
         """The set of `sources`, if there are any; jobs of one set share it."""
         if not sources:
-            return Made()
-        place, base = Path(str(request["cache_dir"])), Path(str(request["base_dir"]))
-        deciding = [str(place), str(base), str(request["tokenizer_path"]), request["vocab_size"]]
-        rows = cast("Rows", request["rows"])
+            return MadeSet()
+        place, base, data = request.cache_dir, request.base_dir, request.data
+        deciding = [str(place), str(base), request.tokenizer_path, request.vocab_size]
         plain = [source.model_dump(exclude={"weight"}) for source in sources]
-        decided = [*deciding, plain, data.format, data.max_length, data.train_on, data.chat_template, data.on_bad_rows, rows]
+        decided = [*deciding, plain, data.format, data.max_length, data.train_on, data.chat_template, data.on_bad_rows, request.rows]
         known = json.dumps([*decided, data.chat_template_kwargs])
         if known in self.sets:
             return dataclasses.replace(self.sets[known], damage=None)
-        key = str(request["key"])
+        key = request.key
         asks_hub = any(is_on_hub(source, base) for source in sources)
         with self.signs_of_life(key) if asks_hub else contextlib.nullcontext():
             opened = tuple(open_source(source, base, place) for source in sources)
         template = _read_template(base / data.chat_template) if data.chat_template else None
-        tokenizer = self.tokenizer(str(request["tokenizer_path"]))
-        stops = read_stop_tokens(tokenizer, str(request["tokenizer_path"]))
+        tokenizer = self.tokenizer(request.tokenizer_path)
+        stops = read_stop_tokens(tokenizer, request.tokenizer_path)
         chats = ChatSettings(data.chat_template_kwargs, stops, data.train_on == "last")
-        encoder = open_encoder(tokenizer, template, data.train_on == "all", int(str(request["vocab_size"])), chats)
-        drop, keep = data.on_bad_rows == "drop", bool(request["keep_unfinished"])
-        order = Order(opened, data.format, data.max_length, place, rows, _limits(request), drop, keep)
+        encoder = open_encoder(tokenizer, template, data.train_on == "all", request.vocab_size, chats)
+        drop, keep = data.on_bad_rows == "drop", request.keep_unfinished
+        order = Order(opened, data.format, data.max_length, place, request.rows, request.limits, drop, keep)
         directory, damage = self.build(order, encoder, key)
-        self.sets[known] = Made(
-            str(directory), [source.commit for source in opened], damage, [note for source in opened for note in source.notes]
-        )
+        notes = tuple(note for source in opened for note in source.notes)
+        self.sets[known] = MadeSet(str(directory), tuple(source.commit for source in opened), damage, notes)
         return self.sets[known]
 
     @contextlib.contextmanager
@@ -126,7 +118,7 @@ class Worker:
 
         def beat() -> None:
             while not ended.wait(FETCH_EVENT_SECONDS):
-                self.send("progress", key, rows=0, share=0.0)
+                self.send(PrepareProgress(key, 0, 0.0))
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -141,7 +133,7 @@ class Worker:
 
         def beat(rows: int, share: float) -> None:
             if time.monotonic() - self.last_event >= EVENT_SECONDS:
-                self.send("progress", key, rows=rows, share=share)
+                self.send(PrepareProgress(key, rows, share))
 
         def file_hash(file: Path) -> str:
             if file not in self.hashes:
@@ -154,11 +146,6 @@ class Worker:
         if path not in self.tokenizers:
             self.tokenizers[path] = load_tokenizer(path)
         return self.tokenizers[path]
-
-
-def _limits(request: _Request) -> DataLimits | None:
-    given = request.get("limits")
-    return DataLimits(**cast("dict[str, Any]", given)) if given is not None else None
 
 
 def _trouble(error: OSError, cache_dir: Path, served: bool = False) -> str:
@@ -191,29 +178,28 @@ def _limit_resources() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _leave_with_parent(requests: BinaryIO) -> None:
-    requests.read()  # returns when the parent ends for any reason
+def _leave_with_parent(line: Line) -> None:
+    line.read_line()  # returns when the parent ends for any reason
     os._exit(1)
 
 
 def main() -> None:
-    """Serve the requests of one line of JSON from stdin, then exit."""
+    """Do what one order asks for, then exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the parent decides, and ends this one
     sys.modules["torch"] = cast("None", None)  # type: ignore[assignment]  # transformers would import it: 1 s and 300 MB for nothing
     _limit_resources()
-    events = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of a library must not look like an event
-    line = os.fdopen(os.dup(0), "rb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a library that reads stdin must not consume requests
+    line = line_to_parent()
     load_libraries()  # before the requests are there: the parent has other things to do meanwhile
-    requests = cast("list[_Request]", json.loads(line.readline() or b"[]"))
+    received = line.read_line()
+    order = PREPARE_MESSAGES.decode(received) if received is not None else PrepareOrder(())
+    assert isinstance(order, PrepareOrder), order
     threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
-    worker = Worker(events)
-    for cache_dir in {str(request["cache_dir"]) for request in requests}:
-        remove_old(Path(cache_dir))
-    for request in requests:
+    worker = Worker(lambda event: line.send(PREPARE_MESSAGES.encode(event)))
+    for cache_dir in {request.cache_dir for request in order.requests}:
+        remove_old(cache_dir)
+    for request in order.requests:
         worker.run(request)
-    os._exit(0)  # the thread waits on stdin: a normal exit would wait for its lock
+    os._exit(0)  # the thread waits for the parent: a normal exit would wait for its lock
 
 
 if __name__ == "__main__":

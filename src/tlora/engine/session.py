@@ -19,7 +19,7 @@ import torch
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import Span
-from tlora.data.prepare import Preparation, WorkerProcess, start_worker
+from tlora.data.prepare import DataWorker, Preparation, start_worker
 from tlora.engine.driver import Driver, Places
 from tlora.engine.earlier_run import to_plan
 from tlora.engine.results import swept
@@ -89,7 +89,7 @@ def load(
     place: torch.device,
     monitor: RunMonitor,
     resume: bool,
-    data_worker: WorkerProcess | None,
+    data_worker: DataWorker | None,
     assigned: Callable[[], Assignment] | None = None,
 ) -> Loaded:
     """Plan all jobs on an outline of the base, then load it, and measure what it takes of the memory.
@@ -143,7 +143,7 @@ def load(
     return Loaded(plan, model, threads, starts, parameters, assignment.follows, streamed.link if streamed is not None else None)
 
 
-def _data_worker(place: torch.device) -> AbstractContextManager[WorkerProcess | None]:
+def _data_worker(place: torch.device) -> AbstractContextManager[DataWorker | None]:
     """A data worker that loads its libraries while this process loads its own: saves 3 s of 30 where a GPU leaves cores idle."""
     return start_worker() if place.type == "cuda" else nullcontext()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.messages import Command, Leave, Share, Stop
 from tlora.link.outbox import with_attempt
 from tlora.worker_protocol import Ending, HeldJob, JobEnd, JobReport, Joined, Loaded, Measured, Memory, Report, Settled, Stepped, Want
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tlora.cache_directory import open_caches
 from tlora.data.base_download import fetch_base
-from tlora.data.prepare import WorkerProcess
+from tlora.data.prepare import DataWorker
 from tlora.engine.earlier_run import describe_resume, earlier_ends, with_ends, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
@@ -54,7 +54,7 @@ def train(
     device: str | None = None,
     gpus: str | int | None = None,
     watcher: Watcher | None = None,
-    data_worker: WorkerProcess | None = None,
+    data_worker: DataWorker | None = None,
     crew: Crew | None = None,
     **settings: Any,
 ) -> Results:

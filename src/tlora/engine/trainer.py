@@ -22,13 +22,12 @@ from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import BackgroundCalibration
 from tlora.engine.calibration import device_name, find_deadly, key_of, recall
-from tlora.engine.commands import Leave, Share, Stop
 from tlora.engine.driver import Driver, Opened, Places
+from tlora.engine.messages import Leave, Meet, Share, Spread, Stop
 from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.waits import wait_for
 from tlora.engine.step_timer import StepTimer
-from tlora.engine.team.messages import Follow, Meet, Spread
 from tlora.engine.team.parts import Parts, Planned, Seat, Together
 from tlora.engine.worker_base import WorkerMemory, load_base
 from tlora.errors import DataError
@@ -81,7 +80,7 @@ class _Ready:
     opened: Opened | Failure | HeldError
 
 
-_Told = Join | Leave | Share | Spread | Follow | Together | _Prepared | _Ready | _Written
+_Told = Join | Leave | Share | Spread | Together | _Prepared | _Ready | _Written
 
 
 class Trainer:
@@ -218,10 +217,10 @@ class Trainer:
             case Share() as share:
                 self._memory.share = share
                 self._memory.apply_share()
-            case Spread(join, span):
+            case Spread(join, span) if self._parts.is_home(span):
                 self._parts.spread(join.job.name, span)
                 self._take(join)
-            case Follow() as follow:
+            case Spread() as follow:
                 self._parts.follow(follow)
                 threading.Thread(target=self._plan_part, args=(follow,), daemon=True).start()
             case _:
@@ -246,7 +245,7 @@ class Trainer:
         data = attempt(self._data_of, join)
         self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
 
-    def _plan_part(self, follow: Follow) -> None:
+    def _plan_part(self, follow: Spread) -> None:
         """In a thread of its own, of a job that has its home on another rank."""
         data = attempt(self._data_of, follow.join)
         found = DataError(data.reason) if isinstance(data, Failure) else data

@@ -14,7 +14,7 @@ import torch
 
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.data.base_download import fetch_base
-from tlora.engine.commands import Share
+from tlora.engine.messages import Share
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec, Recompute

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch
+from tlora.group.job_result import Status
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,6 @@ class TrainingProgress:
     finished: bool = False
     data: str = ""  # which tokenized set the steps were taken on
     eval_data: str = ""  # and the evaluations
-
-
-Status = Literal["done", "failed", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,15 @@ import os
 import re
 import secrets
 import stat
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
-
-from pydantic import Field, TypeAdapter
+from typing import TypeVar
 
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.link.lines import Line
 from tlora.link.process_identity import identify
+from tlora.message_codec import Codec, message
 from tlora.worker_protocol import Refusal
 
 T = TypeVar("T", "Challenge", "Admitted")
@@ -34,7 +33,7 @@ class AdmissionError(ConfigError):
     """A controller refuses this worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Entry:
     """The first line. The process is named as `ProcessIdentity` does."""
 
@@ -42,44 +41,35 @@ class Entry:
     pid: int
     start_ticks: int
     boot: str
-    kind: Literal["entry"] = "entry"
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Challenge:
     """The file `path` in the store holds a random number. The answer goes into `path` with "-answer" behind its name."""
 
     path: str
-    kind: Literal["challenge"] = "challenge"
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Proof:
     """`number` is the content of the challenge's file, `answer` what the worker wrote next to it; else `problem` says why not."""
 
     number: str = ""
     answer: str = ""
     problem: str = ""
-    kind: Literal["proof"] = "proof"
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Admitted:
     """The worker is admitted; its Hello may follow."""
 
-    kind: Literal["admitted"] = "admitted"
+
+AdmissionMessage = Entry | Challenge | Proof | Admitted | Refusal
+_MESSAGES: Codec[AdmissionMessage] = Codec(AdmissionMessage)
+admission_line = _MESSAGES.encode
 
 
-_MESSAGE: TypeAdapter[Entry | Challenge | Proof | Admitted | Refusal] = TypeAdapter(
-    Annotated[Entry | Challenge | Proof | Admitted | Refusal, Field(discriminator="kind")]
-)
-
-
-def admission_line(message: Entry | Challenge | Proof | Admitted) -> bytes:
-    return _MESSAGE.dump_json(message) + b"\n"
-
-
-def read_admission(line: Line, timeout_seconds: float) -> Entry | Challenge | Proof | Admitted | Refusal:
+def read_admission(line: Line, timeout_seconds: float) -> AdmissionMessage:
     """The next message. Raises ConnectionError for the end of the connection and for what is no such message, which is not shown: it may
     hold a token; TimeoutError.
     """
@@ -87,7 +77,7 @@ def read_admission(line: Line, timeout_seconds: float) -> Entry | Challenge | Pr
         received = line.read_line(timeout_seconds, LONGEST_LINE)
         if received is None:
             raise ConnectionResetError("the other end has closed the connection")
-        return _MESSAGE.validate_json(received)
+        return _MESSAGES.decode(received)
     except ValueError:
         raise ConnectionError("what came is no message of an admission") from None
 

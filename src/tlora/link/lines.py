@@ -30,9 +30,12 @@ class Connection(Protocol):
 class Line:
     """One end of a connection. `send` and `close` may be called from any thread; one thread reads."""
 
-    def __init__(self, connection: Connection, send_seconds: int = 0) -> None:
-        """`send_seconds`: the time the peer has to read a message before the connection is closed; 0: unlimited."""
+    def __init__(self, connection: Connection, send_seconds: int = 0, *, takes_files: bool = False) -> None:
+        """`send_seconds`: the time the peer has to read a message before the connection is closed; 0: unlimited. With `takes_files`,
+        over a unix socket, open files that come with lines stay open in this process.
+        """
         self._socket, self._lock = connection, threading.Lock()
+        self._takes_files = takes_files
         self._read = bytearray()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
 
@@ -41,6 +44,16 @@ class Line:
         with self._lock:
             try:
                 self._socket.sendall(line)
+            except OSError:
+                self.end()
+
+    def send_file(self, line: bytes, file: int) -> None:
+        """A line, and with it an open file for the process at the other end of a unix socket: no message can hold one."""
+        assert isinstance(self._socket, socket.socket), "a file cannot go over TLS"
+        with self._lock:
+            try:
+                sent = socket.send_fds(self._socket, [line], [file])
+                self._socket.sendall(line[sent:])
             except OSError:
                 self.end()
 
@@ -70,7 +83,7 @@ class Line:
                     raise TimeoutError
                 self._socket.settimeout(left)
             try:
-                chunk = self._socket.recv(_CHUNK)
+                chunk = self._receive()
             except TimeoutError:
                 raise
             except OSError:
@@ -81,6 +94,14 @@ class Line:
         line = bytes(self._read[: end + 1])
         del self._read[: end + 1]
         return line
+
+    def _receive(self) -> bytes:
+        if self._takes_files and isinstance(self._socket, socket.socket):
+            content, files, _, _ = socket.recv_fds(self._socket, _CHUNK, 1)
+            for file in files:
+                os.set_inheritable(file, False)
+            return content
+        return self._socket.recv(_CHUNK)
 
     def lines(self) -> Iterator[bytes]:
         """All lines that follow. Raises ValueError as `read_line`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tlora.link.lines import Line
 from tlora.link.process_identity import ProcessIdentity, identify, wait_for_session
 
 LOOK_SECONDS = 1.0  # between two looks whether a process is stopped
@@ -39,7 +41,7 @@ class SupervisedProcess:
         """`child` is this process' own; else it is known by `identity` alone (None: it has ended already). With `whole_session` it has
         ended when all processes of the session that it leads have.
         """
-        self.identity, self._log, self._child, self._whole_session = identity, log, child, whole_session
+        self.identity, self._log, self._child, self.whole_session = identity, log, child, whole_session
         self._stopped_looks = 0
 
     @property
@@ -47,12 +49,6 @@ class SupervisedProcess:
         if self._child is not None:
             return self._child.pid
         return self.identity.pid if self.identity is not None else 0
-
-    @property
-    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        """The stdin and stdout of a child that was started with pipes."""
-        assert self._child is not None and self._child.stdin is not None and self._child.stdout is not None, "it has no pipes"
-        return self._child.stdin, self._child.stdout
 
     @property
     def exit_status(self) -> int | None:
@@ -86,7 +82,7 @@ class SupervisedProcess:
             ended = self._child.returncode is not None
         else:
             ended = self.identity is None or self.identity.wait(timeout_seconds)
-        return ended and (not self._whole_session or wait_for_session(self.pid, deadline))
+        return ended and (not self.whole_session or wait_for_session(self.pid, deadline))
 
     def kill(self, timeout_seconds: float | None = None) -> None:
         """Kill it and wait for its end: it writes nothing from then on."""
@@ -100,10 +96,10 @@ class SupervisedProcess:
         """How it ended, in words: signal or exit status, if known, and the last line of its log."""
         if not self.has_ended:
             return "has not ended"
+        if self._log is None:
+            return "has ended; its launcher knows how"
         status, last = self.exit_status, self.last_line()
         ended = "ended" if status is None else describe_exit(status)
-        if self._log is None:
-            return f"{ended}; its launcher knows how"
         return f"{ended}; its log, {self._log}, ends with {last!r}" if last else ended
 
     def last_line(self) -> str:
@@ -124,32 +120,70 @@ def start_process(
     log: Log,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    stdin: str | None = "",
+    stdin: str = "",
     *,
     own_session: bool = True,
-    whole_session: bool = False,
 ) -> SupervisedProcess:
     """Run `python -m module`. `environment` is added to this process' own. The text of `stdin`, such as a secret, which argv would show to
-    everybody, is all that it can read there; with None it talks through pipes on stdin and stdout instead. With `own_session` Ctrl-C is
-    this process' alone. Raises OSError.
+    everybody, is all that it can read there. With `own_session` Ctrl-C is this process' alone. Raises OSError.
     """
+    return _start((module, *arguments), log, environment, stdin, own_session=own_session)
+
+
+def start_talking(
+    module: str,
+    log: Log,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    own_session: bool = True,
+) -> tuple[SupervisedProcess, Line]:
+    """As `start_process`, of a process that calls `line_to_parent`: what it prints on stdout goes to `log` from then on. The line ends with
+    either process; the caller closes it. Raises OSError.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = _start((module, *arguments), log, environment, theirs.fileno(), own_session=own_session)
+        except BaseException:
+            ours.close()
+            raise
+    return process, Line(ours)
+
+
+def line_to_parent() -> Line:
+    """In a process of `start_talking`: its end of the line. No library can write there, or read what is not for it."""
+    line = Line(socket.socket(fileno=os.dup(0)))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return line
+
+
+def _start(
+    command: Sequence[str],
+    log: Log,
+    environment: Mapping[str, str] | None,
+    stdin: str | int,
+    *,
+    own_session: bool = True,
+) -> SupervisedProcess:
     place = log.open("ab") if isinstance(log, Path) else contextlib.nullcontext(log)
     with place as output:
         # -P: without it a user's queue.py in the current directory would be run
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdin=subprocess.DEVNULL if stdin == "" else subprocess.PIPE,
-            stdout=subprocess.PIPE if stdin is None else output,
+            [sys.executable, "-P", "-m", *command],
+            stdin=(subprocess.PIPE if stdin else subprocess.DEVNULL) if isinstance(stdin, str) else stdin,
+            stdout=output if isinstance(stdin, str) else stdin,
             stderr=output,
             env={**os.environ, **(environment or {})},
             start_new_session=own_session,
         )
-    if stdin:
+    if stdin and isinstance(stdin, str):
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once, which its watcher notices
             child.stdin.write(stdin.encode())
             child.stdin.close()
-    return SupervisedProcess(identify(child.pid), log, child, whole_session=whole_session)
+    return SupervisedProcess(identify(child.pid), log, child)
 
 
 def describe_exit(status: int) -> str:

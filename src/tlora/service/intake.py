@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora.link.supervisor import SupervisedProcess, start_process
-from tlora.service.intake_requests import IntakeSettings
+from tlora.link.lines import Line
+from tlora.link.supervisor import SupervisedProcess, start_talking
+from tlora.service.intake_requests import INTAKE_MESSAGES, IntakeSettings
 
 STALL_SECONDS = 180.0  # without a line while something is asked, after which the process is ended: it was stopped, or hangs
 MOST_DEATHS = 3  # of the process in a row without an answer: then what it was asked is answered as failed
@@ -33,6 +32,7 @@ class Intake:
         self._open: dict[str, bytes] = {}  # by key, in their order
         self._deaths = 0
         self._process: SupervisedProcess | None = None
+        self._line: Line | None = None
         self._reader = threading.Thread(target=self._run, name="intake", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="intake watch", daemon=True)
 
@@ -68,28 +68,28 @@ class Intake:
             self._reader.join()
 
     def _send(self, line: bytes) -> None:
-        if self._process is not None:
-            requests, _ = self._process.pipes
-            with contextlib.suppress(OSError, ValueError):  # it has died: what is open is asked again of the next
-                requests.write(line)
-                requests.flush()
+        if self._line is not None:  # where the process has died, what is open is asked again of the next
+            self._line.send(line)
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            process = self._start()
-            if process is None:
+            started = self._start()
+            if started is None:
                 return
-            requests, answers = process.pipes
-            with answers:
-                for line in answers:
-                    if line.endswith(b"\n"):
-                        try:
-                            self._hear(json.loads(line))
-                        except Exception:  # of the one who takes it: the other answers are for others
-                            logging.getLogger(__name__).exception("an answer of intake is lost")
+            process, line = started
+            try:
+                for received in line.lines():
+                    try:
+                        self._hear(json.loads(received))
+                    except Exception:  # of the one who takes it: the other answers are for others
+                        logging.getLogger(__name__).exception("an answer of intake is lost")
+            except ValueError as error:  # a line without an end
+                logging.getLogger(__name__).error("intake is started again: %s", error)
+                process.kill()
             process.wait()
-            with contextlib.suppress(OSError):
-                requests.close()
+            with self._lock:
+                self._line = None
+            line.close()
             self._see_death()
 
     def _watch(self) -> None:
@@ -102,16 +102,16 @@ class Intake:
                     self._heard = time.monotonic()
                     self._process.kill()
 
-    def _start(self) -> SupervisedProcess | None:
-        settings = json.dumps(asdict(self._settings))
+    def _start(self) -> tuple[SupervisedProcess, Line] | None:
+        settings = INTAKE_MESSAGES.encode(self._settings).decode()
         with self._lock:
             if self._closed.is_set():
                 return None
-            self._process = start_process("tlora.service.intake_process", self._log, (settings,), _ENVIRONMENT, None)
+            self._process, self._line = started = start_talking("tlora.service.intake_process", self._log, (settings,), _ENVIRONMENT)
             self._heard = time.monotonic()
             for line in self._open.values():
                 self._send(line)
-            return self._process
+            return started
 
     def _hear(self, answer: Answer) -> None:
         with self._lock:

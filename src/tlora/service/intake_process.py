@@ -6,7 +6,6 @@ with limits, and a new one takes over where one dies. One tenant's jobs never ho
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tlora import durable
 from tlora.adapters.targets import resolve, trained_parameters
@@ -27,7 +26,8 @@ from tlora.data.request import DataLimits, PrepareRequest
 from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import JobSpec, LoraShape
 from tlora.json_file import read_object
-from tlora.service.intake_requests import IntakeRequest, IntakeSettings, parse_request
+from tlora.link.supervisor import line_to_parent
+from tlora.service.intake_requests import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
 from tlora.service.outlines import Precision, find_outline
 from tlora.shape.base_shape import BaseShape
 
@@ -164,31 +164,23 @@ def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outli
     }
 
 
-def _read(stream: BinaryIO, intake: Intake) -> None:
-    """Until the server ends."""
-    for line in stream:
-        if line.endswith(b"\n"):
-            intake.put(parse_request(line))
-
-
 def main() -> None:
-    """Serve requests from stdin until its end. argv has the settings in JSON."""
-    settings = IntakeSettings(**json.loads(sys.argv[1]))
+    """Serve requests until the server ends. argv has the settings in JSON."""
+    settings = INTAKE_MESSAGES.decode(sys.argv[1].encode())
+    assert isinstance(settings, IntakeSettings), settings
     sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here may import it: 1 s and 300 MB
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    line = line_to_parent()
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
-    def write() -> None:
-        with contextlib.suppress(BrokenPipeError):  # the server is gone, and stdin says so
-            while True:
-                out.write(lines.get())
-                out.flush()
+    def write() -> None:  # apart from the slots, which have other things to do while the server is busy
+        while True:
+            line.send(lines.get())
 
     threading.Thread(target=write, daemon=True).start()
     intake = Intake(settings, lambda found: lines.put(json.dumps(found).encode() + b"\n"))
-    _read(sys.stdin.buffer, intake)
-    os._exit(0)  # slots wait for requests that will not come; their data workers end with their stdin
+    for received in line.lines():
+        intake.put(parse_request(received))
+    os._exit(0)  # slots wait for requests that will not come; their data workers end with this process
 
 
 if __name__ == "__main__":

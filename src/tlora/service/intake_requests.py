@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from pydantic import TypeAdapter
-
 from tlora.job import JobSpec
+from tlora.message_codec import Codec, message
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class IntakeSettings:
     """`bases_dir` keeps the outlines of bases, held on a `device`; `slots` are batches at a time; the others are those of
-    `data.limits.DataLimits`.
+    `data.request.DataLimits`.
     """
 
     bases_dir: str
@@ -29,7 +26,7 @@ class IntakeSettings:
     layout: str = "auto"
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class IntakeRequest:
     """One job to be profiled, or, without a `spec`, a base to be looked at. `tokens_dir` gets the tenant's tokenized data."""
 
@@ -40,14 +37,13 @@ class IntakeRequest:
     tokens_dir: str = ""
 
 
-_REQUESTS: TypeAdapter[IntakeRequest] = TypeAdapter(IntakeRequest)
-
-
-def request_line(request: IntakeRequest) -> bytes:
-    """With a line end. Of a JobSpec only what was set is said."""
-    return _REQUESTS.dump_json(request, exclude_unset=True) + b"\n"
+INTAKE_MESSAGES: Codec[IntakeSettings | IntakeRequest] = Codec(IntakeSettings | IntakeRequest)
+request_line = INTAKE_MESSAGES.encode
 
 
 def parse_request(line: bytes) -> IntakeRequest:
     """What `request_line` gave. Raises ValueError."""
-    return _REQUESTS.validate_json(line)
+    found = INTAKE_MESSAGES.decode(line)
+    if not isinstance(found, IntakeRequest):
+        raise ValueError(f"{type(found).__name__} is no request")
+    return found

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
-from tlora.group.reports import Status, TrainingProgress
+from tlora.group.job_result import JobResult
+from tlora.group.reports import TrainingProgress
 from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.json_file import read_object
@@ -20,33 +20,6 @@ from tlora.store.checkpoint import read_progress
 from tlora.store.metrics import finite, finite_mean
 
 RESULT_FILE = "result.json"
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """How one job ended. Losses are means per trained token: `train_loss` over the last ten steps, `eval_loss` of the last
-    evaluation (of the best with `load_best_model_at_end`); steps without a finite loss are left out, and are among the `skipped_steps`,
-    which changed nothing. `path` holds the adapter when `status` is "done".
-    """
-
-    name: str
-    status: Status
-    reason: str = ""
-    rank: int = 0
-    steps: int = 0
-    total_steps: int = 0
-    train_loss_first: float | None = None
-    train_loss: float | None = None
-    eval_loss_first: float | None = None
-    eval_loss: float | None = None
-    eval_loss_best: float | None = None
-    best_step: int | None = None
-    skipped_steps: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    path: str = ""
-    sweep_of: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_steps: int) -> JobResult:

@@ -7,8 +7,8 @@ from collections import Counter, deque
 
 import pytest
 
+from tlora.engine.messages import Leave, Take, Unfollow
 from tlora.engine.ranks.dispatcher import Dispatcher
-from tlora.engine.ranks.messages import LetGo, Take, Unfollow
 from tlora.engine.ranks.placement import place
 
 
@@ -17,7 +17,7 @@ class FakeRank:
 
     def __init__(self, number: int, jobs: tuple[str, ...], capacity: int) -> None:
         self.number, self.waiting, self.running, self.capacity = number, list(jobs), list[str](), capacity
-        self.commands: deque[Take | LetGo | Unfollow] = deque()
+        self.commands: deque[Take | Leave | Unfollow] = deque()
         self.reports: deque[tuple[str, str]] = deque()
         self._changed = True
 
@@ -26,16 +26,16 @@ class FakeRank:
         if isinstance(command, Unfollow):
             return
         if isinstance(command, Take):
-            self.waiting.append(command.job)
+            self.waiting.append(command.job_id)
             self._changed = True
-        elif command.job in self.waiting:
-            self.waiting.remove(command.job)
+        elif command.job_id in self.waiting:
+            self.waiting.remove(command.job_id)
             self._changed = False
-            self.reports.append(("left", command.job))
-        elif command.job in self.running:
-            self.running.remove(command.job)
+            self.reports.append(("left", command.job_id))
+        elif command.job_id in self.running:
+            self.running.remove(command.job_id)
             self._changed = True
-            self.reports.append(("left", command.job))
+            self.reports.append(("left", command.job_id))
 
     def admit(self) -> None:
         while self.waiting and len(self.running) < self.capacity:
@@ -76,8 +76,8 @@ class Story:
 
     def send(self) -> None:
         for number, command in self.dispatcher.commands:
-            assert isinstance(command, Take | LetGo | Unfollow)
-            span = self.spans.get(command.job)
+            assert isinstance(command, Take | Leave | Unfollow)
+            span = self.spans.get(command.job_id)
             if span is not None and not isinstance(command, Unfollow):
                 assert self.lost & set(span.ranks), f"{command}: only a lost rank moves what spans"
             if isinstance(command, Unfollow):
@@ -94,7 +94,7 @@ class Story:
     def check(self) -> None:
         """No job is on two ranks, nor about to be taken by one while another has it."""
         held = [job for rank in self.ranks.values() for job in (*rank.waiting, *rank.running)]
-        held += [command.job for rank in self.ranks.values() for command in rank.commands if isinstance(command, Take)]
+        held += [command.job_id for rank in self.ranks.values() for command in rank.commands if isinstance(command, Take)]
         assert max(Counter(held).values(), default=0) <= 1, held
 
     def step(self) -> None:
@@ -150,7 +150,7 @@ def test_a_rank_that_is_not_full_keeps_what_it_is_about_to_let_in() -> None:
     assert dispatcher.commands == []  # rank 0 has not looked yet
     dispatcher.began(0, "a")
     dispatcher.full(0)
-    assert dispatcher.commands == [(0, LetGo("c"))]
+    assert dispatcher.commands == [(0, Leave("c"))]
 
 
 def test_the_only_job_of_a_rank_is_not_taken_before_it_begins() -> None:
@@ -161,7 +161,7 @@ def test_the_only_job_of_a_rank_is_not_taken_before_it_begins() -> None:
     lighter = Dispatcher(seconds, place(seconds, 1))
     lighter._ranks[1] = type(lighter._ranks[0])()  # pyright: ignore[reportPrivateUsage]
     lighter.room(1)
-    assert lighter.commands == [(0, LetGo("b"))]  # a is left to rank 0
+    assert lighter.commands == [(0, Leave("b"))]  # a is left to rank 0
 
 
 def test_a_job_that_ends_while_it_is_let_go_goes_nowhere() -> None:
@@ -173,7 +173,7 @@ def test_a_job_that_ends_while_it_is_let_go_goes_nowhere() -> None:
     dispatcher.stands(1, "c", 80.0)
     dispatcher.end(0, "a")
     dispatcher.room(0)
-    assert dispatcher.commands == [(1, LetGo("c"))]
+    assert dispatcher.commands == [(1, Leave("c"))]
     dispatcher.commands.clear()
     dispatcher.end(1, "c")
     assert dispatcher.open == {"b"}
@@ -198,8 +198,8 @@ def test_after_the_loss_of_a_part_the_home_is_told_to_begin_again() -> None:
     dispatcher = Dispatcher(seconds, place(seconds, 3, {"wide": 3}))
     dispatcher.began(0, "wide")
     assert dispatcher.lose(2) == ["wide"]
-    assert dispatcher.commands == [(1, Unfollow("wide")), (0, LetGo("wide"))]
+    assert dispatcher.commands == [(1, Unfollow("wide")), (0, Leave("wide"))]
     dispatcher.commands.clear()
     dispatcher.left(0, "wide")
     (command,) = dispatcher.commands
-    assert isinstance(command[1], Take) and command[1].job == "wide"
+    assert isinstance(command[1], Take) and command[1].job_id == "wide"

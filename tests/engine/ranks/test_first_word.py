@@ -9,19 +9,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Client
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tlora.engine.messages import FROM_RANK, Broken, Go, Hello, Room, Stop
 from tlora.engine.ranks import crew as crew_module
 from tlora.engine.ranks import external, link, rank
 from tlora.engine.ranks.crew import Crew, Lost
 from tlora.engine.ranks.external import Launched, find_owner, tell_ranks
 from tlora.engine.ranks.link import Meeting
-from tlora.engine.ranks.messages import Broken, Go, Hello, Stop
 from tlora.errors import ConfigError
+from tlora.link.admission import Admitted, Entry, admission_line, read_admission
+from tlora.link.lines import Line
+from tlora.worker_protocol import Refusal
 
 SILENT = "import time\nwhile True:\n    time.sleep(60)\n"
 STUCK = """
@@ -50,9 +52,21 @@ def meeting() -> Iterator[Meeting]:
     made.close(keep_logs=False)
 
 
-def dial(meeting: Meeting) -> object:
-    path, _, key = meeting.address.rpartition(":")
-    return Client(path, family="AF_UNIX", authkey=bytes.fromhex(key))
+def dial(meeting: Meeting, key: str | None = None) -> Line:
+    """A line on which a Hello may follow, if the key is right."""
+    path, _, right = meeting.address.rpartition(":")
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    line = Line(connection)
+    line.send(admission_line(Entry(right if key is None else key, os.getpid(), 0, "")))
+    assert isinstance(read_admission(line, 600.0), Admitted if key is None else Refusal)
+    return line
+
+
+def say_hello(line: Line, rank: int) -> Hello:
+    hello = Hello(rank, os.getpid(), "host", {})
+    line.send(FROM_RANK.encode(hello))
+    return hello
 
 
 def module(directory: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,19 +95,17 @@ def test_a_launchers_rank_that_never_comes_is_lost(monkeypatch: pytest.MonkeyPat
     crew.close()
 
 
-def test_a_hello_that_cannot_be_read_ends_its_line_and_is_said(tmp_path: Path, meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hello_that_cannot_be_read_ends_its_line_and_is_said(meeting: Meeting) -> None:
     for sent, said in (
-        (b"no pickle", "a rank's Hello was a message that cannot be read (UnpicklingError"),
-        (None, "was str, and not Hello"),
+        (b"no message\n", "a rank's Hello was a message that cannot be read (Invalid JSON"),
+        (b'{"kind":"hello","rank":"first"}\n', "a rank's Hello was a message that cannot be read (hello.rank: "),
+        (FROM_RANK.encode(Room()), "was Room, and not Hello"),
     ):
-        client = dial(meeting)
-        if sent is None:
-            client.send("hello")  # type: ignore[attr-defined]
-        else:
-            client.send_bytes(sent)  # type: ignore[attr-defined]
-        with pytest.raises((EOFError, ConnectionError)):
-            client.recv()  # type: ignore[attr-defined]
+        line = dial(meeting)
+        line.send(sent)
+        assert line.read_line(600.0) is None
         assert said in meeting.problem
+        line.close()
     crew = Crew(1, member="no_such_module")
     crew._meeting.problem = meeting.problem
     crew.start()
@@ -103,12 +115,19 @@ def test_a_hello_that_cannot_be_read_ends_its_line_and_is_said(tmp_path: Path, m
 
 
 def test_a_later_message_that_cannot_be_read_loses_the_rank_with_its_reason(meeting: Meeting) -> None:
-    client = dial(meeting)
-    client.send(Hello(3, os.getpid(), "host", {}))  # type: ignore[attr-defined]
-    client.send_bytes(b"no pickle")  # type: ignore[attr-defined]
+    line = dial(meeting)
+    hello = say_hello(line, 3)
+    line.send(b'{"kind":"no message"}\n')
     heard = [meeting.inbox.get() for _ in range(3)]
-    assert heard[0] == (3, Hello(3, os.getpid(), "host", {})) and heard[2] == (3, None)
+    assert heard[0] == (3, hello) and heard[2] == (3, None)
     assert heard[1] is not None and isinstance(heard[1][1], Broken) and "cannot be read" in heard[1][1].reason
+    line.close()
+
+
+def test_the_key_of_another_run_is_refused(meeting: Meeting) -> None:
+    line = dial(meeting, "f" * 64)
+    assert line.read_line(600.0) is None and meeting.inbox.empty()
+    line.close()
 
 
 def test_a_connection_that_says_nothing_keeps_no_other_out(meeting: Meeting) -> None:
@@ -116,28 +135,35 @@ def test_a_connection_that_says_nothing_keeps_no_other_out(meeting: Meeting) -> 
     path = meeting.address.rpartition(":")[0]
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(path)
-        client = dial(meeting)
-        client.send(Hello(1, os.getpid(), "host", {}))  # type: ignore[attr-defined]
-        assert meeting.inbox.get() == (1, Hello(1, os.getpid(), "host", {}))
+        line = dial(meeting)
+        hello = say_hello(line, 1)
+        assert meeting.inbox.get() == (1, hello)
+        line.close()
 
 
 def test_accepting_rests_while_no_file_can_be_had(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[float] = []
-    accept, left = type(meeting._listener).accept, [3]
+    class Full:
+        """A listener for which the system has no file three times."""
 
-    def full(listener: object) -> object:
-        if left[0]:
-            left[0] -= 1
-            raise OSError(errno.EMFILE, "too many open files")
-        return accept(listener)  # type: ignore[arg-type]
+        left = 3
 
-    monkeypatch.setattr(type(meeting._listener), "accept", full)
+        def accept(self) -> object:
+            if self.left:
+                self.left -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return listener.accept()
+
+    listener, rests = meeting._listener, list[float]()
+    monkeypatch.setattr(meeting, "_listener", Full())
     monkeypatch.setattr(link.time, "sleep", rests.append)
-    dial(meeting)  # the accept that waits already
-    client = dial(meeting)
-    client.send(Hello(1, os.getpid(), "host", {}))  # type: ignore[attr-defined]
-    assert meeting.inbox.get() == (1, Hello(1, os.getpid(), "host", {}))
+    first = dial(meeting)  # the accept that waits already
+    second = dial(meeting)
+    hello = say_hello(second, 1)
+    assert meeting.inbox.get() == (1, hello)
     assert rests == [link._ACCEPT_SECONDS] * 3
+    monkeypatch.undo()
+    first.close()
+    second.close()
 
 
 # -- without an owner ------------------------------------------------------------------------------------------------------

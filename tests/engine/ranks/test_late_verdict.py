@@ -13,7 +13,7 @@ import tlora
 from tests import forked
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, steps_taken, train, write_rows
-from tlora.engine.ranks.messages import BaseKnown, Go
+from tlora.engine.messages import BaseKnown, Go
 from tlora.engine.ranks.rank import RemoteGuard
 from tlora.errors import ModelError
 from tlora.store.fingerprint import BaseGuard

@@ -1,58 +1,56 @@
-"""The line between owner and rank, closed by whoever comes first."""
+"""The line between a leader and its ranks: ended by whoever comes first, and the way of an open file."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import threading
-from multiprocessing import Pipe
-from multiprocessing.connection import Client
+import queue
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tlora.engine.ranks.link import Line, Meeting
-from tlora.engine.ranks.messages import Hello
+from tlora.engine.messages import FROM_RANK, Go, Hello, Stop, ToRank
+from tlora.engine.ranks.link import Meeting, connect
+
+HELLO = Hello(3, os.getpid(), "host", {})
 
 
-def test_threads_that_close_a_line_at_once_close_its_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = Pipe()
-    handle, closed, close = ours.fileno(), list[int](), os.close
-    both = threading.Barrier(2)
-
-    def slow(number: int) -> None:
-        closed.append(number)
-        threading.Event().wait(0.05)  # another thread may come in between
-        close(number)
-
-    monkeypatch.setattr(type(ours), "_close", lambda self: slow(self._handle))
-    line = Line(ours)
-
-    def end() -> None:
-        both.wait()
-        line.close()
-
-    threads = [threading.Thread(target=end) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert closed == [handle]
-    theirs.close()
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    made.close(keep_logs=False)
 
 
-@pytest.mark.parametrize("sent", [b"", (529).to_bytes(4, "big"), (529).to_bytes(4, "big") + b"a part"], ids=["nothing", "length", "part"])
-def test_lines_that_end_while_a_message_is_read_are_over_at_both_ends(sent: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", b'{"kind"', FROM_RANK.encode(HELLO)[:-1]], ids=["nothing", "part", "without its end"])
+def test_lines_that_end_while_a_message_is_read_are_over_at_both_ends(meeting: Meeting, sent: bytes) -> None:
     """The reader's file is its own to close: under another thread's close it read from no file, or from another one of that number."""
-    meeting = Meeting()
-    path, _, key = meeting.address.rpartition(":")
-    rank = Client(path, family="AF_UNIX", authkey=bytes.fromhex(key))
-    rank.send(Hello(3, os.getpid(), "host", {}))
-    assert meeting.inbox.get() == (3, Hello(3, os.getpid(), "host", {}))
-    os.write(rank.fileno(), sent)
+    heard: queue.SimpleQueue[ToRank | None] = queue.SimpleQueue()
+    rank = connect(meeting.address, heard.put)(HELLO)
+    assert meeting.inbox.get() == (3, HELLO)
+    rank._line.send(sent)
     meeting.end_lines()
     assert meeting.inbox.get(timeout=600) == (3, None)
-    with pytest.raises(EOFError):
-        rank.recv()
+    assert heard.get(timeout=600) is None
     meeting.end_lines()
-    meeting.send(3, "what nobody hears")
-    meeting.close(keep_logs=False)
-    rank.close()
+    meeting.send(3, Stop())  # nobody hears it
+    rank.send(HELLO)
+
+
+def test_a_lock_goes_with_a_command_and_outlives_its_owner(meeting: Meeting, tmp_path: Path) -> None:
+    heard: queue.SimpleQueue[ToRank | None] = queue.SimpleQueue()
+    connect(meeting.address, heard.put)(HELLO)
+    assert meeting.inbox.get() == (3, HELLO)
+    held, other = os.open(tmp_path, os.O_RDONLY), os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    meeting.send_file(3, Go({}, True), held)
+    assert heard.get(timeout=600) == Go({}, True)
+    os.close(held)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        if os.path.realpath(f"/proc/self/fd/{name}") == str(tmp_path):
+            assert not os.get_inheritable(int(name))
+            os.close(int(name))

@@ -14,8 +14,8 @@ import tlora
 from tests.engine.ranks.worlds import Told, World, open_world
 from tests.engine.tiny_runs import job, run_spec, write_rows
 from tlora.engine.check import check
+from tlora.engine.messages import Assign, ToRank
 from tlora.engine.ranks import crew
-from tlora.engine.ranks.messages import Assign, Command
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.json_file import read_object
 
@@ -43,7 +43,7 @@ def at_assignment(monkeypatch: pytest.MonkeyPatch, act: Callable[[crew.Crew], No
     """Do so once, before a rank is told what it shall train."""
     tell, acts = crew.Crew.send, [act]
 
-    def send(self: crew.Crew, rank: int, command: Command) -> None:
+    def send(self: crew.Crew, rank: int, command: ToRank) -> None:
         if isinstance(command, Assign) and acts:
             acts.pop()(self)
         tell(self, rank, command)

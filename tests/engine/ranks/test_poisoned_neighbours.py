@@ -14,7 +14,7 @@ from tests.group.test_replicas import Sets, assert_same, ended, trained
 from tests.numerics.poisons import POISONS, Poison
 from tlora.adapters.state import AdapterState, init_state
 from tlora.data.dataset import Dataset, Writer
-from tlora.engine.ranks.messages import Faulty
+from tlora.engine.messages import Faulty
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended
 

@@ -16,8 +16,8 @@ from tests.engine.conftest import save_base
 from tests.engine.ranks.worlds import fork_children, record_ranks
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
 from tlora.engine.check import check
+from tlora.engine.messages import Take, ToRank
 from tlora.engine.ranks import crew
-from tlora.engine.ranks.messages import Command, Take
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CapacityError
@@ -117,7 +117,7 @@ def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
     killed: list[int] = []
     taken: list[Take] = []  # jobs that a rank was told to take: none, where all begin again
 
-    def send(self: crew.Crew, rank: int, command: Command) -> None:
+    def send(self: crew.Crew, rank: int, command: ToRank) -> None:
         taken.extend([command] if isinstance(command, Take) else [])
         tell(self, rank, command)
 

@@ -15,7 +15,7 @@ from tests.group.test_engine_reports import sets as sets
 from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spanning, trained
 from tests.tiny import make_model
 from tlora.batching.replicas import Span
-from tlora.engine.ranks.messages import Faulty, Fetched, Note, Published, Sent, addressees
+from tlora.engine.messages import Faulty, Fetched, Note, Published, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange
 from tlora.group.engine import Engine
 from tlora.group.exchange import RunningSums

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlora.engine.ranks.messages import Note, Published
+from tlora.engine.messages import Note, Published
 from tlora.engine.ranks.spanning import Teller
 from tlora.kernels.device import ToHost
 

@@ -13,18 +13,30 @@ import pytest
 
 from tests.full_stream import FullStream
 from tlora.batching.replicas import Span
-from tlora.engine.commands import Leave, Share, Stop
+from tlora.engine.messages import (
+    Enter,
+    Faulty,
+    Hello,
+    Leave,
+    Mail,
+    Meet,
+    Opened,
+    Published,
+    Sent,
+    Share,
+    Spread,
+    Stop,
+    Unfollow,
+)
 from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.crew import Lost
-from tlora.engine.ranks.messages import Faulty, Hello, Mail, Published, Sent, Unfollow
 from tlora.engine.team import leader as leader_room
 from tlora.engine.team.leader import Leader
-from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import FlightRecorder, flight_name, read_flight
 from tlora.protocol import BaseSpeed
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Memory, Refused, Report, Stepped
+from tlora.worker_protocol import Alive, Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Memory, Refused, Report, Stepped
 
 
 class Ranks:
@@ -78,7 +90,7 @@ def spread(leader: Leader, ranks: Ranks, join: Join) -> None:
     leader._obey(join)
     leader._hear(0, Opened(name, 100, "train"))
     leader._hear(1, Opened(name, 100, "train"))
-    assert [type(command) for _, command in ranks.take()] == [Spread, Follow, Meet, Meet]
+    assert [type(command) for _, command in ranks.take()] == [Spread, Spread, Meet, Meet]
 
 
 def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None:
@@ -114,7 +126,7 @@ def test_a_job_that_spans_is_opened_at_home_then_elsewhere_and_begins_together(m
     assert ranks.take() == [(0, Spread(join, Span(2, (0, 1))))]
     leader._hear(0, Opened("a", 100, "its set", "its other set"))
     ((rank, follow),) = ranks.take()
-    assert rank == 1 and isinstance(follow, Follow) and (follow.join.train_set, follow.join.eval_set) == ("its set", "its other set")
+    assert rank == 1 and isinstance(follow, Spread) and (follow.join.train_set, follow.join.eval_set) == ("its set", "its other set")
     leader._hear(0, Published("a", 0))  # of an earlier attempt: it has not met
     assert not ranks.take()
     leader._hear(1, Opened("a", 100, "its set"))
@@ -224,15 +236,15 @@ def test_the_pulse_is_that_of_the_rank_that_has_not_moved(made: Callable[..., An
     leader, _, _ = made()
     clock = iter(range(100))
     monkeypatch.setattr(leader_room.time, "monotonic", lambda: float(next(clock)))
-    leader._hear(0, Beat("training", 5, ("a",)))
-    leader._hear(1, Beat("training", 7, ("b",)))
+    leader._hear(0, Alive(0, "training", 5, ("a",)))
+    leader._hear(1, Alive(0, "training", 7, ("b",)))
     stuck = leader._pulse.count
     assert leader._pulse.phase == "training" and set(leader._pulse.in_flight) == {"a", "b"}
-    leader._hear(1, Beat("training", 8))
+    leader._hear(1, Alive(0, "training", 8))
     assert leader._pulse.count == stuck, "rank 0 has not moved"
-    leader._hear(0, Beat("waiting", 6))
+    leader._hear(0, Alive(0, "waiting", 6))
     assert leader._pulse.count != stuck and leader._pulse.phase == "training"
-    leader._hear(1, Beat("waiting", 9))
+    leader._hear(1, Alive(0, "waiting", 9))
     assert leader._pulse.phase == "waiting"
 
 

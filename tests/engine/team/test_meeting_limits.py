@@ -6,9 +6,9 @@ from typing import Any
 
 from tlora.batching.replicas import Span
 from tlora.cluster.crew import Limits
+from tlora.engine.messages import Meet
 from tlora.engine.pulse import Pulse
 from tlora.engine.team import parts
-from tlora.engine.team.messages import Meet
 from tlora.engine.trainer import Trainer
 
 

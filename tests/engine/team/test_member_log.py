@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.full_stream import FullStream
-from tlora.engine.ranks.messages import Broken
+from tlora.engine.messages import Broken
 from tlora.engine.team import member
 
 

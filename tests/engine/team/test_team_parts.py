@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tlora.batching.replicas import Span
-from tlora.engine.ranks.messages import Faulty
-from tlora.engine.team.messages import Follow
+from tlora.engine.messages import Faulty, Spread
 from tlora.engine.team.parts import Parts, Seat
 from tlora.job import JobSpec
 from tlora.planning.plan import PlannedJob
@@ -33,7 +32,7 @@ def made() -> tuple[Parts, list[Any]]:
 
 def test_a_part_with_problems_is_told_and_not_opened() -> None:
     parts, told = made()
-    follow = Follow(Join(SPEC), SPAN)
+    follow = Spread(Join(SPEC), SPAN)
     parts.follow(follow)
     parts.planned(follow, PlannedJob(SPEC, problems=["no such file", "too long"]))
     assert told == [Faulty("a", "no such file; too long")]
@@ -41,18 +40,18 @@ def test_a_part_with_problems_is_told_and_not_opened() -> None:
 
 def test_a_part_that_has_left_is_not_opened() -> None:
     parts, told = made()
-    first = Follow(Join(SPEC, attempt=1), SPAN)
+    first = Spread(Join(SPEC, attempt=1), SPAN)
     parts.follow(first)
     parts.unfollow("a", Group())  # type: ignore[arg-type]
     parts.planned(first, PlannedJob(SPEC, problems=["why"]))
-    parts.follow(Follow(Join(SPEC, attempt=2), SPAN))
+    parts.follow(Spread(Join(SPEC, attempt=2), SPAN))
     parts.planned(first, PlannedJob(SPEC, problems=["why"]))
     assert not told and parts.is_here("a")
 
 
 def test_a_part_leaves_the_group() -> None:
     parts, _ = made()
-    parts.follow(Follow(Join(SPEC), SPAN))
+    parts.follow(Spread(Join(SPEC), SPAN))
     group = Group()
     parts.unfollow("a", group)  # type: ignore[arg-type]
     parts.unfollow("a", group)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tlora.engine.ranks.messages import Found, Hello
+from tlora.engine.messages import Found, Hello
 from tlora.errors import ConfigError
 from tlora.store.model_card import library_versions
 from tlora.version import __version__

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from tlora.data.prepare import WorkerProcess
+from tlora.data.prepare import DataWorker
 from tlora.engine.earlier_run import earlier_ends
 from tlora.engine.ranks.crew import Crew
 from tlora.engine.ranks.owner import LostBeforeTrainingError, Order, Owner
@@ -20,7 +20,7 @@ from tlora.store.run_directory import earlier_base, hold_run_directory
 from tlora.supermodel.load import find_directory
 
 
-def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, started: Crew | None) -> Results:
+def train_on_ranks(order: Order, devices: Sequence[str], data_worker: DataWorker | None, started: Crew | None) -> Results:
     """As `train`, on one process for each of the `devices`; `started`: those processes, if they were started ahead.
 
     A run is begun again, as far as the base fits on what is left, where the loss of a GPU has ended one that shared its base, or
@@ -55,7 +55,7 @@ def train_on_ranks(order: Order, devices: Sequence[str], data_worker: WorkerProc
 
 
 def _attempt(
-    order: Order, devices: Sequence[str], data_worker: WorkerProcess | None, crew: Crew, has_started: bool
+    order: Order, devices: Sequence[str], data_worker: DataWorker | None, crew: Crew, has_started: bool
 ) -> tuple[Results, Sequence[str]]:
     """The results, and the devices to begin again on; none where the run has come to its end. Raises LostBeforeTrainingError."""
     with ExitStack() as stack:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tlora.engine.messages import Broken, Bye, Found, FromRank, Go, Hello, Ready, Stop, ToRank
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
-from tlora.engine.ranks.messages import Broken, Bye, Found, Hello, Ready, Report, Stop
 from tlora.errors import ConfigError, RankError
 from tlora.link.process_identity import identify
 from tlora.link.supervisor import LOOK_SECONDS, SupervisedProcess, start_process
@@ -32,7 +32,7 @@ class Lost:
     @property
     def by_another(self) -> bool:
         """It has ended because it could not reach another rank."""
-        return self.broken is not None and self.broken.kind == RankError.__name__
+        return self.broken is not None and self.broken.error == RankError.__name__
 
 
 class Crew:
@@ -85,21 +85,21 @@ class Crew:
     def living(self) -> list[int]:
         return [rank for rank in range(self.count) if rank not in self.lost and rank not in self._out]
 
-    def send(self, rank: int, command: object) -> None:
+    def send(self, rank: int, command: ToRank) -> None:
         self._meeting.send(rank, command)
 
-    def hand(self, rank: int, file: int) -> None:
-        """A copy of an open file, which the rank keeps until its end: from now on it may write."""
+    def hand(self, rank: int, go: Go, lock: int) -> None:
+        """With `go` a copy of the open file whose lock keeps other runs out of the run's directory: from now on the rank may write."""
         self.going.add(rank)
-        self._meeting.lines[rank].send_file(file, self.hellos[rank].pid)
+        self._meeting.send_file(rank, go, lock)
 
     def wake(self) -> None:
         """`listen` returns."""
         self._meeting.inbox.put(None)
 
-    def listen(self, timeout_seconds: float) -> list[tuple[int, Report | Lost]]:
+    def listen(self, timeout_seconds: float) -> list[tuple[int, FromRank | Lost]]:
         """What ranks have said since the last call; waits for it so long at most."""
-        heard: list[tuple[int, Report | Lost]] = []
+        heard: list[tuple[int, FromRank | Lost]] = []
         try:
             item = self._meeting.inbox.get(timeout=timeout_seconds)
             while True:
@@ -122,7 +122,7 @@ class Crew:
             return ""
         return f"has said nothing for {_HELLO_SECONDS:g} s since its start"
 
-    def _heard(self, rank: int, report: Report | None) -> list[tuple[int, Report | Lost]]:
+    def _heard(self, rank: int, report: FromRank | None) -> list[tuple[int, FromRank | Lost]]:
         if rank in self.lost:  # it is lost, and its jobs are elsewhere
             return []
         match report:
@@ -145,7 +145,7 @@ class Crew:
                 pass
         return [(rank, report)]
 
-    def _lose(self, rank: int, reason: str) -> list[tuple[int, Report | Lost]]:
+    def _lose(self, rank: int, reason: str) -> list[tuple[int, FromRank | Lost]]:
         """Its connection or its process has ended, or it hangs."""
         process = self._processes.get(rank)
         if process is None:  # a launcher's, which never came

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tlora.batching.replicas import Span
-from tlora.engine.ranks.messages import Command, LetGo, Take, Unfollow
+from tlora.engine.messages import Leave, Take, ToRank, Unfollow
 from tlora.engine.ranks.placement import MOVE_SECONDS, Placement, best_move
 
 
@@ -50,7 +50,7 @@ class Dispatcher:
             held.following = {job: seconds[job] * placement.spans[job].part(rank) for job in placement.parts(rank)}
         self.spans: dict[str, Span] = dict(placement.spans)
         self._goes_to: dict[str, int] = {}  # of jobs that leave: where they go on
-        self.commands: list[tuple[int, Command]] = []
+        self.commands: list[tuple[int, ToRank]] = []
         self.ended: set[str] = set()
         self.moves: list[tuple[str, int, int]] = []  # job, from, to: of those that had begun
 
@@ -141,7 +141,7 @@ class Dispatcher:
     def _move(self, source: int, job: str, target: int) -> None:
         self._ranks[source].leaving.add(job)
         self._goes_to[job] = target
-        self.commands.append((source, LetGo(job)))
+        self.commands.append((source, Leave(job)))
 
     def left(self, rank: int, job: str) -> None:
         """The rank has let the job go."""
@@ -181,7 +181,7 @@ class Dispatcher:
         self._part(job)
         if spans and home is not None and job not in self._ranks[home].leaving:
             self._ranks[home].leaving.add(job)
-            self.commands.append((home, LetGo(job)))
+            self.commands.append((home, Leave(job)))
 
     def _part(self, job: str) -> None:
         """The job spans no longer."""

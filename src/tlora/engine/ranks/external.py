@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
+import platform
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -55,7 +55,7 @@ def digest_of(run: RunSpec) -> str:
 def tell_ranks(address: str, launch: Launched) -> object:
     """On rank 0: where the others find it. What is returned must be kept until they have come. Raises ConfigError where they do not."""
     store = _rendezvous(launch)
-    store.set(_KEY, f"{socket.gethostname()}|{address}")
+    store.set(_KEY, f"{platform.node()}|{address}")
     return store
 
 
@@ -67,10 +67,8 @@ def find_owner(launch: Launched) -> str:
     except RuntimeError as error:
         raise _alone(launch, error) from None
     host, _, address = found.decode().partition("|")
-    if host != socket.gethostname():
-        raise ConfigError(
-            f"rank {launch.rank} is on {socket.gethostname()}, and rank 0 on {host}: a run is on one host. Launch one for each"
-        )
+    if host != platform.node():
+        raise ConfigError(f"rank {launch.rank} is on {platform.node()}, and rank 0 on {host}: a run is on one host. Launch one for each")
     return address
 
 

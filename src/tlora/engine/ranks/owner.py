@@ -16,31 +16,25 @@ from typing import Any, NoReturn
 import torch
 
 from tlora import errors
-from tlora.data.prepare import Preparation, WorkerProcess
+from tlora.data.prepare import DataWorker, Preparation
 from tlora.engine.earlier_run import to_plan, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
-from tlora.engine.ranks.alike import check_alike, check_kinds
-from tlora.engine.ranks.books import Books
-from tlora.engine.ranks.crew import Crew, Lost
-from tlora.engine.ranks.dispatcher import Dispatcher
-from tlora.engine.ranks.messages import (
+from tlora.engine.messages import (
     WAITS,
     Assign,
     BaseKnown,
-    Began,
     Bye,
     Ended,
     Faulty,
     Fetched,
+    FromRank,
     Full,
     Go,
     Hello,
-    Left,
     Mail,
     Open,
     Published,
-    Report,
     Room,
     RowMade,
     Said,
@@ -48,6 +42,10 @@ from tlora.engine.ranks.messages import (
     Shown,
     addressees,
 )
+from tlora.engine.ranks.alike import check_alike, check_kinds
+from tlora.engine.ranks.books import Books
+from tlora.engine.ranks.crew import Crew, Lost
+from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.engine.ranks.placement import describe_placement, place
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
@@ -68,6 +66,7 @@ from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 from tlora.wording.numbers import duration_text
+from tlora.worker_protocol import Joined, Left
 
 _SHOW_SECONDS = 0.25
 _TOLD_SECONDS = 0.1  # of waiting: less is not worth a line
@@ -110,7 +109,7 @@ class Owner:
 
     # -- before training -----------------------------------------------------------------------------------------------
 
-    def prepare(self, data_worker: WorkerProcess | None) -> None:
+    def prepare(self, data_worker: DataWorker | None) -> None:
         """Tokenize all data and place the jobs, while the ranks load the base, until all are ready. Raises TloraError, and
         LostBeforeTrainingError.
         """
@@ -136,7 +135,7 @@ class Owner:
         while any(rank not in come for rank in self._crew.living):
             self._hear()
 
-    def _plan(self, data_worker: WorkerProcess | None) -> tuple[dict[str, float], dict[str, int]]:
+    def _plan(self, data_worker: DataWorker | None) -> tuple[dict[str, float], dict[str, int]]:
         """Tokenize all data and choose how the base lies on the GPUs. Returns the seconds that each job is predicted to take, and the
         replicas of those that may span several GPUs.
         """
@@ -211,8 +210,7 @@ class Owner:
         if must_compare:
             threading.Thread(target=self._wait_for_verdict, daemon=True).start()
         for rank in self._crew.living:
-            self._crew.hand(rank, held.lock)
-            self._crew.send(rank, Go(order.guard.facts(), not must_compare))
+            self._crew.hand(rank, Go(order.guard.facts(), not must_compare), held.lock)
         with interrupts(self._describe_interrupt, order.watcher.note) as received:
             try:
                 while not received and dispatcher.open and dispatcher.ranks and not self._must_end:
@@ -275,7 +273,7 @@ class Owner:
 
     def _raise(self, lost: Lost) -> NoReturn:
         """As the error that it was."""
-        kind = getattr(errors, lost.broken.kind, TloraError) if lost.broken is not None and lost.broken.kind else TloraError
+        kind = getattr(errors, lost.broken.error, TloraError) if lost.broken is not None and lost.broken.error else TloraError
         raise kind(lost.reason)
 
     def _record(self, status: str) -> None:
@@ -314,7 +312,7 @@ class Owner:
             for rank in self._crew.living:
                 self._crew.send(rank, BaseKnown(guard.facts()))
 
-    def _take_in(self, rank: int, report: Report | Lost) -> None:
+    def _take_in(self, rank: int, report: FromRank | Lost) -> None:
         books, dispatcher = self._books, self._dispatcher
         match report:
             case Lost():
@@ -329,7 +327,7 @@ class Owner:
             case Hello():
                 check_alike(report, self._order.digest)
                 self._crew.send(rank, Open(self.run, self._order.resume, self._devices[rank], self._started, self._order.ended))
-            case Began(job) if dispatcher is not None:
+            case Joined(job) if dispatcher is not None:
                 books.begin(rank, job)
                 dispatcher.began(rank, job)
             case Room() if dispatcher is not None:
@@ -385,7 +383,7 @@ class Owner:
         """The others would wait for it. Raises what the rank has ended with, or LostBeforeTrainingError."""
         if lost.by_another:
             return  # of which more is heard
-        if lost.broken is not None and lost.broken.kind:
+        if lost.broken is not None and lost.broken.error:
             self._raise(lost)
         message = f"GPU {rank} is lost before training: {lost.reason}"
         if self._crew.launched_elsewhere:

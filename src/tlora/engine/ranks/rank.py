@@ -10,7 +10,6 @@ import os
 import platform
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,21 +29,17 @@ from transformers.utils import logging
 
 from tlora.batching.pack import MicroBatch
 from tlora.engine.earlier_run import with_plans
-from tlora.engine.ranks.link import Line, connect
-from tlora.engine.ranks.messages import (
+from tlora.engine.messages import (
     Assign,
     BaseKnown,
-    Began,
     Broken,
     Bye,
-    Command,
     Ended,
     Found,
     Full,
     Go,
     Hello,
-    Left,
-    LetGo,
+    Leave,
     Mail,
     Open,
     Ready,
@@ -54,8 +49,10 @@ from tlora.engine.ranks.messages import (
     Shown,
     Stop,
     Take,
+    ToRank,
     Unfollow,
 )
+from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.ranks.waits import wait_for
 from tlora.engine.run_monitor import RunMonitor
@@ -72,10 +69,11 @@ from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
 from tlora.version import __version__
+from tlora.worker_protocol import Joined, Left
 
 _LAST_SECONDS = 3.0  # for a rank whose owner has ended to save its jobs; what it computes meanwhile is lost
 
-Inbox = queue.SimpleQueue[Command | None]
+Inbox = queue.SimpleQueue[ToRank | None]
 
 
 class RemoteGuard:
@@ -89,7 +87,7 @@ class RemoteGuard:
         self._problem, self._told = "", True
         self._known = threading.Event()
 
-    def hear(self, command: Command | None) -> None:
+    def hear(self, command: ToRank | None) -> None:
         """Look at a command, or at the end of the connection (None)."""
         match command:
             case Go(facts, is_known):
@@ -122,7 +120,7 @@ class RemoteGuard:
 class Rank:
     """Commands in `inbox`, reports over `line`."""
 
-    def __init__(self, line: Line, inbox: Inbox, guard: RemoteGuard, number: int, count: int) -> None:
+    def __init__(self, line: RankLine, inbox: Inbox, guard: RemoteGuard, number: int, count: int) -> None:
         """`number` of `count` ranks. `guard` hears each command before it enters `inbox`."""
         self._guard = guard
         self._line, self._inbox, self._number, self._count = line, inbox, number, count
@@ -213,7 +211,7 @@ class Rank:
             if not self._heard(self._wait()):
                 return False
 
-    def _wait(self) -> Command | None:
+    def _wait(self) -> ToRank | None:
         """The next command. Until it comes, jobs whose files have been written are reported."""
         records = self._driver.records
 
@@ -228,7 +226,7 @@ class Rank:
             self._waited += seconds
         return command
 
-    def _heard(self, command: Command | None) -> bool:
+    def _heard(self, command: ToRank | None) -> bool:
         """Obey one command. False: stop."""
         match command:
             case None | Stop():
@@ -238,13 +236,13 @@ class Rank:
                 self._here.add(job)
                 self._session.take(job)
                 self._changed = True
-            case LetGo(job) if job in self._session.waiting:
+            case Leave(job) if job in self._session.waiting:
                 self._changed = False  # room for a job that waits elsewhere is not what this makes
                 self._session.let_go(job)
                 self._exchange.dissolve(job)
                 self._here.discard(job)
-                self._line.send(Left(job))
-            case LetGo(job):
+                self._line.send(Left(job, 0, None))
+            case Leave(job):
                 if job in self._driver.group.runs:
                     self._leaving.add(job)
                     self._session.let_go(job)
@@ -268,7 +266,7 @@ class Rank:
         for job in (self._driver.group.runs.keys() & self._here) - self._begun:
             self._begun.add(job)
             self._changed = True
-            self._line.send(Began(job))
+            self._line.send(Joined(job, self._driver.group.runs[job].progress.step))
         self._tell_ended()
         if self._changed:
             self._changed = False
@@ -284,7 +282,7 @@ class Rank:
             self._changed = True
             moved = job in self._leaving and result.status == "stopped"
             self._leaving.discard(job)
-            self._line.send(Left(job) if moved else Ended(result))
+            self._line.send(Left(job, result.steps, None) if moved else Ended(result))
 
     def _show(self, progress: RunProgress) -> None:
         """Of its own jobs; of those that have their home elsewhere, only the rates."""
@@ -298,7 +296,7 @@ def name_of(device: torch.device) -> str:
 
 def hello(rank: int, run_digest: str = "") -> Hello:
     versions = library_versions() | {"tlora": __version__, "python": platform.python_version()}
-    return Hello(rank, os.getpid(), socket.gethostname(), versions, run_digest)
+    return Hello(rank, os.getpid(), platform.node(), versions, run_digest)
 
 
 class _Orphaned:
@@ -309,7 +307,7 @@ class _Orphaned:
     def __init__(self) -> None:
         self._writes = self._stops = False
 
-    def hear(self, command: Command | None) -> None:
+    def hear(self, command: ToRank | None) -> None:
         self._writes |= isinstance(command, Go)
         self._stops |= isinstance(command, Stop)
         if command is None and not self._stops:
@@ -327,7 +325,7 @@ def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
         signal.signal(number, signal.SIG_IGN)
     guard, orphaned = RemoteGuard(), _Orphaned()
 
-    def hear(command: Command | None) -> None:
+    def hear(command: ToRank | None) -> None:
         guard.hear(command)
         inbox.put(command)
         orphaned.hear(command)

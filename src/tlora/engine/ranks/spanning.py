@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.replicas import Span
-from tlora.engine.ranks.messages import Faulty, Fetched, Note, Published, Sent
+from tlora.engine.messages import Faulty, Fetched, Note, Published, Sent
 from tlora.group.exchange import RunningSums, Whole
 from tlora.group.job_run import Passed
 from tlora.kernels.device import ToHost, mark_on

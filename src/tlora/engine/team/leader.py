@@ -13,19 +13,34 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Span
-from tlora.engine.commands import Command, Leave, Share, Stop
+from tlora.engine.messages import (
+    Command,
+    Enter,
+    Faulty,
+    Fetched,
+    FromRank,
+    Hello,
+    Leave,
+    Mail,
+    Meet,
+    Opened,
+    Published,
+    Sent,
+    Share,
+    Spread,
+    Stop,
+    Unfollow,
+    addressees,
+)
 from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.crew import Crew, Lost
-from tlora.engine.ranks.messages import Faulty, Fetched, Hello, Mail, Published, Sent, Unfollow, addressees
-from tlora.engine.team.messages import Beat, Enter, Follow, Meet, Opened, Spread
 from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
 from tlora.link.log import note
-from tlora.worker_protocol import JobEnd, Join, Joined, Left, Load, Loaded, Measured, Memory, Report, Stepped
+from tlora.worker_protocol import Alive, JobEnd, Join, Joined, Left, Load, Loaded, Measured, Memory, Report, Stepped
 
 _LOOK_SECONDS = 1.0
 MEMBER = "tlora.engine.team.member"
@@ -65,7 +80,7 @@ class Leader:
         self._jobs: dict[str, _Job] = {}
         self._loaded: set[int] = set()
         self._limits: dict[int, int] = {}  # bytes that each rank may take of its GPU
-        self._beats: dict[int, tuple[Beat, float]] = {}  # the newest of each rank, and when it came
+        self._beats: dict[int, tuple[Alive, float]] = {}  # the newest of each rank, and when it came
         self._meetings = 0
         self._stopping = False
         threading.Thread(target=self._pass_on, args=(inbox,), name="commands", daemon=True).start()
@@ -119,7 +134,7 @@ class Leader:
 
     # -- what ranks say ------------------------------------------------------------------------------------------------
 
-    def _hear(self, rank: int, report: Any) -> None:
+    def _hear(self, rank: int, report: FromRank | Lost) -> None:
         match report:
             case Lost(reason):
                 self._lose(rank, reason)
@@ -135,7 +150,7 @@ class Leader:
                 if len(self._loaded) == len(self._gpus):
                     self._send(Memory(tuple([self._limits[each] for each in range(len(self._gpus))])))
                     self._send(report)
-            case Beat():
+            case Alive():
                 self._beats[rank] = report, time.monotonic()
                 self._show()
             case Joined() | Stepped() | Measured():
@@ -145,7 +160,7 @@ class Leader:
             case _:
                 self._hear_of_parts(rank, report)
 
-    def _hear_of_parts(self, rank: int, report: Any) -> None:
+    def _hear_of_parts(self, rank: int, report: FromRank | Lost) -> None:
         """Of jobs that several ranks compute."""
         match report:
             case Opened(name) if name in self._jobs and not self._stopping:
@@ -169,7 +184,7 @@ class Leader:
             job.numel = opened.numel
             join = replace(job.join, train_set=opened.train_set, eval_set=opened.eval_set)
             for peer in job.span.peers:
-                self._crew.send(peer, Follow(join, job.span))
+                self._crew.send(peer, Spread(join, job.span))
         if job.opened == set(job.span.ranks) and not (job.leaving or job.parting):
             job.met = True
             self._meetings += 1

@@ -20,19 +20,18 @@ from tlora.libraries import begin_imports, end_imports
 if __name__ == "__main__":
     begin_imports()
 
-from tlora.engine import commands
+from tlora.engine.messages import Broken, Bye, Enter, Stop, ToRank
 from tlora.engine.patience import Patience
 from tlora.engine.pulse import Pulse
-from tlora.engine.ranks.link import Line, connect
-from tlora.engine.ranks.messages import Broken, Bye, Command, Stop
+from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.rank import hello
-from tlora.engine.team.messages import Beat, Enter
 from tlora.engine.team.parts import Seat
 from tlora.engine.worker import open_trainer
 from tlora.errors import TloraError
 from tlora.link.flight import flight_name
 from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.processes import die_with_parent
+from tlora.worker_protocol import Alive
 
 BEAT_SECONDS = 1.0
 
@@ -43,12 +42,12 @@ def serve(address: str, number: int, count: int) -> int:
     pulse = Pulse("loading")
     patience = Patience(pulse, note)
 
-    def hear(command: Command | None) -> None:
+    def hear(command: ToRank | None) -> None:
         if command is None:  # what it would write now, its successor may be reading
             os._exit(1)
         if isinstance(command, Stop):
             patience.end()
-        inbox.put(commands.Stop() if isinstance(command, Stop) else command)
+        inbox.put(command)
 
     line = connect(address, hear)(hello(number))
     try:
@@ -68,10 +67,10 @@ def serve(address: str, number: int, count: int) -> int:
     return 0
 
 
-def _beat(line: Line, pulse: Pulse) -> None:
+def _beat(line: RankLine, pulse: Pulse) -> None:
     last_beat = None
     while True:
-        beat = Beat(pulse.phase, pulse.count, pulse.in_flight)
+        beat = Alive(0, pulse.phase, pulse.count, pulse.in_flight)
         if beat != last_beat:
             line.send(beat)
         last_beat = beat

@@ -14,9 +14,8 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from tlora.batching.replicas import Span
 from tlora.engine import driver
-from tlora.engine.ranks.messages import Faulty, Mail, Note, Unfollow
+from tlora.engine.messages import Faulty, Mail, Meet, Note, Opened, Spread, Unfollow
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
-from tlora.engine.team.messages import Follow, Meet, Opened
 from tlora.planning.plan import PlannedJob
 from tlora.sharing.peers import Peers, Sharing
 
@@ -37,7 +36,7 @@ class Seat:
 class Planned:
     """The data of a job that has a part here is open, or cannot be had."""
 
-    follow: Follow
+    follow: Spread
     planned: PlannedJob
 
 
@@ -52,7 +51,7 @@ class Parts:
         self.exchange = SpanExchange(seat.number, {}, tell)
         self._spans: dict[str, Span] = {}  # of the jobs that have their home here
         self._waiting: dict[str, driver.Opened] = {}  # those of them whose other ranks have not come
-        self._follows: dict[str, Follow] = {}
+        self._follows: dict[str, Spread] = {}
         self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
         self._store: Store | None = None
 
@@ -115,11 +114,14 @@ class Parts:
 
     # -- jobs that have a part here ------------------------------------------------------------------------------------
 
-    def follow(self, follow: Follow) -> None:
+    def is_home(self, span: Span) -> bool:
+        return span.home == self._seat.number
+
+    def follow(self, follow: Spread) -> None:
         """The job is on its way in."""
         self._follows[follow.join.job.name] = follow
 
-    def planned(self, follow: Follow, planned: PlannedJob) -> None:
+    def planned(self, follow: Spread, planned: PlannedJob) -> None:
         """Its data is open."""
         name = follow.join.job.name
         if self._follows.get(name) is not follow:  # it has left meanwhile

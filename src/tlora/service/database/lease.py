@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class Lease:
 
 def this_server(directory: Path) -> Holder:
     """The server of this process over `directory`, whose lock it holds."""
-    host = socket.gethostname()
+    host = platform.node()
     return Holder(f"the server over {directory} (process {os.getpid()} on {host})", f"{host}:{directory.resolve()}")
 
 

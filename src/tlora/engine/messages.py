@@ -1,31 +1,75 @@
-"""What the process that owns a run and its ranks say to each other: one frozen value a message, sent as it is by `link.py`.
+"""What is told to the processes that train, and what these report: one frozen value a message.
 
-A rank trains some of the run's jobs on one GPU. It is given jobs, and may have to release one; it reports its free memory and what has
-become of its jobs. All ranks are processes of one host and of one version.
+A rank trains jobs on one GPU. In `tlora train` the leader owns the run (`ranks/owner.py`), in a worker with several GPUs it stands in for
+the trainer (`team/leader.py`). Its commands are those of a worker with one GPU, and its reports those of `worker_protocol.py`, beside what
+is said here. All ranks are processes of one host and of one version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import field
+from typing import Any
 
 from tlora.batching.replicas import Span
 from tlora.engine.watcher import RunProgress
-from tlora.job import RunSpec
-
-if TYPE_CHECKING:  # ranks are started before torch is loaded
-    from tlora.store.job_result import JobResult
+from tlora.group.job_result import JobResult
+from tlora.job import JobSpec, RunSpec
+from tlora.message_codec import Codec, message
+from tlora.worker_protocol import (
+    Alive,
+    Failed,
+    Finished,
+    Join,
+    Joined,
+    Left,
+    Load,
+    Loaded,
+    Measured,
+    Memory,
+    Refused,
+    Stepped,
+)
 
 WAITS = {
     "exchange_wait_seconds": "for parts of jobs on other GPUs",
     "fetch_wait_seconds": "for layers of the shared base",
 }
 
-# -- from the owner ----------------------------------------------------------------------------------------------------
+# -- to whoever trains: beside `Join` ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@message
+class Leave:
+    """Checkpoint a job at its last optimizer step and let it go. Answered by `Left`, or, if the job has come to its end before, by how it
+    ended, or by nothing.
+    """
+
+    job_id: str
+
+
+@message
+class Share:
+    """From the next micro-batch on: its tokens, and the jobs' weights. How many layers it recomputes follows from the memory that is here.
+
+    The budget is raised to the longest sample of a resident. `weights` also hold for jobs that join later.
+    """
+
+    token_budget: int
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@message
+class Stop:
+    """Checkpoint all jobs and end."""
+
+
+Command = Join | Leave | Share | Stop
+
+# -- to a rank of a run ------------------------------------------------------------------------------------------------
+
+
+@message
 class Open:
     """The first message: load the base of `run` on `device`. `started` is the run's beginning on the clock of `time.monotonic`, which all
     processes of a host share. `ended`: jobs that an earlier run has ended.
@@ -38,7 +82,7 @@ class Open:
     ended: Mapping[str, JobResult] = field(default_factory=dict[str, Any])
 
 
-@dataclass(frozen=True)
+@message
 class Assign:
     """The data of all jobs is tokenized; of `run`, as it is by now, these jobs have their home here. Answered by `Ready`. `store`: a file
     by which ranks find each other. With `shared` they share the base; `spans` are all jobs with replicas on several ranks.
@@ -51,12 +95,7 @@ class Assign:
     spans: Mapping[str, Span] = field(default_factory=dict[str, Span])
 
 
-@dataclass(frozen=True)
-class Hold:
-    """The next thing on the line is the open file whose lock keeps other runs out of the run's directory, to be held until the end."""
-
-
-@dataclass(frozen=True)
+@message
 class Go:
     """The run's directory is held: begin. `base_facts` are what is known of the base's files, for `base.json`; with `base_is_known` no save
     has to wait for more.
@@ -66,28 +105,21 @@ class Go:
     base_is_known: bool
 
 
-@dataclass(frozen=True)
+@message
 class Take:
     """One more job, from its newest checkpoint if it has one."""
 
-    job: str
+    job_id: str
 
 
-@dataclass(frozen=True)
-class LetGo:
-    """The job shall go on elsewhere. Answered by `Left`, or by `Ended` if it has come to its end by itself."""
-
-    job: str
-
-
-@dataclass(frozen=True)
+@message
 class Unfollow:
     """The job, whose home is another rank, needs this one no longer."""
 
-    job: str
+    job_id: str
 
 
-@dataclass(frozen=True)
+@message
 class Mail:
     """What rank `sender` tells of a job that this one computes a part of."""
 
@@ -95,7 +127,7 @@ class Mail:
     note: Published | Fetched | Sent
 
 
-@dataclass(frozen=True)
+@message
 class BaseKnown:
     """The base's files have been hashed. With a `problem` they are not those that the run began with: nothing may be saved."""
 
@@ -103,17 +135,48 @@ class BaseKnown:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Save all jobs and exit; the end of the connection says the same."""
+# -- to a rank of a worker ---------------------------------------------------------------------------------------------
 
 
-Command = Open | Assign | Hold | Go | Take | LetGo | Unfollow | Mail | BaseKnown | Stop
+@message
+class Enter:
+    """The first message: load the base on `device`. `store`: a file by which the ranks find each other. `expected`: the jobs that will
+    join first.
+    """
+
+    load: Load
+    device: str
+    store: str
+    worker_pid: int
+    expected: tuple[JobSpec, ...]
+
+
+@message
+class Spread:
+    """The job shall be computed by all of `span`. Its first rank, the home, answers with `Opened`, or as a `Join` that fails; the others
+    are told when it has, and answer with `Opened` or `Faulty`.
+    """
+
+    join: Join
+    span: Span
+
+
+@message
+class Meet:
+    """To all ranks, in one order: make memory for the `numel` elements of a job's adapter that the others can read. Then it begins on the
+    ranks of `span`. `number` counts the meetings of a team.
+    """
+
+    job_id: str
+    span: Span
+    numel: int
+    number: int
+
 
 # -- from one rank to others of a job that spans them, through the owner: gradients and state lie in memory that they read themselves --
 
 
-@dataclass(frozen=True)
+@message
 class Published:
     """The job's home has its weights and moments as it began, after `step` optimizer steps (`AdapterState`)."""
 
@@ -123,14 +186,14 @@ class Published:
     skipped: int = 0
 
 
-@dataclass(frozen=True)
+@message
 class Fetched:
     """The sender has read what the job's home published."""
 
     job: str
 
 
-@dataclass(frozen=True)
+@message
 class Sent:
     """The sender's gradients for the global batch after `step` steps are there; perhaps none, as it has no samples of it. `parts`: of each
     part that went through as `group.job_run.Passed.values`.
@@ -142,7 +205,7 @@ class Sent:
     tokens: int
 
 
-@dataclass(frozen=True)
+@message
 class Faulty:
     """To the owner: the sender cannot compute its part of the job."""
 
@@ -161,7 +224,7 @@ def addressees(note: Published | Fetched | Sent, sender: int, span: Span) -> tup
 # -- from a rank -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@message
 class Hello:
     """The first message. `software`: versions by library; `run_digest`: of the jobs file as this rank read it, empty where it takes the
     owner's.
@@ -174,7 +237,7 @@ class Hello:
     run_digest: str = ""
 
 
-@dataclass(frozen=True)
+@message
 class Found:
     """The device that the rank has to use: what it is, and the bytes that a run may take of it."""
 
@@ -182,7 +245,7 @@ class Found:
     limit_bytes: int
 
 
-@dataclass(frozen=True)
+@message
 class Ready:
     """The base is loaded. `facts` as in `run.json`; `threads` as `engine.session.Loaded.threads`."""
 
@@ -192,7 +255,7 @@ class Ready:
     plan: str  # in a line
 
 
-@dataclass(frozen=True)
+@message
 class Shown:
     """The progress of its jobs, and tokens per second of those whose home rank is another; about four times a second."""
 
@@ -200,58 +263,62 @@ class Shown:
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-@dataclass(frozen=True)
+@message
 class RowMade:
     """A row of `run.jsonl`."""
 
     row: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@message
 class Said:
     line: str
 
 
-@dataclass(frozen=True)
-class Began:
-    job: str
-
-
-@dataclass(frozen=True)
+@message
 class Room:
     """None of its jobs waits any more; one more would perhaps fit."""
 
 
-@dataclass(frozen=True)
+@message
 class Full:
     """The first of its jobs that wait has no room now."""
 
 
-@dataclass(frozen=True)
-class Left:
-    """The job was let go: saved at its last optimizer step, if it had begun."""
-
-    job: str
-
-
-@dataclass(frozen=True)
+@message
 class Ended:
     result: JobResult
 
 
-@dataclass(frozen=True)
+@message
 class Broken:
-    """The rank has failed. `kind`: the error's class in `tlora.errors`, if it is one that a user can mend."""
+    """The rank has failed. `error`: its class in `tlora.errors`, if it is one that a user can mend."""
 
     reason: str
-    kind: str = ""
+    error: str = ""
 
 
-@dataclass(frozen=True)
+@message
 class Bye:
     """All is written, and nothing more will be. `waited`: seconds that the rank computed nothing, by what it waited for (`WAITS`)."""
 
     waited: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-Report = Hello | Found | Ready | Shown | RowMade | Said | Began | Room | Full | Left | Ended | Broken | Bye | Note
+@message
+class Opened:
+    """All is ready here for the job to begin. Its sets are told by its home, so that the others need not prepare them again."""
+
+    job_id: str
+    numel: int
+    train_set: str
+    eval_set: str | None = None
+
+
+ToRank = Command | Open | Assign | Go | Take | Unfollow | Mail | BaseKnown | Enter | Spread | Meet
+ReportOfRun = Hello | Found | Ready | Shown | RowMade | Said | Joined | Room | Full | Left | Ended | Broken | Bye | Note
+ReportOfWorker = Memory | Loaded | Measured | Alive | Opened | Stepped | Finished | Failed | Refused
+FromRank = ReportOfRun | ReportOfWorker
+
+TO_RANK: Codec[ToRank] = Codec(ToRank)
+FROM_RANK: Codec[FromRank] = Codec(FromRank)
