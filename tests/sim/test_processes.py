@@ -85,10 +85,10 @@ def test_closing_ends_what_runs(two_cores: None) -> None:
 def test_workers_end_when_the_program_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal\nfrom tlora.sim import processes\n"
+        "import os, signal\nfrom tlora.sim import sweep\n"
         "def work(number):\n    os.write(1, b'at work\\n')\n    signal.pause()\n"
-        "if __name__ == '__main__':\n    processes.num_cores = lambda: 2\n"
-        "    list(processes.map_in_processes(work, [0, 1], lambda _: None))\n"
+        "if __name__ == '__main__':\n    sweep.num_cores = lambda: 2\n"
+        "    list(sweep.map_in_processes(work, [0, 1], lambda _: None))\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
