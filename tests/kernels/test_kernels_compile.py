@@ -16,7 +16,7 @@ import traceback
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tlora.kernels import triton_adamw, triton_chunks, triton_fp8, triton_gemm, triton_lora
+from tlora.kernels import fp8, triton_adamw, triton_chunks, triton_gemm, triton_lora
 from tlora.kernels.lora_tables import A, DA
 from tlora.kernels.triton_cross_entropy import _BLOCK_V, _WARPS, cross_entropy_kernel
 
@@ -39,7 +39,7 @@ CASES = {
     "sum": (triton_lora.sum_kernel, {"x": tile(64, SKINNY), "s": tile(64, 16)}, LORA | {"WHICH": DA, "BC": SKINNY, "W": 16, "R": 16}, 4),
     "dropped": (triton_lora.add_dropped_kernel, {"y_ptr": "*bf16"}, {"WHICH": A, "M": 2, "W": WIDTH, "R": WIDTH, "BT": 64,
                 "BC": SKINNY}, 4),
-    "quantize": (triton_fp8.quantize_kernel, {}, {"x2_ptr": None, "SOURCES": 2, "BLOCK": 4096}, 16),
+    "quantize": (fp8.quantize_kernel, {}, {"x2_ptr": None, "SOURCES": 2, "BLOCK": 4096}, 16),
 }
 
 def compile(kernel, given, constants, warps):
