@@ -25,7 +25,7 @@ from bench.fidelity_work import ENDLESS, SIZES, Order, Work, make_work
 from bench.machine import facts, write
 from bench.shapes import DEMO_BASE, SHAPES, write_base
 from tlora.engine import trainer as trainer_room
-from tlora.engine.messages import Leave, Share, Stop
+from tlora.engine.messages import Leave, SetPlan, Stop
 from tlora.engine.trainer import Trainer
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Report, Stepped
 
@@ -62,7 +62,7 @@ class _Visit:
         self._asked, self._came_back = 0.0, False
         self._stepped = (0.0, 0.0)  # when the visitor's last two were through
         self._due: tuple[int, Any] | None = None  # steps of the neighbour, and what it is told then
-        for command in (Share(tokens), self._join("stays")):
+        for command in (SetPlan(tokens), self._join("stays")):
             self.inbox.put(command)
         self._next()
 

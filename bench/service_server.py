@@ -11,10 +11,10 @@ from typing import Any
 from tlora.cluster.reconciler import LocalJob
 from tlora.protocol import Action, Event, JobSubmitted
 from tlora.service import server
+from tlora.service.backend_factory import BackendFactory
 from tlora.service.config import read_config
-from tlora.service.hall import Hall
 from tlora.service.intake_requests import IntakeSettings, parse_request
-from tlora.service.machine import Places
+from tlora.service.machine import Devices
 
 
 class IdleCluster:
@@ -83,11 +83,11 @@ class IdleIntake:
         pass
 
 
-def _idle_hall(_: object) -> Hall:
+def _idle_hall(_: object) -> BackendFactory:
     def make(__: Mapping[str, str]) -> IdleCluster:
         return IdleCluster()
 
-    return Hall(Places("cpu", (0,)), make, IdleIntake)
+    return BackendFactory(Devices("cpu", (0,)), make, IdleIntake)
 
 
 def main() -> None:

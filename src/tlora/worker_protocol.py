@@ -1,8 +1,8 @@
-"""Messages between a worker and its controller, protocol 2: one JSON object a line over a socket that the worker opens.
+"""Messages between a worker and its controller, protocol 3: one JSON object a line over a socket that the worker opens.
 
-A worker sends `Hello`: its identity and its state. The controller answers with `Want`: the whole desired state; the latest counts, and a
-lost one does no harm. The worker sends numbered reports (`Said`), again until they are `Taken`. `link/` carries the lines; their
-consequences are decided elsewhere. Any other line is refused (`message_codec.py`).
+A worker sends `Hello`: its identity and its state. The controller answers with `DesiredState`: the whole desired state; the latest counts,
+and a lost one does no harm. The worker sends numbered reports (`Envelope`), again until an `Ack` counts them. `link/` carries the lines;
+their consequences are decided elsewhere. Any other line is refused (`message_codec.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tlora.job import BasePrecision, DType, JobSpec, Layout, MemoryLimit, Recomp
 from tlora.message_codec import Codec, message
 from tlora.protocol import BaseSpeed, JobGroup
 
-PROTOCOL = 2
+PROTOCOL = 3
 REFUSED = 2  # exit status of a worker that its controller has refused, or that found none
 
 
@@ -65,7 +65,7 @@ class Join:
 
 
 @message
-class Want:
+class DesiredState:
     """All that a worker shall have: the base, the plan and weights of its group, and the jobs that shall be in now, which may be fewer than
     the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit.
 
@@ -84,7 +84,7 @@ class Want:
 
 
 @message
-class Taken:
+class Ack:
     """The reports up to `seq` have been taken, and their consequences recorded."""
 
     seq: int
@@ -97,7 +97,7 @@ class Refusal:
     reason: str
 
 
-FromController = Want | Taken | Refusal
+FromController = DesiredState | Ack | Refusal
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Hello:
 
 
 @message
-class Said:
+class Envelope:
     """A report: the `seq`-th of its worker, made when `generation` was the last that it knew."""
 
     seq: int
@@ -254,7 +254,7 @@ class Alive:
     in_flight: tuple[str, ...] = ()
 
 
-FromWorker = Hello | Said | Alive
+FromWorker = Hello | Envelope | Alive
 
 _FROM_CONTROLLER: Codec[FromController] = Codec(FromController)
 _FROM_WORKER: Codec[FromWorker] = Codec(FromWorker)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tlora.cli.commands import app
 from tlora.cluster.credentials import WorkerTokens, open_certificate
-from tlora.cluster.doors import TlsDoor
+from tlora.cluster.listeners import TlsListener
 
 
 @pytest.fixture
@@ -21,14 +21,14 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_a_token_is_printed_alone_and_the_rest_to_stderr(store: Path) -> None:
-    with TlsDoor(store / "workers", ("127.0.0.1", 0)) as door:
+    with TlsListener(store / "workers", ("127.0.0.1", 0)) as listener:
         made = CliRunner().invoke(app, ["worker-token", str(store)])
     assert made.exit_code == 0, made.output
     secret = made.stdout.strip()
     (token,) = WorkerTokens(store / "workers").all()
     assert WorkerTokens(store / "workers").find(secret) == token and round(token.expires - token.created) == 86_400
     assert token.id in made.stderr and secret not in made.stderr
-    assert f"tlora worker --connect {door.address} --fingerprint {door.fingerprint} --gpu 0" in made.stderr
+    assert f"tlora worker --connect {listener.address} --fingerprint {listener.fingerprint} --gpu 0" in made.stderr
     assert "TLORA_WORKER_TOKEN" in made.stderr and "--token-file" in made.stderr
 
 

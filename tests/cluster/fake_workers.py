@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.engine.messages import Command, Leave, Share, Stop
-from tlora.engine.settler import Settler
+from tlora.engine.messages import Command, Leave, SetPlan, Stop
+from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.worker_protocol import (
+    Ack,
+    DesiredState,
     Ending,
+    Envelope,
     FromController,
     Hello,
     Join,
@@ -19,9 +22,6 @@ from tlora.worker_protocol import (
     Load,
     Loaded,
     Report,
-    Said,
-    Taken,
-    Want,
 )
 
 
@@ -43,7 +43,7 @@ class FakeWorker:
 
     def __init__(self, remote: RemoteWorker, inbox: queue.SimpleQueue[Any]) -> None:
         self.remote, self._inbox = remote, inbox
-        self.settler = Settler()
+        self.worker_reconciler = WorkerReconciler()
         self.commands: list[Command] = []
         self.taken = self._seq = 0
         remote.attach(Hello(f"incarnation of {id(self)}", remote.gpus, {}), self.hear)
@@ -63,10 +63,10 @@ class FakeWorker:
         return self.remote.stopping
 
     def hear(self, message: FromController) -> None:
-        if isinstance(message, Taken):
+        if isinstance(message, Ack):
             self.taken = message.seq
-        if isinstance(message, Want):
-            self.settler.hear_want(message)
+        if isinstance(message, DesiredState):
+            self.worker_reconciler.hear_want(message)
         self._go_on()
 
     def say(self, *reports: Report | None) -> None:
@@ -77,23 +77,23 @@ class FakeWorker:
             elif isinstance(report, Ending):
                 self._tell(report)
             else:
-                self.settler.hear_report(report)
+                self.worker_reconciler.hear_report(report)
                 self._go_on()
 
     def _go_on(self) -> None:
-        for report in self.settler.reports:
+        for report in self.worker_reconciler.reports:
             self._tell(report)
-        self.settler.reports.clear()
-        self.commands += self.settler.commands
-        self.settler.commands.clear()
+        self.worker_reconciler.reports.clear()
+        self.commands += self.worker_reconciler.commands
+        self.worker_reconciler.commands.clear()
 
     def _tell(self, report: Report) -> None:
         self._seq += 1
-        self._inbox.put((self.remote, Said(self._seq, 0, report)))
+        self._inbox.put((self.remote, Envelope(self._seq, 0, report)))
 
     def obey(self) -> None:
         """Answer everything that it was told since the last time as a healthy worker does."""
-        if not self.settler.loaded:
+        if not self.worker_reconciler.loaded:
             self.say(Loaded())
         told, self.commands = self.commands, []
         for command in told:
@@ -113,8 +113,8 @@ class FakeWorker:
         ]
 
     @property
-    def shares(self) -> list[Share]:
-        return [command for command in self.commands if isinstance(command, Share)]
+    def shares(self) -> list[SetPlan]:
+        return [command for command in self.commands if isinstance(command, SetPlan)]
 
 
 class FakeCrew:

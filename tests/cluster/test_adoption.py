@@ -15,7 +15,7 @@ from tlora.cluster import local
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.reconciler import Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.engine.settler import Settler
+from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.protocol import (
     BaseMeasured,
     BaseSpeed,
@@ -28,7 +28,7 @@ from tlora.protocol import (
     JobSubmitted,
     Tick,
 )
-from tlora.worker_protocol import Failed, Finished, HeldJob, Hello, Join, Joined, Load, Loaded, Measured, Report, Said, Want
+from tlora.worker_protocol import DesiredState, Envelope, Failed, Finished, HeldJob, Hello, Join, Joined, Load, Loaded, Measured, Report
 
 
 class FoundCrew(FakeCrew):
@@ -44,7 +44,7 @@ class FoundCrew(FakeCrew):
             worker.attach(Hello(f"earlier {gpu}", (gpu,), {}, load, True, found, jobs, 1, 7, 0), lambda _: None)
             if gpu == 0:
                 for number, report in enumerate(self.said):
-                    self.inbox.put((worker, None if report is None else Said(number + 1, 7, report)))
+                    self.inbox.put((worker, None if report is None else Envelope(number + 1, 7, report)))
 
 
 @pytest.fixture
@@ -79,25 +79,25 @@ def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..
     backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
     events = poll_until(backend, JobFinished)
     assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
-    assert backend._crew.workers[0].jobs == {} and not backend._reconciler.open
+    assert backend._worker_pool.workers[0].jobs == {} and not backend._reconciler.open
 
 
 def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Callable[..., LocalBackend]) -> None:
     """The controller before wanted its group on other GPUs, and was killed. One of its jobs is in, one on its way in; nobody says how far
     they have got.
     """
-    settler, wanted = Settler(), (Join(job("a").spec, attempt=3), Join(job("b").spec, attempt=4))
-    settler.hear_want(Want(1, 1, Load("models/base", "o", "cpu", 0.0), group("g0", 0, "a", "b"), wanted))
-    settler.hear_report(Loaded())
-    settler.hear_report(Joined("a", 2))
-    settler.reports.clear()  # these are taken
-    settler.hear_want(Want(1, 2, Load("models/base", "o", "cpu", 0.0), stop=True))
-    backend = find((group("g0", 0, "a", "b"), tuple(settler.held)), said=(*settler.reports, None))
+    worker_reconciler, wanted = WorkerReconciler(), (Join(job("a").spec, attempt=3), Join(job("b").spec, attempt=4))
+    worker_reconciler.hear_want(DesiredState(1, 1, Load("models/base", "o", "cpu", 0.0), group("g0", 0, "a", "b"), wanted))
+    worker_reconciler.hear_report(Loaded())
+    worker_reconciler.hear_report(Joined("a", 2))
+    worker_reconciler.reports.clear()  # these are taken
+    worker_reconciler.hear_want(DesiredState(1, 2, Load("models/base", "o", "cpu", 0.0), stop=True))
+    backend = find((group("g0", 0, "a", "b"), tuple(worker_reconciler.held)), said=(*worker_reconciler.reports, None))
     for name in "ab":
         backend.submit(submitted(name), job(name), at_seconds=-1.0)
     events = [*backend.poll(), *backend.poll()]
     assert any(isinstance(event, GroupFound) for event in events) and any(isinstance(event, GroupLost) for event in events)
-    assert all(suspect.is_clean for suspect in backend._reconciler.blame.of.values())
+    assert all(suspect.is_clean for suspect in backend._reconciler.crash_attribution.of.values())
 
 
 @pytest.mark.parametrize("end", [Finished("a", {}, 3), Failed("a", "its data", 3)])
@@ -146,7 +146,7 @@ def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., Loca
     (found,) = [event for event in events if isinstance(event, GroupFound)]
     assert found.steps == (2,), "what its worker has done of it by now"
     assert found.group.job_ids == ("b",) and backend._reconciler.groups == {"g0": found.group}, "its attempt is the later one"
-    assert not backend._crew.workers[1].stopping
+    assert not backend._worker_pool.workers[1].stopping
     assert [event.job_id for event in events if isinstance(event, JobSubmitted)] == ["a"], "it waits, and goes on from its checkpoint"
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tlora.cluster.blame import MOST_DEATHS
 from tlora.cluster.controller import run
+from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob

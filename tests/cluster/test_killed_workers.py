@@ -17,12 +17,12 @@ import pytest
 from tests.cluster.memory_group import MemoryGroup, memory_group
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tlora.cluster.blame import MOST_DEATHS
 from tlora.cluster.controller import run
-from tlora.cluster.crew import Limits
+from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.cluster.worker_pool import Limits
 from tlora.live.cluster_run import submit_all
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
@@ -107,7 +107,7 @@ class Killer:
         worker = reconciler.workers.get(0)
         if self.dying or not self.kinds or worker is None or not worker.jobs or self.left > 0:
             return
-        if any(suspect.deaths >= MOST_DEATHS - 1 for name, suspect in reconciler.blame.of.items() if name in self.living):
+        if any(suspect.deaths >= MOST_DEATHS - 1 for name, suspect in reconciler.crash_attribution.of.items() if name in self.living):
             return  # nor one that may join before the process is dead
         self.early += not worker.residents
         kind, self.dying = self.kinds.pop(), True

@@ -12,10 +12,10 @@ import pytest
 
 from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
 from tlora.cluster import local
-from tlora.cluster.blame import MOST_DEATHS
+from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
-from tlora.engine.messages import Share
+from tlora.engine.messages import SetPlan
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.live.cluster_run import submit_all
@@ -117,7 +117,7 @@ def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalB
     backend.execute(StartGroup(group("g0", 1, "a", "b", budget=512)))
     (worker,) = STARTED
     assert worker.gpu == 1 and worker.load.base_model == "models/base" and worker.load.output_dir.endswith("/jobs")
-    assert worker.commands[0] == Share(512, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
+    assert worker.commands[0] == SetPlan(512, {"a": 1.0, "b": 1.0}) and worker.asked == ["+a", "+b"]
     worker.obey()
     assert backend.poll() == [GroupReady("g0")]
 
@@ -229,7 +229,7 @@ def test_a_plan_is_told_once(backend: LocalBackend) -> None:
     backend.execute(ChangeGroup(group("g0", 0, "a")))
     assert worker.commands == [] and backend.poll() == [GroupReady("g0")]
     backend.execute(ChangeGroup(group("g0", 0, "a", budget=2048)))
-    assert worker.commands == [Share(2048, {"a": 1.0})]
+    assert worker.commands == [SetPlan(2048, {"a": 1.0})]
 
 
 def test_ended_jobs_are_told_once_and_never_join_again(backend: LocalBackend) -> None:
@@ -304,7 +304,7 @@ def test_only_jobs_that_were_computed_are_suspected(backend: LocalBackend) -> No
     worker.say(Stepped("a", 7, 0.1), None)
     while not isinstance(backend.poll()[-1], GroupLost):
         pass
-    assert [name for name in "abc" if backend._reconciler.blame.is_alone(name)] == ["a", "c"]
+    assert [name for name in "abc" if backend._reconciler.crash_attribution.is_alone(name)] == ["a", "c"]
 
 
 def test_a_job_that_is_refused_waits_until_somebody_has_gone(backend: LocalBackend) -> None:
@@ -372,7 +372,7 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
         for name in ("a", "b") if number else ():
             assert worker.asked == [f"+{name}"]
             worker.obey()
-            worker.say(Stepped(name, backend._reconciler.blame.of[name].alone_until, 0.1))
+            worker.say(Stepped(name, backend._reconciler.crash_attribution.of[name].alone_until, 0.1))
             heard(backend)
             worker.obey()
             heard(backend)
@@ -380,7 +380,7 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
         worker.say(None)
         while worker.gpu in backend._reconciler.workers:
             backend._listen()
-        known = backend._reconciler.blame.of["a"]
+        known = backend._reconciler.crash_attribution.of["a"]
         assert known.alone_until is not None
         alone.append(known.alone_until - known.furthest)
     assert alone == [4, 16, 64] and {"a", "b"} <= backend._reconciler.open
@@ -388,7 +388,7 @@ def test_each_death_in_company_makes_the_time_alone_longer(backend: LocalBackend
 
 def test_a_suspicion_is_forgotten_after_a_long_time_without_another(backend: LocalBackend) -> None:
     """Ten times the steps that it costs alone. Each death is held against the job for as long as its own time alone was."""
-    known = backend._reconciler.blame
+    known = backend._reconciler.crash_attribution
     (worker,) = running(backend, group("g0", 0, "a", "b"))
     worker.say(Stepped("a", 100, 0.1), None)
     backend.poll()
@@ -419,7 +419,7 @@ def test_one_that_is_trusted_again_is_alone_for_the_least_time_when_a_worker_die
     (worker,) = running(backend, group("g0", 0, "a", "b"))
     worker.say(None)
     backend.poll()
-    assert known.blame.of["a"].alone_until == 4
+    assert known.crash_attribution.of["a"].alone_until == 4
     backend.execute(StartGroup(group("g1", 0, "a", "b")))
     worker = STARTED[-1]
     for name in ("a", "b"):
@@ -432,7 +432,7 @@ def test_one_that_is_trusted_again_is_alone_for_the_least_time_when_a_worker_die
     worker.say(None)
     while worker.gpu in known.workers:
         backend._listen()
-    assert [known.blame.of[name].alone_until for name in "ab"] == [48, 48]
+    assert [known.crash_attribution.of[name].alone_until for name in "ab"] == [48, 48]
 
 
 def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) -> None:
@@ -440,7 +440,7 @@ def test_a_worker_that_others_end_lets_its_jobs_go_first(backend: LocalBackend) 
     (worker,) = running(backend, group("g0", 0, "a"))
     worker.say(Ending("signal 15"), Left("a", 5, "checkpoint-5"), None)
     assert isinstance(backend.poll()[0], GroupLost) and worker.asked == []
-    assert all(suspect.is_clean for suspect in backend._reconciler.blame.of.values())
+    assert all(suspect.is_clean for suspect in backend._reconciler.crash_attribution.of.values())
 
 
 def test_a_job_that_kills_its_workers_fails(backend: LocalBackend) -> None:

@@ -23,14 +23,16 @@ from tlora.cluster.controller import run
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.messages import Leave, Stop
-from tlora.engine.settler import Settler
+from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.link.outbox import Outbox
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobGroup, JobProfile, JobSubmitted, ParallelPlan
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.shape.hardware import cost_model
 from tlora.worker_protocol import (
+    Ack,
     Alive,
+    DesiredState,
     Finished,
     FromController,
     FromWorker,
@@ -42,8 +44,6 @@ from tlora.worker_protocol import (
     Refused,
     Report,
     Stepped,
-    Taken,
-    Want,
 )
 
 MOST_UNDER_WAY = 40  # messages, above which nothing is said again: more than a line holds
@@ -66,33 +66,41 @@ class FarWorker:
     def __init__(self, world: World, gpus: tuple[int, ...]) -> None:
         self.world, self.gpus, self.process = world, gpus, FakeProcess()
         self.incarnation = f"{gpus}-{world.random.random()}"
-        self.settler, self.outbox = Settler(), Outbox()
+        self.worker_reconciler, self.outbox = WorkerReconciler(), Outbox()
         self.steps: dict[str, int] = {}
         self.joining: list[str] = []
         self.alive = True
         self.load: Any = None
 
     def hello(self) -> Hello:
-        want, held = self.settler.want, self.settler.held
+        want, held = self.worker_reconciler.want, self.worker_reconciler.held
         ends = [end for end in self.outbox.ends() if all(end.job_id != one.job_id for one in held)]
         given = (want.group, want.epoch, want.generation) if want is not None else (None, 0, 0)
         return Hello(
-            self.incarnation, self.gpus, {}, self.load, self.settler.loaded, given[0], (*held, *ends), *given[1:], self.outbox.last_taken
+            self.incarnation,
+            self.gpus,
+            {},
+            self.load,
+            self.worker_reconciler.loaded,
+            given[0],
+            (*held, *ends),
+            *given[1:],
+            self.outbox.last_taken,
         )
 
     def hear(self, message: FromController) -> None:
-        if isinstance(message, Taken):
+        if isinstance(message, Ack):
             self.outbox.taken(message.seq)
-        elif isinstance(message, Want) and self.settler.hear_want(message):
+        elif isinstance(message, DesiredState) and self.worker_reconciler.hear_want(message):
             self.load = self.load or message.load
         self.obey()
 
     def tell(self, report: Report) -> None:
-        self.settler.hear_report(report)
+        self.worker_reconciler.hear_report(report)
 
     def obey(self) -> None:
-        while self.settler.commands:
-            command = self.settler.commands.pop(0)
+        while self.worker_reconciler.commands:
+            command = self.worker_reconciler.commands.pop(0)
             if isinstance(command, Join):
                 self.joining.append(command.job.name)
             elif isinstance(command, Leave):
@@ -101,9 +109,9 @@ class FarWorker:
                 for name in [*self.joining, *self.steps]:
                     self.let_go(name)
                 self.world.end(self)
-        for report in self.settler.reports:
-            self.outbox.put(report, self.settler.want.generation if self.settler.want else 0)
-        self.settler.reports.clear()
+        for report in self.worker_reconciler.reports:
+            self.outbox.put(report, self.worker_reconciler.want.generation if self.worker_reconciler.want else 0)
+        self.worker_reconciler.reports.clear()
 
     def let_go(self, name: str) -> None:
         if name in self.joining:
@@ -117,9 +125,9 @@ class FarWorker:
     def work(self) -> None:
         """Something happens: the base is loaded, a job is let in, or a step is done."""
         disk, chance = self.world.disk, self.world.random
-        if self.load is not None and not self.settler.loaded:
+        if self.load is not None and not self.worker_reconciler.loaded:
             self.tell(Loaded())
-        elif self.joining and self.settler.loaded and chance.random() < 0.5:
+        elif self.joining and self.worker_reconciler.loaded and chance.random() < 0.5:
             name = self.joining.pop()
             if chance.random() < 0.1:
                 self.tell(Refused(name, "no memory now"))
@@ -147,7 +155,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random, self.disk = random.Random(seed), Disk()
         self.far: dict[int, FarWorker] = {}  # by the first of their GPUs
-        self.crew: LossyCrew | None = None
+        self.worker_pool: LossyCrew | None = None
         self.log: list[Event | Action] = []
         self.shapes: Counter[tuple[int, ...]] = Counter()  # GPUs of the workers that were started
         self.under_way: list[tuple[FarWorker, RemoteWorker, FromWorker | FromController]] = []
@@ -169,9 +177,9 @@ class World:
 
     def turn(self) -> list[tuple[RemoteWorker, Report | None]]:
         """One thing happens. What the controller hears by it."""
-        chance, crew = self.random, self.crew
+        chance, worker_pool = self.random, self.worker_pool
         self.turns += 1
-        assert crew is not None and self.turns < MOST_TURNS, "nothing happens any more"
+        assert worker_pool is not None and self.turns < MOST_TURNS, "nothing happens any more"
         what = chance.random()
         if what < self.deadly and self.far and self.kills < 2:
             self.kills += 1
@@ -183,20 +191,20 @@ class World:
         if what < 0.85 and self.under_way:
             place = chance.randrange(len(self.under_way)) if chance.random() < self.disorder else 0
             return self.deliver(*self.under_way.pop(place))
-        return crew.time_passes()
+        return worker_pool.time_passes()
 
     def deliver(self, far: FarWorker, near: RemoteWorker, message: Any) -> list[tuple[RemoteWorker, Report | None]]:
-        if isinstance(message, Want | Taken):
+        if isinstance(message, DesiredState | Ack):
             # what an earlier controller said came over a connection that had ended before the last Hello
-            if far.alive and self.crew is not None and self.crew.owner.get(near) is far:
+            if far.alive and self.worker_pool is not None and self.worker_pool.owner.get(near) is far:
                 far.hear(message)
             return []
-        if self.crew is None or self.crew.workers.get(near.gpu) is not near or self.crew.owner.get(near) is not far:
+        if self.worker_pool is None or self.worker_pool.workers.get(near.gpu) is not near or self.worker_pool.owner.get(near) is not far:
             return []
         if isinstance(message, Alive):
             near.hear_alive(message)
         elif isinstance(message, Hello):
-            near.attach(message, self.crew.sender(far, near))
+            near.attach(message, self.worker_pool.sender(far, near))
         elif (report := near.take(message)) is not None:
             return [(near, report)]
         return []
@@ -212,7 +220,7 @@ class LossyCrew:
         self._epoch, self._loads = epoch, loads
         self.workers: dict[int, RemoteWorker] = {}
         self.owner: dict[RemoteWorker, FarWorker] = {}
-        self.world.crew = self
+        self.world.worker_pool = self
 
     def sender(self, far: FarWorker, near: RemoteWorker) -> Any:
         return lambda message: self.world.send(far, near, message)
@@ -248,7 +256,7 @@ class LossyCrew:
                 continue
             for said in far.outbox.again() + far.outbox.fresh():
                 self.world.send(far, near, said)
-            want = far.settler.want
+            want = far.worker_reconciler.want
             self.world.send(far, near, Alive(want.generation if want else 0, "training", 0))
             assert self.workers[gpu] is near
         return found
@@ -348,7 +356,7 @@ def controller(world: World, directory: Path) -> None:
         run(Scheduler(Restless(world.random), cost_model(), None), backend, record)
     except KilledError:
         backend.abandon()
-        world.crew = None
+        world.worker_pool = None
         controller(world, directory)
 
 

@@ -12,10 +12,10 @@ from tests.cluster.test_culprit import OneGroup
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
 from tlora.cluster.controller import run
-from tlora.cluster.crew import Limits
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.cluster.worker_pool import Limits
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import Action, Event, GroupLost, JobFinished, JobProfile, JobSubmitted
 

@@ -18,11 +18,11 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.credentials import WorkerTokens
-from tlora.cluster.crew import Limits
-from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.cluster.worker_pool import Limits
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import Action, Event, GroupLost, JobFinished, JobProfile, JobSubmitted, StepsDone
 
@@ -38,18 +38,18 @@ def test_a_worker_over_tls_that_is_killed_or_stopped(tmp_path: Path, monkeypatch
     spec = run_spec(base, tmp_path / "out", [order]).jobs[0]
     machine = LocalMachine((0,), "cpu", {"tiny": str(base)}, tmp_path / "out", deterministic=True, limits=Limits(stopped=0.5))
     told: list[Event | Action] = []
-    door = TlsDoor(tmp_path / "out" / "workers", ("127.0.0.1", 0))
+    listener = TlsListener(tmp_path / "out" / "workers", ("127.0.0.1", 0))
     environment = os.environ | {"TLORA_WORKER_TOKEN": WorkerTokens(tmp_path / "out" / "workers").create(600)[1], "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tlora", "worker", "--connect", door.address, "--fingerprint", door.fingerprint]
+    command = [sys.executable, "-m", "tlora", "worker", "--connect", listener.address, "--fingerprint", listener.fingerprint]
     log = EventLog(tmp_path / "events.jsonl")
     with (
-        LocalBackend(machine, door=door) as backend,
+        LocalBackend(machine, listener=listener) as backend,
         closing(log),
         subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as process,
     ):
 
         def submit() -> None:
-            while not backend._crew.workers:
+            while not backend._worker_pool.workers:
                 time.sleep(0.01)
             submit_all(backend, {"a": LocalJob(spec)}, [(0.0, JobSubmitted("a", "tiny", 1, JobProfile(100.0, 120, 30, 1000)))])
 
@@ -57,7 +57,7 @@ def test_a_worker_over_tls_that_is_killed_or_stopped(tmp_path: Path, monkeypatch
             told.append(item)
             log.write(seconds, item)
             if isinstance(item, StepsDone) and sum(isinstance(earlier, StepsDone) for earlier in told) == 1:
-                assert backend._crew.workers[0].process.pid == process.pid
+                assert backend._worker_pool.workers[0].process.pid == process.pid
                 process.send_signal(number)
 
         threading.Thread(target=submit).start()

@@ -9,8 +9,8 @@ import pytest
 from tests.cluster.test_wide_training import Script, World, run_script
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, train, write_rows
-from tlora.cluster import crew
-from tlora.cluster.blame import MOST_DEATHS
+from tlora.cluster import worker_pool
+from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.protocol import Event, GroupLost, JobFinished
 from tlora.version import __version__
@@ -22,12 +22,12 @@ def test_no_job_is_blamed_for_a_refused_worker(tmp_path: Path, monkeypatch: pyte
     write_rows(tmp_path / "a.jsonl", 12, 0, high=20)
     world = World(base, [job("a", str(tmp_path / "a.jsonl"))], tmp_path / "whole")
     train(base, world.whole, world.orders, deterministic=True)
-    monkeypatch.setattr(crew, "AGAIN_SECONDS", 0.1)
-    monkeypatch.setattr(crew, "__version__", "0.0.0")
+    monkeypatch.setattr(worker_pool, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(worker_pool, "__version__", "0.0.0")
 
     def act(event: Event, script: Script) -> tuple[int, ...]:
         if script.count > MOST_DEATHS:
-            monkeypatch.setattr(crew, "__version__", __version__)
+            monkeypatch.setattr(worker_pool, "__version__", __version__)
         return script.gpus
 
     script, notes = Script((0,), act), list[str]()
@@ -40,14 +40,14 @@ def test_no_job_is_blamed_for_a_refused_worker(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_worker_that_was_refused_is_not_started_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "AGAIN_SECONDS", 1e9)
-    monkeypatch.setattr(crew, "__version__", "0.0.0")
+    monkeypatch.setattr(worker_pool, "AGAIN_SECONDS", 1e9)
+    monkeypatch.setattr(worker_pool, "__version__", "0.0.0")
     machine = LocalMachine((0,), "cpu", {"tiny": "models/none"}, tmp_path / "out")
     with LocalBackend(machine) as backend:
-        worker = backend._crew.start((0,), "models/none")
+        worker = backend._worker_pool.start((0,), "models/none")
         assert worker is not None
         ended = list[object]()
         while (worker, None) not in ended:
-            ended += backend._crew.listen(1.0)
-        del backend._crew.workers[0]
-        assert worker.doomed and backend._crew.start((0,), "models/none") is None and not backend._crew.workers
+            ended += backend._worker_pool.listen(1.0)
+        del backend._worker_pool.workers[0]
+        assert worker.doomed and backend._worker_pool.start((0,), "models/none") is None and not backend._worker_pool.workers

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
 from tests.cluster.test_local import group, job, machine, submitted
 from tlora.cluster import local
-from tlora.cluster.blame import MOST_DEATHS
+from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import Held
 from tlora.errors import ConfigError
@@ -155,7 +155,7 @@ def test_a_group_that_was_moving_is_found_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(local, "Crew", FakeCrew)
     with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as backend:
         for gpus, held in (((0,), {"a": Held(5), "b": Held(6)}), ((1, 2), {"b": Held(7)})):
-            worker = backend._crew.start(gpus, "models/base")
+            worker = backend._worker_pool.start(gpus, "models/base")
             worker.found, worker.jobs, worker.loaded = wide("g", gpus, "a", "b"), held, True
         backend._found = True
         for name in "ab":

@@ -15,11 +15,11 @@ from tlora.batching.pack import MicroBatch
 from tlora.engine import calibration
 from tlora.engine.background_calibration import BackgroundCalibration, HasRoom
 from tlora.engine.calibration import CalibrationError, Timed, device_name, fitted, key_of, recall
-from tlora.engine.settler import Settler
+from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.group.engine import Engine
 from tlora.protocol import BaseSpeed
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Load, Measured, Memory, Want
+from tlora.worker_protocol import DesiredState, Load, Measured, Memory
 
 SPEED = BaseSpeed(1000.0, 0.01, 0.0, 0.001)
 
@@ -197,19 +197,19 @@ def test_what_cannot_be_timed_is_said_and_the_worker_goes_on(
 
 
 def test_each_controller_hears_it_once() -> None:
-    settler, load = Settler(), Load("b", "o", "cpu", 0.0)
-    settler.hear_want(Want(1, 1, load))
-    settler.hear_report(Measured("H200", SPEED))
-    assert settler.reports == [Measured("H200", SPEED)]
-    settler.reports.clear()
-    settler.hear_want(Want(1, 2, load))
-    assert not [report for report in settler.reports if isinstance(report, Measured)]
-    settler.hear_want(Want(2, 1, load))
-    assert [report for report in settler.reports if isinstance(report, Measured)] == [Measured("H200", SPEED)]
-    settler.hear_report(Memory((30 << 30,)))
-    settler.reports.clear()
-    settler.hear_want(Want(3, 1, load))
-    assert settler.reports[:2] == [Measured("H200", SPEED), Memory((30 << 30,))]
+    worker_reconciler, load = WorkerReconciler(), Load("b", "o", "cpu", 0.0)
+    worker_reconciler.hear_want(DesiredState(1, 1, load))
+    worker_reconciler.hear_report(Measured("H200", SPEED))
+    assert worker_reconciler.reports == [Measured("H200", SPEED)]
+    worker_reconciler.reports.clear()
+    worker_reconciler.hear_want(DesiredState(1, 2, load))
+    assert not [report for report in worker_reconciler.reports if isinstance(report, Measured)]
+    worker_reconciler.hear_want(DesiredState(2, 1, load))
+    assert [report for report in worker_reconciler.reports if isinstance(report, Measured)] == [Measured("H200", SPEED)]
+    worker_reconciler.hear_report(Memory((30 << 30,)))
+    worker_reconciler.reports.clear()
+    worker_reconciler.hear_want(DesiredState(3, 1, load))
+    assert worker_reconciler.reports[:2] == [Measured("H200", SPEED), Memory((30 << 30,))]
 
 
 def test_a_full_disk_costs_the_measurement_and_not_the_worker(

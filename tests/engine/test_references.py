@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, train, write_rows
 from tlora.engine import trainer
-from tlora.engine.messages import Command, Leave, Share
+from tlora.engine.messages import Command, Leave, SetPlan
 from tlora.engine.watcher import Watcher
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.store.checkpoint import REFERENCE_DIRECTORY
@@ -120,7 +120,7 @@ def test_a_job_that_moves_to_another_worker_takes_its_reference_along(
     assert isinstance(made, ProfiledJob)
     load = Load(str(wide_base), str(tmp_path / "out"), "cpu", time.time(), deterministic=True)
     join = Join(run.jobs[0], made.train_set, made.eval_set)
-    first: list[Command] = [Share(96), join]
+    first: list[Command] = [SetPlan(96), join]
     told = work(load, first, when(Stepped, "dpo", 2, Leave("dpo")))
     assert [report for report in told if isinstance(report, Left) and report.steps < 6]
     shutil.rmtree(start)

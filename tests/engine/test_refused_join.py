@@ -14,7 +14,7 @@ from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.test_worker_options import needed
 from tests.engine.tiny_runs import sha256
-from tlora.engine.messages import Share
+from tlora.engine.messages import SetPlan
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Finished, Join, Joined, Refused, Stepped
 
@@ -79,7 +79,7 @@ def test_below_a_memory_limit_a_job_waits_for_its_turn(made: Orders, tmp_path: P
             return [replace(made.join("short"), job=large if waiting.pop() == "large" else other)]
         return []
 
-    first = [Share(64), replace(made.join("short"), job=large), replace(made.join("short"), job=other)]
+    first = [SetPlan(64), replace(made.join("short"), job=large), replace(made.join("short"), job=other)]
     told = work(replace(made.load(tmp_path), memory_limit=limit), first, answer)
     (refused,) = [report for report in told if isinstance(report, Refused)]
     assert "below memory_limit" in refused.reason

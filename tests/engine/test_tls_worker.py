@@ -22,9 +22,9 @@ from tests.engine.test_worker_process import crews as crews
 from tests.engine.test_worker_process import long as long
 from tests.engine.tiny_runs import sha256
 from tlora.cluster.credentials import TOKENS, WorkerTokens
-from tlora.cluster.crew import Crew
-from tlora.cluster.doors import TlsDoor
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.remote_worker import RemoteWorker
+from tlora.cluster.worker_pool import WorkerPool
 from tlora.cluster.worker_process import read_records
 from tlora.link.address import tcp_place
 from tlora.protocol import JobGroup, ParallelPlan
@@ -58,7 +58,7 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def came(crew: Crew) -> RemoteWorker:
+def came(crew: WorkerPool) -> RemoteWorker:
     """The worker of GPU 0, when it has come."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while 0 not in crew.workers:
@@ -67,23 +67,23 @@ def came(crew: Crew) -> RemoteWorker:
     return crew.workers[0]
 
 
-def where(door: TlsDoor) -> list[str]:
-    return ["--connect", door.address, "--fingerprint", door.fingerprint]
+def where(listener: TlsListener) -> list[str]:
+    return ["--connect", listener.address, "--fingerprint", listener.fingerprint]
 
 
 @pytest.mark.soak  # the next test and those of tests/cluster train over TLS
 def test_a_job_trained_over_tls_has_the_bytes_of_any_other(
-    made: Orders, tmp_path: Path, store: Path, crews: list[Crew], start: Start, real_start: None
+    made: Orders, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start, real_start: None
 ) -> None:
     load = made.load(tmp_path / "out")
     crew = crew_of(crews, store, load)
-    door = TlsDoor(store, ("127.0.0.1", 0))
-    crew.listen_on(door)
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    crew.listen_on(listener)
     secret = WorkerTokens(store).create(600)[1]
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(secret)
-    process = start(*where(door), "--token-file", str(file))
+    process = start(*where(listener), "--token-file", str(file))
     worker = came(crew)
     assert worker.process.pid == process.pid and read_records(store)[(0,)].pid == process.pid
     shown = Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
@@ -98,14 +98,14 @@ def test_a_job_trained_over_tls_has_the_bytes_of_any_other(
 
 
 def test_the_next_controller_finds_it_training_over_tls(
-    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[Crew], start: Start
+    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
 ) -> None:
     """On the same port; that its token has expired meanwhile does not matter. Its end is noticed as any other's."""
     load = made.load(tmp_path / "out")
     first = crew_of(crews, store, load)
-    door = TlsDoor(store, ("127.0.0.1", 0))
-    first.listen_on(door)
-    process = start(*where(door), token=WorkerTokens(store).create(600)[1])
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    first.listen_on(listener)
+    process = start(*where(listener), token=WorkerTokens(store).create(600)[1])
     worker = came(first)
     worker.give(load)
     worker.want(GROUP, (long,), False)
@@ -117,7 +117,7 @@ def test_the_next_controller_finds_it_training_over_tls(
     path.write_text(path.read_text().replace(f'"expires": {WorkerTokens(store).all()[0].expires}', '"expires": 0.0'))
     assert WorkerTokens(store).all()[0].has_expired
     second = crew_of(crews, store, load, epoch=2)
-    second.listen_on(TlsDoor(store, tcp_place(door.address)))
+    second.listen_on(TlsListener(store, tcp_place(listener.address)))
     second.find(read_records(store))
     found = second.workers[0]
     assert found.incarnation == worker.incarnation and found.jobs["long"].steps >= steps and found.process.pid == process.pid
@@ -130,14 +130,14 @@ def test_the_next_controller_finds_it_training_over_tls(
 
 
 def test_a_worker_whose_token_is_revoked_saves_its_jobs_and_ends(
-    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[Crew], start: Start
+    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
 ) -> None:
     load = made.load(tmp_path / "out")
     crew = crew_of(crews, store, load)
-    door = TlsDoor(store, ("127.0.0.1", 0))
-    crew.listen_on(door)
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    crew.listen_on(listener)
     token, secret = WorkerTokens(store).create(600)
-    process = start(*where(door), token=secret)
+    process = start(*where(listener), token=secret)
     worker = came(crew)
     worker.give(load)
     worker.want(GROUP, (long,), False)
@@ -148,10 +148,12 @@ def test_a_worker_whose_token_is_revoked_saves_its_jobs_and_ends(
     assert process.wait(PATIENCE_SECONDS) == 0
 
 
-def test_a_worker_that_is_not_let_in_says_why_once(made: Orders, tmp_path: Path, store: Path, crews: list[Crew], start: Start) -> None:
+def test_a_worker_that_is_not_let_in_says_why_once(
+    made: Orders, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
+) -> None:
     crew = crew_of(crews, store, made.load(tmp_path / "out"))
-    door = TlsDoor(store, ("127.0.0.1", 0))
-    crew.listen_on(door)
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    crew.listen_on(listener)
     token, secret = WorkerTokens(store).create(600)
     revoked, gone = WorkerTokens(store).create(600)
     WorkerTokens(store).revoke(revoked.id)
@@ -159,11 +161,11 @@ def test_a_worker_that_is_not_let_in_says_why_once(made: Orders, tmp_path: Path,
         nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     other = "sha256:" + "0" * 64
     cases = [
-        (["--connect", door.address, "--fingerprint", other], secret, "Nothing was sent"),
-        (where(door), "tlw-" + "x" * 43, "a token that is unknown here"),
-        (where(door), gone, "was revoked"),
-        (where(door), None, "needs a token"),
-        (where(door)[:2], secret, "needs --fingerprint"),
+        (["--connect", listener.address, "--fingerprint", other], secret, "Nothing was sent"),
+        (where(listener), "tlw-" + "x" * 43, "a token that is unknown here"),
+        (where(listener), gone, "was revoked"),
+        (where(listener), None, "needs a token"),
+        (where(listener)[:2], secret, "needs --fingerprint"),
         (["--connect", nobody, "--fingerprint", other], secret, "no cluster listens at tcp://"),
     ]
     processes = [(start(*options, token=given), fact) for options, given, fact in cases]
@@ -176,14 +178,14 @@ def test_a_worker_that_is_not_let_in_says_why_once(made: Orders, tmp_path: Path,
 
 
 def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
-    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[Crew], start: Start
+    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
 ) -> None:
     """Whoever listens on the port next has another certificate: it hears nothing. The lease ends the worker, with its jobs saved."""
     load = made.load(tmp_path / "out")
     crew = crew_of(crews, store, load, lease=2.0)
-    door = TlsDoor(store, ("127.0.0.1", 0))
-    crew.listen_on(door)
-    process = start(*where(door), token=WorkerTokens(store).create(600)[1])
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    crew.listen_on(listener)
+    process = start(*where(listener), token=WorkerTokens(store).create(600)[1])
     worker = came(crew)
     worker.give(load)
     worker.want(GROUP, (long,), False)
@@ -192,7 +194,7 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
     crew.workers.clear()
     (tmp_path / "other").mkdir()
     stranger = crew_of(crews, tmp_path / "other", load)
-    stranger.listen_on(TlsDoor(tmp_path / "other", tcp_place(door.address)))
+    stranger.listen_on(TlsListener(tmp_path / "other", tcp_place(listener.address)))
     said = process.communicate(timeout=PATIENCE_SECONDS)[1].decode()
     assert process.returncode == 0 and said.count("trains on, and dials again") == 1 and "Nothing was sent" in said, said
     assert "the lease is 2 s" in said and not stranger.workers
@@ -204,7 +206,7 @@ def _can_unshare() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.skipif(not _can_unshare(), reason="needs rights to make namespaces; tests/cluster/test_doors.py says the same by hand")
+@pytest.mark.skipif(not _can_unshare(), reason="needs rights to make namespaces; tests/cluster/test_listeners.py says the same by hand")
 @pytest.mark.parametrize(
     ("namespace", "before", "fact"),
     [
@@ -214,14 +216,14 @@ def _can_unshare() -> bool:
     ],
 )
 def test_a_worker_of_another_namespace_is_refused(
-    made: Orders, tmp_path: Path, store: Path, crews: list[Crew], namespace: list[str], before: str, fact: str
+    made: Orders, tmp_path: Path, store: Path, crews: list[WorkerPool], namespace: list[str], before: str, fact: str
 ) -> None:
     """As in a container: it has other processes, or sees another directory at the store's path, or may not write there."""
     crew = crew_of(crews, store, made.load(tmp_path / "out"))
-    door = TlsDoor(store, ("127.0.0.1", 0))
-    crew.listen_on(door)
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    crew.listen_on(listener)
     script = f'{before.replace("STORE", str(store))} && exec "$@"'
-    command = ["unshare", *namespace, "sh", "-c", script, "sh", sys.executable, "-m", "tlora", "worker", *where(door)]
+    command = ["unshare", *namespace, "sh", "-c", script, "sh", sys.executable, "-m", "tlora", "worker", *where(listener)]
     environment = os.environ | {"TLORA_WORKER_TOKEN": WorkerTokens(store).create(600)[1]}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and fact in done.stderr and "not supported yet" in done.stderr, done.stderr

@@ -22,7 +22,7 @@ from tlora.engine.watcher import Watcher
 from tlora.engine.worker_base import load_base
 from tlora.errors import ModelError
 from tlora.live.cluster_run import train_on_cluster
-from tlora.service.outlines import Precision, find_outline
+from tlora.service.base_shapes import Precision, find_outline
 from tlora.supermodel.load import load_config
 from tlora.supermodel.weight_files import check_unused, check_weights
 from tlora.worker_protocol import Load

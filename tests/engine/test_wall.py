@@ -21,7 +21,7 @@ from tlora.adapters.state import AdapterState
 from tlora.engine import job_opening as admission
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, CheckpointError, DataError
-from tlora.group.wall import Failure, attempt, is_out_of_memory
+from tlora.group.isolation import Failure, is_out_of_memory, try_call
 from tlora.planning import job_plan, start
 from tlora.store import checkpoint
 from tlora.store import recorder as recorder_room
@@ -30,8 +30,8 @@ from tlora.supermodel.supermodel import SuperModel
 
 
 def test_what_a_step_gives_or_why_it_does_not() -> None:
-    assert attempt(divmod, 7, 2) == (3, 1)
-    failed = attempt(divmod, 7, 0)
+    assert try_call(divmod, 7, 2) == (3, 1)
+    failed = try_call(divmod, 7, 0)
     assert isinstance(failed, Failure) and failed.reason.startswith("ZeroDivisionError: ")
     assert Failure(DataError("row 3 is empty")).reason == "row 3 is empty"
     assert Failure(MemoryError()).reason == "MemoryError"
@@ -43,7 +43,7 @@ def test_an_interrupt_is_no_failure(error: type[BaseException]) -> None:
         raise error
 
     with pytest.raises(error):
-        attempt(step)
+        try_call(step)
 
 
 class Panic(BaseException):
@@ -58,7 +58,7 @@ def test_a_panic_is_a_failure_and_nothing_that_the_step_held_lives_on() -> None:
         held.append(weakref.ref(activations))
         raise Panic("index out of bounds")
 
-    failed = attempt(step)
+    failed = try_call(step)
     gc.collect()
     assert isinstance(failed, Failure) and failed.reason == "Panic: index out of bounds"
     assert held[0]() is None
@@ -66,7 +66,7 @@ def test_a_panic_is_a_failure_and_nothing_that_the_step_held_lives_on() -> None:
 
 def test_what_is_out_of_memory() -> None:
     for take in (lambda: torch.empty(1 << 60), lambda: np.empty(1 << 56), lambda: bytearray(1 << 60)):
-        failed = attempt(take)
+        failed = try_call(take)
         assert isinstance(failed, Failure) and is_out_of_memory(failed.error), failed
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(OSError(12, "Cannot allocate memory"))
     for error in (

@@ -18,7 +18,7 @@ from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, tra
 from tlora.data.request import PrepareRequest
 from tlora.engine import driver
 from tlora.engine import trainer as trainer_room
-from tlora.engine.messages import Command, Leave, Share, Stop
+from tlora.engine.messages import Command, Leave, SetPlan, Stop
 from tlora.engine.step_timer import StepTimer
 from tlora.engine.trainer import Trainer
 from tlora.group.engine import Engine
@@ -113,7 +113,7 @@ def of(told: list[Report], kind: type[Report], job_id: str) -> list[Any]:
 
 
 def test_a_job_that_moves_ends_as_if_it_had_stayed(made: Orders, tmp_path: Path) -> None:
-    first: list[Command] = [Share(90), made.join("mover"), made.join("stays")]
+    first: list[Command] = [SetPlan(90), made.join("mover"), made.join("stays")]
     told = work(made.load(tmp_path), first, when(Stepped, "mover", 6, Leave("mover")))
     assert isinstance(told[0], Memory) and told[1] == Loaded()
     (left,) = of(told, Left, "mover")
@@ -121,7 +121,7 @@ def test_a_job_that_moves_ends_as_if_it_had_stayed(made: Orders, tmp_path: Path)
     assert [report.steps for report in of(told, Joined, "mover")] == [0]
     assert sha256(tmp_path / "stays") == made.shas["stays"] and of(told, Finished, "stays")[0].result["status"] == "done"
 
-    told = work(made.load(tmp_path), [Share(300, weights={"mover": 3.0}), made.join("short"), made.join("mover")])
+    told = work(made.load(tmp_path), [SetPlan(300, weights={"mover": 3.0}), made.join("short"), made.join("mover")])
     assert [report.steps for report in of(told, Joined, "mover")] == [left.steps]
     assert [report.steps for report in of(told, Stepped, "mover")] == list(range(left.steps + 1, 15))
     assert sha256(tmp_path / "mover") == made.shas["mover"] and sha256(tmp_path / "short") == made.shas["short"]
@@ -271,7 +271,7 @@ def test_the_budget_follows_the_plan_and_holds_the_longest_sample(made: Orders, 
     used: list[int] = []
     compute = Engine.compute
     monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
-    work(made.load(tmp_path), [Share(1), made.join("mover")], when(Stepped, "mover", 5, Share(300)))
+    work(made.load(tmp_path), [SetPlan(1), made.join("mover")], when(Stepped, "mover", 5, SetPlan(300)))
     profile = made.sets["mover"]
     assert isinstance(profile, ProfiledJob)
     assert used[0] == profile.profile.longest_sample_tokens and used[-1] == 300 and set(used) == {used[0], 300}

@@ -9,8 +9,8 @@ import pytest
 from tlora.engine import worker as module
 from tlora.engine.worker import Worker, serve
 from tlora.errors import ConfigError
-from tlora.link.entrance import Entrance
-from tlora.worker_protocol import Load, Want
+from tlora.link.endpoint import Endpoint
+from tlora.worker_protocol import DesiredState, Load
 
 
 @pytest.mark.parametrize(("device", "asked"), [("cuda", [(3,)]), ("cpu", [])])
@@ -21,11 +21,11 @@ def test_a_worker_is_bound_to_its_gpus_when_it_knows_that_it_loads_on_some(
     order: list[Any] = []
 
     class Dialer:
-        def __init__(self, _: Entrance, worker: Worker, __: float) -> None:
+        def __init__(self, _: Endpoint, worker: Worker, __: float) -> None:
             self.worker = worker
 
         def start(self) -> None:
-            self.worker.hear(Want(1, 1, Load("base", "out", device, 0.0)))
+            self.worker.hear(DesiredState(1, 1, Load("base", "out", device, 0.0)))
 
         def put(self, *_: Any) -> None: ...
         def drain(self, _: float) -> None: ...
@@ -34,8 +34,8 @@ def test_a_worker_is_bound_to_its_gpus_when_it_knows_that_it_loads_on_some(
     monkeypatch.setattr(module, "lead_or_train", lambda *_: order.append("loads"))
     monkeypatch.setattr(module.os, "dup2", lambda *_: None)
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
-    entrance: Any = None
-    assert serve(entrance, (3,), order.append) == 0
+    endpoint: Any = None
+    assert serve(endpoint, (3,), order.append) == 0
     assert order == [*asked, "loads"]
 
     def refuse(_: tuple[int, ...]) -> None:
@@ -43,5 +43,5 @@ def test_a_worker_is_bound_to_its_gpus_when_it_knows_that_it_loads_on_some(
 
     if device == "cuda":
         with pytest.raises(ConfigError, match="hidden"):
-            serve(entrance, (3,), refuse)
+            serve(endpoint, (3,), refuse)
         assert order == [*asked, "loads"], "nothing is loaded"

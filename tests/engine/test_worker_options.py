@@ -21,7 +21,7 @@ from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import save_base, sha256, train
 from tests.store.test_metrics import Client
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.engine.messages import Share
+from tlora.engine.messages import SetPlan
 from tlora.engine.trainer import load_base
 from tlora.engine.worker import Worker
 from tlora.errors import CapacityError, ConfigError
@@ -34,21 +34,21 @@ from tlora.shape.memory import Stage
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Failed, Finished, Load, Memory, Want, controller_line, parse_controller_line
+from tlora.worker_protocol import DesiredState, Failed, Finished, Load, Memory, controller_line, parse_controller_line
 
 NONE = RecomputePlan()
 
 
 def test_options_travel() -> None:
     load = Load("b", "o", "cuda", 0.0, dtype="bfloat16", base_precision="fp8", layout="streamed", recompute=3, report_to=("trackio",))
-    assert parse_controller_line(controller_line(Want(1, 1, load))) == Want(1, 1, load)
+    assert parse_controller_line(controller_line(DesiredState(1, 1, load))) == DesiredState(1, 1, load)
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("dtype", "int8"), ("layout", "spread"), ("recompute", -1), ("memory_limit", 0), ("report_to", ["paper"])]
 )
 def test_options_that_no_jobs_file_may_have_are_rejected(field: str, value: Any) -> None:
-    want = json.loads(controller_line(Want(1, 1, Load("b", "o", "cpu", 0.0))))
+    want = json.loads(controller_line(DesiredState(1, 1, Load("b", "o", "cpu", 0.0))))
     with pytest.raises(ValueError, match=field):
         parse_controller_line(json.dumps(want | {"load": want["load"] | {field: value}}).encode())
 
@@ -95,7 +95,7 @@ def test_what_the_first_jobs_launch_on_a_gpu_is_compiled_while_the_base_is_loade
 def test_the_worker_tells_its_trainer_of_the_jobs_that_it_shall_have(made: Orders, tmp_path: Path) -> None:
     worker = Worker((0,), cast("Any", None))
     assert worker.expected == ()
-    worker.hear(Want(1, 1, made.load(tmp_path), None, (made.join("stays"),)))
+    worker.hear(DesiredState(1, 1, made.load(tmp_path), None, (made.join("stays"),)))
     assert [spec.name for spec in worker.expected] == ["stays"]
 
 
@@ -207,7 +207,7 @@ def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypa
     monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
     specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
     limit = needed(made.base, specs, 256)
-    told = work(replace(made.load(tmp_path), memory_limit=limit), [Share(1024), *(made.join(spec.name) for spec in specs)])
+    told = work(replace(made.load(tmp_path), memory_limit=limit), [SetPlan(1024), *(made.join(spec.name) for spec in specs)])
     assert {report.job_id for report in told if isinstance(report, Finished)} == {"stays", "short"}
     assert (
         used[-1] == 256
@@ -220,7 +220,7 @@ def test_a_job_that_cannot_fit_below_the_limit_fails_with_what_would_fit(made: O
     small = next(spec for spec in made.run.jobs if spec.name == "short")
     large = small.model_copy(update={"name": "large", "r": 256})
     limit = needed(made.base, [small], 512)
-    told = work(replace(made.load(tmp_path), memory_limit=limit), [Share(64), replace(made.join("short"), job=large), made.join("short")])
+    told = work(replace(made.load(tmp_path), memory_limit=limit), [SetPlan(64), replace(made.join("short"), job=large), made.join("short")])
     (failed,) = of(told, Failed, "large")
     assert "'large' needs" in failed.reason and "raise memory_limit" in failed.reason and of(told, Finished, "short")
 
@@ -242,7 +242,7 @@ def test_what_is_recomputed_is_as_ordered(
 
     monkeypatch.setattr(Engine, "share", share)
     monkeypatch.setattr(SuperModel, "num_layers", property(lambda _: 3))
-    work(replace(made.load(tmp_path), recompute=recompute), [Share(64), made.join("short")])
+    work(replace(made.load(tmp_path), recompute=recompute), [SetPlan(64), made.join("short")])
     assert set(told) == {layers}
 
 
@@ -256,7 +256,7 @@ def test_without_a_memory_limit_what_is_free_bounds_a_worker_and_its_controller_
     specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
     free = needed(made.base, specs, 256)
     monkeypatch.setattr("tlora.engine.worker_base.memory_limit", lambda device, ordered: free if ordered == "auto" else ordered)
-    told = work(made.load(tmp_path), [Share(1024), *(made.join(spec.name) for spec in specs)])
+    told = work(made.load(tmp_path), [SetPlan(1024), *(made.join(spec.name) for spec in specs)])
     assert [report for report in told if isinstance(report, Memory)] == [Memory((free,))]
     assert {report.job_id for report in told if isinstance(report, Finished)} == {"stays", "short"} and used[-1] == 256
 

@@ -16,8 +16,8 @@ import pytest
 from tests.engine.test_worker import Orders, of, when, work
 from tests.engine.test_worker import made as made
 from tests.engine.tiny_runs import job, run_spec
-from tlora.cluster.crew import Crew, Limits
 from tlora.cluster.remote_worker import RemoteWorker
+from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.engine.messages import Stop
 from tlora.engine.worker import parse_gpus
 from tlora.errors import ConfigError
@@ -37,20 +37,20 @@ def long(made: Orders, data: Path, tmp_path: Path) -> Join:
 
 
 @pytest.fixture
-def crews(made: Orders, tmp_path: Path) -> Iterator[list[Crew]]:
-    opened: list[Crew] = []
+def crews(made: Orders, tmp_path: Path) -> Iterator[list[WorkerPool]]:
+    opened: list[WorkerPool] = []
     yield opened
     for crew in opened:
         crew.close(PATIENCE_SECONDS)
 
 
-def crew_of(crews: list[Crew], directory: Path, load: Load, epoch: int = 1, **limits: float) -> Crew:
+def crew_of(crews: list[WorkerPool], directory: Path, load: Load, epoch: int = 1, **limits: float) -> WorkerPool:
     directory.mkdir(parents=True, exist_ok=True)
-    crews.append(Crew(directory, epoch, lambda base: load, (0,), Limits(**limits), print))
+    crews.append(WorkerPool(directory, epoch, lambda base: load, (0,), Limits(**limits), print))
     return crews[-1]
 
 
-def hear(crew: Crew, kind: type[Report] | None) -> Any:
+def hear(crew: WorkerPool, kind: type[Report] | None) -> Any:
     """The next report of that kind (None: the end)."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -65,7 +65,7 @@ def hear(crew: Crew, kind: type[Report] | None) -> Any:
     raise AssertionError(f"no {kind}")
 
 
-def training(crew: Crew, long: Join, base: Path) -> RemoteWorker:
+def training(crew: WorkerPool, long: Join, base: Path) -> RemoteWorker:
     worker = crew.start((0,), str(base))
     worker.want(GROUP, (long,), False)
     assert hear(crew, Joined) == Joined("long", 0, 1)
@@ -75,7 +75,7 @@ def training(crew: Crew, long: Join, base: Path) -> RemoteWorker:
 
 
 @pytest.mark.parametrize("how", ["stop", "lease", "refused", pytest.param("sigterm", marks=pytest.mark.soak)])
-def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, tmp_path: Path, crews: list[Crew], how: str) -> None:
+def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, tmp_path: Path, crews: list[WorkerPool], how: str) -> None:
     """A job that runs long is cut short, and goes on in another worker."""
     load = made.load(tmp_path / "out")
     crew = crew_of(crews, tmp_path / "workers", load, epoch=2, lease=1.0 if how == "lease" else 600.0)
@@ -108,7 +108,7 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
         assert "the lease is 1 s" in (tmp_path / "workers" / "gpu0.log").read_text()
 
 
-def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[Crew]) -> None:
+def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[WorkerPool]) -> None:
     crew = crew_of(crews, tmp_path / "workers", Load(str(tmp_path / "none"), str(tmp_path), "cpu", 0.0))
     worker = crew.start((0,), "none")
     worker.want(GROUP, (), False)
@@ -117,7 +117,7 @@ def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[Crew]) -> 
     assert ended.startswith("ended with exit status 1; its log, ") and "no such directory" in ended and "gpu0.log" in ended
 
 
-def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_path: Path, crews: list[Crew]) -> None:
+def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_path: Path, crews: list[WorkerPool]) -> None:
     """It says what it has and goes on with that; steps and attempt are those of before."""
     load = made.load(tmp_path / "out")
     first = crew_of(crews, tmp_path / "workers", load)
@@ -144,7 +144,7 @@ def test_a_worker_started_by_hand_says_where_nobody_listens(tmp_path: Path) -> N
         assert done.returncode == 2 and fact in done.stderr.decode(), done.stderr
 
 
-def test_a_worker_that_is_refused_at_its_hello_says_why_in_a_line(tmp_path: Path, crews: list[Crew]) -> None:
+def test_a_worker_that_is_refused_at_its_hello_says_why_in_a_line(tmp_path: Path, crews: list[WorkerPool]) -> None:
     crew = crew_of(crews, tmp_path / "workers", Load("none", str(tmp_path), "cpu", 0.0))
     command = [sys.executable, "-m", "tlora.engine.worker", "--connect", crew.address, "--gpus", "5"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

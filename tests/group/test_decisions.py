@@ -14,9 +14,9 @@ from tests.group.test_engine_reports import sets as sets
 from tlora.data.dataset import Dataset
 from tlora.group.engine import Engine
 from tlora.group.exchange import Decisions
+from tlora.group.isolation import Failure
 from tlora.group.job_run import JobRun, Means
 from tlora.group.reports import Ended, Evaluated, Report, Stepped
-from tlora.group.wall import Failure
 
 Sets = tuple[Dataset, Dataset]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.full_stream import FullStream
 from tlora.errors import ConfigError
 from tlora.link import dialer
-from tlora.link.admission import AdmissionError
+from tlora.link.authentication import AdmissionError
 from tlora.link.dialer import Dialer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tlora.link.dialer import Dialer
 from tlora.link.lines import Line
-from tlora.worker_protocol import Alive, Left, Taken
+from tlora.worker_protocol import Ack, Alive, Left
 
 
 class Client:
@@ -24,7 +24,7 @@ def test_a_worker_that_ends_first_says_again_what_was_not_taken() -> None:
     (told,) = dialer._outbox.fresh()  # sent to a controller that was killed
     here, there = socket.socketpair()
     with here, there, there.makefile("rb") as heard:
-        dialer._take(Line(here), Taken(0))  # the next one has answered
+        dialer._take(Line(here), Ack(0))  # the next one has answered
         drained = threading.Thread(target=dialer.drain, args=(60.0,))
         drained.start()
         drained.join(0.3)

@@ -17,7 +17,7 @@ from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
 from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import pack_rows
 from tlora.engine import session as training
 from tlora.engine.check import check
@@ -122,13 +122,15 @@ def test_a_job_of_several_replicas_has_room_for_a_sum_and_for_two_copies_at_the_
         (2, None, True, 3),
         (3, None, True, 4),
         (8, None, True, 8),
-        (8, Span(8, tuple(range(8))), False, 3),
-        (1, Span(4, (0, 1, 2, 3)), False, 3),
-        (8, Span(8, (0, 1, 2)), False, 6),
-        (8, Span(8, tuple(range(8))), True, 8),
+        (8, ReplicaPlacement(8, tuple(range(8))), False, 3),
+        (1, ReplicaPlacement(4, (0, 1, 2, 3)), False, 3),
+        (8, ReplicaPlacement(8, (0, 1, 2)), False, 6),
+        (8, ReplicaPlacement(8, tuple(range(8))), True, 8),
     ],
 )
-def test_what_other_gpus_read_is_counted_once_and_for_the_whole_run(gpus: int, span: Span | None, deterministic: bool, slots: int) -> None:
+def test_what_other_gpus_read_is_counted_once_and_for_the_whole_run(
+    gpus: int, span: ReplicaPlacement | None, deterministic: bool, slots: int
+) -> None:
     """A deterministic run's count does not depend on where the replicas are."""
     spec = JobSpec.model_validate({"name": "a", "data": "d", "gpus": gpus})
     memory = counting_jobs(MODEL, [PlannedJob(spec, layout=LAYOUT, span=span)], deterministic)
@@ -140,13 +142,13 @@ def test_what_other_gpus_read_is_counted_once_and_for_the_whole_run(gpus: int, s
 
 
 def test_jobs_without_a_common_gpu_share_what_others_read() -> None:
-    def bytes_of(*spans: Span) -> int:
+    def bytes_of(*spans: ReplicaPlacement) -> int:
         specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d"}) for i in range(len(spans))]
         jobs = [PlannedJob(spec, layout=LAYOUT, span=span) for spec, span in zip(specs, spans, strict=True)]
         return counting_jobs(MODEL, jobs, deterministic=False).mailbox_bytes
 
-    assert bytes_of(Span(2, (0, 1)), Span(2, (2, 3))) == bytes_of(Span(2, (0, 1)))
-    assert bytes_of(Span(2, (0, 1)), Span(2, (1, 3))) == 2 * bytes_of(Span(2, (0, 1)))
+    assert bytes_of(ReplicaPlacement(2, (0, 1)), ReplicaPlacement(2, (2, 3))) == bytes_of(ReplicaPlacement(2, (0, 1)))
+    assert bytes_of(ReplicaPlacement(2, (0, 1)), ReplicaPlacement(2, (1, 3))) == 2 * bytes_of(ReplicaPlacement(2, (0, 1)))
 
 
 def test_a_reference_of_its_own_is_counted() -> None:

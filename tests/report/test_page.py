@@ -9,7 +9,7 @@ from markupsafe import Markup
 from pages import PageReader, read_figures, unpack
 from plotly.offline import get_plotlyjs
 
-from tlora.report.looks import Look
+from tlora.report.line_styles import LineStyle
 from tlora.report.page import ROWS_SHOWN, Chart, LegendEntry, Section, render_page
 from tlora.report.tables import Cell, Line, table
 
@@ -25,7 +25,7 @@ def make_page() -> str:
         "meta": {"x": {"step": X}},
     }
     chart = Chart("Loss <1>", {"data": [trace, trace | {"y": X}], "layout": {"height": 200}}, note="a < b", log=True)
-    legend = [LegendEntry('<a> "b"', Look("#123456"))]
+    legend = [LegendEntry('<a> "b"', LineStyle("#123456"))]
     return render_page('Run "x" & <y>', [Section("One", Markup("<p>two</p>")), Section("Three", charts=[chart], legend=legend)])
 
 

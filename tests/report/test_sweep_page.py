@@ -13,7 +13,7 @@ import pytest
 from made_runs import Row, train_rows, write_job, write_rows, write_run
 from pages import PageReader, read_charts
 
-from tlora.report.looks import Look
+from tlora.report.line_styles import LineStyle
 from tlora.report.rows import smoothing_window
 from tlora.report.run_page import report_page
 from tlora.report.run_view import read_run
@@ -123,7 +123,7 @@ def test_equal_jobs_have_equal_curves_however_long_they_go_on(tmp_path: Path) ->
     assert short["y"] == long["y"][:50] and short["y"][0] == pytest.approx(losses[0], rel=1e-4)
     jobs = read_run(tmp_path).jobs
     scale = spark_scale(jobs, smoothing_window(300))
-    whole, part = (polyline(sparkline(job, scale, Look("#123456"))) for job in jobs)
+    whole, part = (polyline(sparkline(job, scale, LineStyle("#123456"))) for job in jobs)
     assert part[0] == whole[0] and part[-1][0] < whole[-1][0] / 5
 
 
@@ -134,9 +134,9 @@ def test_a_flat_job_is_drawn_flat(tmp_path: Path) -> None:
     write_job(tmp_path, "falls", rows_of([3.0 * 0.98**at for at in range(200)]))
     flat, falls = read_run(tmp_path).jobs
     for jobs in ([flat], [flat, falls]):
-        heights = [y for _, y in polyline(sparkline(flat, spark_scale(jobs, 5), Look("#123456")))]
+        heights = [y for _, y in polyline(sparkline(flat, spark_scale(jobs, 5), LineStyle("#123456")))]
         assert max(heights) - min(heights) < 3  # of 30 pixels
-    heights = [y for _, y in polyline(sparkline(falls, spark_scale([flat, falls], 5), Look("#123456")))]
+    heights = [y for _, y in polyline(sparkline(falls, spark_scale([flat, falls], 5), LineStyle("#123456")))]
     assert heights == sorted(heights) and heights[-1] - heights[0] > 20
 
 
@@ -149,7 +149,7 @@ def test_trends_take_zero_negative_and_missing_losses(tmp_path: Path, losses: li
     (job,) = read_run(tmp_path).jobs
     scale = spark_scale([job], 3)
     assert scale is not None and scale.linear == linear
-    assert all(0 <= x <= 120 and 0 <= y <= 30 for x, y in polyline(sparkline(job, scale, Look("#123456"))))
+    assert all(0 <= x <= 120 and 0 <= y <= 30 for x, y in polyline(sparkline(job, scale, LineStyle("#123456"))))
     figure = read_charts(report_page(read_run(tmp_path)))["Train loss"]
     assert figure["layout"]["yaxis"]["type"] == ("linear" if linear else "log")
 

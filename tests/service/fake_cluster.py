@@ -30,9 +30,9 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.service.hall import Hall
+from tlora.service.backend_factory import BackendFactory
 from tlora.service.intake_requests import parse_request
-from tlora.service.machine import Places
+from tlora.service.machine import Devices
 
 STEPS = 10
 TOKEN_BYTES = 5000  # of a set, without what it says of itself
@@ -215,7 +215,7 @@ def make_set(place: Path, files: list[str], max_length: int) -> str | None:
     return str(final)
 
 
-def fake_hall(directory: Path, eager: bool = True, held: bool = False) -> tuple[Hall, list[FakeCluster], list[FakeIntake]]:
+def fake_hall(directory: Path, eager: bool = True, held: bool = False) -> tuple[BackendFactory, list[FakeCluster], list[FakeIntake]]:
     """A hall, and what it has made so far."""
     clusters: list[FakeCluster] = []
     intakes: list[FakeIntake] = []
@@ -228,4 +228,4 @@ def fake_hall(directory: Path, eager: bool = True, held: bool = False) -> tuple[
         intakes.append(FakeIntake(on_answer, held))
         return intakes[-1]
 
-    return Hall(Places("cpu", (0, 1)), make, intake), clusters, intakes
+    return BackendFactory(Devices("cpu", (0, 1)), make, intake), clusters, intakes

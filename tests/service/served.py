@@ -94,8 +94,8 @@ def serving(
 ) -> Iterator[Served]:
     """A server over `directory`, which may have been another's before."""
     config = config_of(directory, **changes)
-    hall, clusters, intakes = fake_hall(config.directory, eager, held)
-    opened = open_server(config, hall, failpoint)
+    backend_factory, clusters, intakes = fake_hall(config.directory, eager, held)
+    opened = open_server(config, backend_factory, failpoint)
     with TestClient(opened.app) as client:
         until(lambda: opened.services.live.fault is None)
         yield Served(opened, client, clusters, intakes)
@@ -107,8 +107,8 @@ def listening(
 ) -> Iterator[tuple[Served, str]]:
     """A server on a socket of its own, and its URL: for clients that are somebody else's, and for streams."""
     config = config_of(directory, **changes)
-    hall, clusters, intakes = fake_hall(config.directory, eager, held)
-    opened = open_server(config, hall)
+    backend_factory, clusters, intakes = fake_hall(config.directory, eager, held)
+    opened = open_server(config, backend_factory)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen(2048)

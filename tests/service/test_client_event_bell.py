@@ -10,7 +10,7 @@ import pytest
 from tests.service.served import listening, until
 from tlora.client.access import Access
 from tlora.client.connection import Connection
-from tlora.client.event_bell import EventBell
+from tlora.client.event_stream import EventStream
 from tlora.client.jobs import watch
 from tlora.version import __version__
 
@@ -20,10 +20,10 @@ FOR_EVER = 1e6  # a test that is not woken ends by pytest's own limit
 def test_a_watcher_is_woken_by_each_change_and_asks_for_nothing_meanwhile(tmp_path: Path) -> None:
     with listening(tmp_path / "server", eager=False, held=True) as (served, url):
         job = served.submit("alice", name="watched")["id"]
-        with Connection(Access(url, served.key("alice"), "x", "x")) as connection, EventBell(connection, FOR_EVER) as bell:
-            until(lambda: bell.is_open)
+        with Connection(Access(url, served.key("alice"), "x", "x")) as connection, EventStream(connection, FOR_EVER) as notifier:
+            until(lambda: notifier.is_open)
             seen: list[str] = []
-            for sight in watch(connection, [job], every_seconds=FOR_EVER, bell=bell):
+            for sight in watch(connection, [job], every_seconds=FOR_EVER, notifier=notifier):
                 if sight.jobs[0].status in seen[-1:]:
                     continue
                 seen.append(sight.jobs[0].status)
@@ -43,14 +43,14 @@ def test_without_a_stream_it_only_waits(status: int) -> None:
     body = {"error": {"message": "no stream", "type": "x", "code": "too_many_streams"}}
     transport = httpx.MockTransport(lambda _: httpx.Response(status, json=body, headers={"tlora-version": __version__}))
     with Connection(Access("https://host.example", "tml-secret-key", "x", "x"), transport) as connection:
-        bell = EventBell(connection, FOR_EVER, slept.append)
-        bell._listen()  # returns: it does not ask again
-        bell.wait(1.5, moves=False)
-    assert slept == [1.5] and not bell.is_open
+        notifier = EventStream(connection, FOR_EVER, slept.append)
+        notifier._listen()  # returns: it does not ask again
+        notifier.wait(1.5, moves=False)
+    assert slept == [1.5] and not notifier.is_open
 
 
 def test_a_stream_that_is_cut_off_wakes_the_watcher_and_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.client.event_bell._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("tlora.client.event_stream._AGAIN_SECONDS", 0.0)
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -58,6 +58,6 @@ def test_a_stream_that_is_cut_off_wakes_the_watcher_and_is_opened_anew(monkeypat
         return httpx.Response(200, text=": open\n\ndata: {}\n\n", headers={"tlora-version": __version__})
 
     access = Access("https://host.example", "tml-secret-key", "x", "x")
-    with Connection(access, httpx.MockTransport(answer)) as connection, EventBell(connection, FOR_EVER):
+    with Connection(access, httpx.MockTransport(answer)) as connection, EventStream(connection, FOR_EVER):
         until(lambda: len(asked) > 3)
     assert set(asked) == {"/v1/events/stream"}

@@ -25,9 +25,9 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.service.live_jobs import ChangeStatus, EndJob, LiveJobs, ShowSteps
-from tlora.service.machine import Places
+from tlora.service.machine import Devices
 
-PLACES = Places("cpu", (0, 1))
+PLACES = Devices("cpu", (0, 1))
 
 
 def submitted(name: str) -> JobSubmitted:
@@ -47,7 +47,7 @@ def test_a_job_is_said_to_run_once_and_to_wait_once_it_has_left() -> None:
     assert list(jobs.see(StepsDone("a", "g", 2, 0.1))) == [ShowSteps("a", 2)]
     left = ChangeStatus("a", ("running",), "queued", "left its group; it goes on from its checkpoint")
     assert list(jobs.see(ChangeGroup(group()))) == [left] and not list(jobs.see(StopGroup("g")))
-    assert list(jobs.picture(PLACES, {}).waiting) == ["a"]
+    assert list(jobs.snapshot(PLACES, {}).waiting) == ["a"]
 
 
 def test_ends_are_effects_and_what_has_ended_has_none() -> None:
@@ -59,7 +59,7 @@ def test_ends_are_effects_and_what_has_ended_has_none() -> None:
     for name in ("a", "b"):
         jobs.end(name)
         assert not list(jobs.see(StepsDone(name, "g", 9, 0.1)))
-    assert not list(jobs.see(GroupLost("g", "gone"))) and not jobs.picture(PLACES, {}).waiting
+    assert not list(jobs.see(GroupLost("g", "gone"))) and not jobs.snapshot(PLACES, {}).waiting
 
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -82,9 +82,9 @@ def test_the_same_events_have_the_same_effects_and_paused_and_ended_jobs_do_not_
         for ended in (effect.job_id for effect in effects if isinstance(effect, EndJob)):
             first.end(ended)
             second.end(ended)
-        picture = first.picture(PLACES, {})
-        assert picture == second.picture(PLACES, {})
+        snapshot = first.snapshot(PLACES, {})
+        assert snapshot == second.snapshot(PLACES, {})
         if isinstance(item, JobHeld | JobFinished | JobCancelled):
-            assert item.job_id not in picture.places
+            assert item.job_id not in snapshot.places
         if isinstance(item, JobFinished | JobCancelled):
-            assert all(item.job_id not in one.job_ids for one in picture.groups)
+            assert all(item.job_id not in one.job_ids for one in snapshot.groups)

@@ -12,11 +12,11 @@ import pytest
 from tests.service.served import Served, config_of, serving
 from tlora.cli.server_commands import _numbers, named_bases
 from tlora.errors import ConfigError, ModelError
-from tlora.service import outlines
-from tlora.service.outlines import Precision, find_outline
+from tlora.service import base_shapes
+from tlora.service.base_shapes import Precision, find_outline
 from tlora.service.problems import RefusedError
 from tlora.service.server import _listen, with_store
-from tlora.service.services import Bell
+from tlora.service.services import Notifier
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 
@@ -57,7 +57,7 @@ def test_an_outline_is_made_once_and_again_where_it_is_damaged(tmp_path: Path, m
         assert find_outline(tmp_path, BASE, Precision()) == first
     with pytest.raises(ModelError, match="nowhere"):
         find_outline(tmp_path, str(tmp_path / "nowhere"), Precision())
-    monkeypatch.setattr(outlines, "_SECONDS", 0.0)
+    monkeypatch.setattr(base_shapes, "_SECONDS", 0.0)
     with pytest.raises(ModelError, match="not found out within"):
         find_outline(tmp_path, BASE, Precision("float32"))
 
@@ -82,13 +82,13 @@ def test_room_for_streams_is_given_back(tmp_path: Path) -> None:
 
 def test_a_bell_wakes_all_who_wait() -> None:
     async def run() -> None:
-        bell = Bell()
-        bell.ring()  # nobody is attached: nothing happens
-        bell.attach()
-        waiting = [asyncio.create_task(bell.wait(3600)) for _ in range(3)]
+        notifier = Notifier()
+        notifier.ring()  # nobody is attached: nothing happens
+        notifier.attach()
+        waiting = [asyncio.create_task(notifier.wait(3600)) for _ in range(3)]
         await asyncio.sleep(0)
-        await asyncio.to_thread(bell.ring)
+        await asyncio.to_thread(notifier.ring)
         await asyncio.gather(*waiting)
-        await bell.wait(0.001)  # or its time is over
+        await notifier.wait(0.001)  # or its time is over
 
     asyncio.run(run())

@@ -11,9 +11,9 @@ import pytest
 from tests.service.served import Served, config_of, serving
 from tlora.adapters.targets import resolve, trained_parameters
 from tlora.job import LoraShape
+from tlora.service.base_shapes import Precision, find_outline, known_outline
 from tlora.service.capacity import Capacity
-from tlora.service.machine import Places
-from tlora.service.outlines import Precision, find_outline, known_outline
+from tlora.service.machine import Devices
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES
 
@@ -68,7 +68,7 @@ def test_targets_that_the_base_has_not_are_refused_at_submission(tight: tuple[Se
 def test_a_base_beyond_memory_and_one_of_which_nothing_is_known(bases: Path) -> None:
     outline = known_outline(bases, BASE, Precision())
     assert outline is not None
-    small = Capacity(config_of(bases.parent), Places("cuda", (0,), int(outline.memory.least_weights(1))))
+    small = Capacity(config_of(bases.parent), Devices("cuda", (0,), int(outline.memory.least_weights(1))))
     assert small.why_never("base", 1) is None, "nothing is known of it yet"
     small.learn("other", "models/unknown")
     assert small.why_never("other", 1 << 40) is None
@@ -76,7 +76,7 @@ def test_a_base_beyond_memory_and_one_of_which_nothing_is_known(bases: Path) -> 
     reason = small.why_never("base", 1)
     assert reason is not None and "alone takes" in reason and "a GPU here has" in reason
     assert small.least_gpus("base") == small.least_gpus("other") == 1, "it fits on none, or nothing is known"
-    silent = Capacity(config_of(bases.parent), Places("cuda", (0,), None))
+    silent = Capacity(config_of(bases.parent), Devices("cuda", (0,), None))
     silent.learn("base", BASE)
     assert silent.why_never("base", 1 << 40) is None, "the driver does not tell how much there is"
 
@@ -86,13 +86,13 @@ def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
     assert outline is not None and outline.bytes == outline.memory.bytes_by_gpus[0] > outline.memory.bytes_by_gpus[3]
     most = int(outline.memory.bytes_by_gpus[3] / 0.84)
     for gpus, least in ((1, 1), (3, 1), (4, 4), (8, 4)):
-        several = Capacity(config_of(bases.parent), Places("cuda", tuple(range(gpus)), most))
+        several = Capacity(config_of(bases.parent), Devices("cuda", tuple(range(gpus)), most))
         several.learn("base", BASE)
         assert several.least_gpus("base") == least, gpus
         fits = outline.memory.least_weights(gpus) + ADAPTER_BYTES <= most
         assert (several.why_never("base", 1) is None) == fits
     unstreamed = replace(outline, memory=replace(outline.memory, streamed_bytes=0.0))
-    beyond = Capacity(config_of(bases.parent), Places("cuda", (0, 1, 2, 3), outline.memory.bytes_by_gpus[3] - 1))
+    beyond = Capacity(config_of(bases.parent), Devices("cuda", (0, 1, 2, 3), outline.memory.bytes_by_gpus[3] - 1))
     beyond._outlines["base"] = unstreamed
     reason = beyond.why_never("base", 1)
     assert reason is not None and "on each of 4 GPUs" in reason
@@ -104,7 +104,7 @@ def test_a_base_beyond_the_only_gpu_is_streamed_to_it(bases: Path) -> None:
     assert outline is not None and 0 < outline.memory.streamed_bytes < outline.bytes
     least = int(outline.memory.streamed_bytes) + ADAPTER_BYTES
     for limit, reason in ((least, None), (least - 1, "beside"), (int(outline.memory.streamed_bytes), "streamed from the host's memory")):
-        one = Capacity(config_of(bases.parent), Places("cuda", (0,), limit))
+        one = Capacity(config_of(bases.parent), Devices("cuda", (0,), limit))
         one.learn("base", BASE)
         found = one.why_never("base", 1)
         assert found is None if reason is None else found is not None and reason in found

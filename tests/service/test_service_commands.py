@@ -77,7 +77,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def _desk(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Desk]:
+def _job_controller(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Desk]:
     with listening(directory, **options) as (served, url):
         monkeypatch.setenv("TLORA_URL", url)
         monkeypatch.setenv("TLORA_HOME", str(directory))
@@ -85,43 +85,43 @@ def _desk(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> I
 
 
 @pytest.fixture
-def desk(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def job_controller(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """Jobs are trained at once."""
-    yield from _desk(tmp_path / "server", monkeypatch)
+    yield from _job_controller(tmp_path / "server", monkeypatch)
 
 
 @pytest.fixture
 def slow_desk(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     """Jobs are trained when the test says so."""
-    yield from _desk(tmp_path / "server", monkeypatch, eager=False)
+    yield from _job_controller(tmp_path / "server", monkeypatch, eager=False)
 
 
-def test_a_jobs_file_is_submitted_as_it_trains(desk: Desk) -> None:
-    found = desk("submit", "jobs.yaml", "--follow")
+def test_a_jobs_file_is_submitted_as_it_trains(job_controller: Desk) -> None:
+    found = job_controller("submit", "jobs.yaml", "--follow")
     names = [job.name for job in read_jobs_file("jobs.yaml").jobs]
-    jobs = {job["name"]: job for job in desk.asked("/v1/jobs?limit=100")["data"]}
+    jobs = {job["name"]: job for job in job_controller.asked("/v1/jobs?limit=100")["data"]}
     assert sorted(jobs) == sorted(names) and len(names) == 6  # the names that `tlora train` gives the sweep's jobs
     assert all(f"{name}: accepted as {jobs[name]['id']}" in found.output for name in names)
     assert all(f"{name}: succeeded" in found.output for name in names)
-    files = desk.asked("/v1/files")["data"]
+    files = job_controller.asked("/v1/files")["data"]
     assert len(files) == 1  # two paths, one content
     assert jobs["sql"]["order"]["data"]["file"] == [{"file": files[0]["id"], "weight": None}] * 2
     assert (jobs["polite"]["order"]["r"], jobs["polite"]["order"]["max_steps"], jobs["polite"]["order"]["data"]["eval_size"]) == (4, 5, 2)
     grid = [job for name, job in jobs.items() if name.startswith("grid-")]
     assert len({job["sweep"] for job in grid}) == 1 and grid[0]["sweep"] is not None
     assert sorted((job["order"]["r"], job["order"]["learning_rate"]) for job in grid) == [(8, 5e-4), (8, 1e-3), (16, 5e-4), (16, 1e-3)]
-    again = desk("submit", "jobs.yaml")
-    assert "the server has it" in again.output and len(desk.asked("/v1/files")["data"]) == 1
+    again = job_controller("submit", "jobs.yaml")
+    assert "the server has it" in again.output and len(job_controller.asked("/v1/files")["data"]) == 1
 
 
-def test_a_sweep_over_data_is_sent_job_by_job(desk: Desk, place: Path) -> None:
+def test_a_sweep_over_data_is_sent_job_by_job(job_controller: Desk, place: Path) -> None:
     (place / "other.jsonl").write_bytes(ROW * 9)
     (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: mix, sweep: {data: [data.jsonl, other.jsonl], r: [2, 4]}}]\n")
-    desk("submit", "jobs.yaml")
-    assert {job["name"] for job in desk.asked("/v1/jobs")["data"]} == {job.name for job in read_jobs_file("jobs.yaml").jobs}
+    job_controller("submit", "jobs.yaml")
+    assert {job["name"] for job in job_controller.asked("/v1/jobs")["data"]} == {job.name for job in read_jobs_file("jobs.yaml").jobs}
 
 
-def test_what_the_server_cannot_take_is_one_message(desk: Desk, place: Path) -> None:
+def test_what_the_server_cannot_take_is_one_message(job_controller: Desk, place: Path) -> None:
     (place / "template.jinja").write_text("x")
     (place / "empty.jsonl").write_text("")
     (place / "jobs.yaml").write_text(
@@ -129,75 +129,75 @@ def test_what_the_server_cannot_take_is_one_message(desk: Desk, place: Path) -> 
         "  - {name: b, data: org/set}\n  - {name: c, data: missing.jsonl}\n  - {name: d, data: empty.jsonl}\n"
         "  - {name: e, data: data.jsonl, adapter_path: elsewhere}\n  - {name: f, data: jobs.yaml}\n"
     )
-    found = desk("submit", "jobs.yaml", status=2)
+    found = job_controller("submit", "jobs.yaml", status=2)
     for words in ("6 problems", "chat_template", "data set of the hub", "no such file", "the file is empty", "--start-from", "must end in"):
         assert words in found.output, (words, found.output)
-    assert desk.asked("/v1/files")["data"] == []
+    assert job_controller.asked("/v1/files")["data"] == []
 
 
-def test_a_base_that_is_not_served_and_one_under_its_directorys_name(desk: Desk, place: Path) -> None:
-    found = desk("submit", "jobs.yaml", "--set", "base_model=other/model", status=2)
+def test_a_base_that_is_not_served_and_one_under_its_directorys_name(job_controller: Desk, place: Path) -> None:
+    found = job_controller("submit", "jobs.yaml", "--set", "base_model=other/model", status=2)
     assert "base_model other/model: the server does not serve it. It serves base" in found.output
     assert "tlora bases add other/model" in found.output
     (place / "base").mkdir()
-    desk("submit", "jobs.yaml", "--set", "base_model=./base")
-    desk("bases", "add", "more=some/model", tenant="operator")
-    assert "more" in desk("bases", "list").output
+    job_controller("submit", "jobs.yaml", "--set", "base_model=./base")
+    job_controller("bases", "add", "more=some/model", tenant="operator")
+    assert "more" in job_controller("bases", "list").output
 
 
-def test_what_the_server_decides_is_noted(desk: Desk, place: Path) -> None:
+def test_what_the_server_decides_is_noted(job_controller: Desk, place: Path) -> None:
     (place / "jobs.yaml").write_text("base_model: base\ndtype: float32\njobs: [{name: a, data: data.jsonl, arrival_seconds: 3}]\n")
-    found = desk("submit", "jobs.yaml")
+    found = job_controller("submit", "jobs.yaml")
     assert "note: dtype: the server's own settings hold" in found.output and "note: arrival_seconds" in found.output
 
 
-def test_jobs_that_were_accepted_before_a_refusal_are_told(desk: Desk, place: Path) -> None:
+def test_jobs_that_were_accepted_before_a_refusal_are_told(job_controller: Desk, place: Path) -> None:
     (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: a, data: data.jsonl}, {name: b, data: data.jsonl, gpus: 3}]\n")
-    found = desk("submit", "jobs.yaml", status=2)
+    found = job_controller("submit", "jobs.yaml", status=2)
     assert "b: gpus: 3" in found.output and "1 jobs before it were accepted" in found.output
 
 
 def test_jobs_are_found_by_id_and_name_and_ambiguous_names_are_one_error(slow_desk: Desk) -> None:
-    desk = slow_desk
-    desk("submit", "jobs.yaml")
-    job = desk.wait("polite", "queued")
+    job_controller = slow_desk
+    job_controller("submit", "jobs.yaml")
+    job = job_controller.wait("polite", "queued")
     for name in ("polite", job["id"]):
-        assert job["id"] in desk("show", name).output
-    assert json.loads(desk("show", "polite", "--json").output)["id"] == job["id"]
-    assert [one["name"] for one in json.loads(desk("jobs", "--json", "--name", "sql").output)] == ["sql"]
-    desk("submit", "jobs.yaml")
-    found = desk("pause", "polite", status=2)
+        assert job["id"] in job_controller("show", name).output
+    assert json.loads(job_controller("show", "polite", "--json").output)["id"] == job["id"]
+    assert [one["name"] for one in json.loads(job_controller("jobs", "--json", "--name", "sql").output)] == ["sql"]
+    job_controller("submit", "jobs.yaml")
+    found = job_controller("pause", "polite", status=2)
     assert "2 jobs are named 'polite'" in found.output and job["id"] in found.output and "Give an id" in found.output
     for name in ("nothing", "job-" + "0" * 24, "a b"):
-        assert "error: " in desk("show", name, status=2).output
-    assert "there is no job 'polite'" in desk("show", "polite", tenant="bob", status=2).output
+        assert "error: " in job_controller("show", name, status=2).output
+    assert "there is no job 'polite'" in job_controller("show", "polite", tenant="bob", status=2).output
 
 
 def test_pause_resume_cancel_and_what_cannot_be(slow_desk: Desk) -> None:
-    desk = slow_desk
-    desk("submit", "jobs.yaml")
-    desk.wait("polite", "queued")
-    assert "polite: paused" in desk("pause", "polite").output
-    assert "paused by its owner" in desk("queue").output
-    assert "polite: queued" in desk("resume", "polite").output
-    found = desk("cancel", "polite", "nothing", "sql", status=2)
+    job_controller = slow_desk
+    job_controller("submit", "jobs.yaml")
+    job_controller.wait("polite", "queued")
+    assert "polite: paused" in job_controller("pause", "polite").output
+    assert "paused by its owner" in job_controller("queue").output
+    assert "polite: queued" in job_controller("resume", "polite").output
+    found = job_controller("cancel", "polite", "nothing", "sql", status=2)
     assert "polite: cancelled" in found.output and "sql: cancelled" in found.output and "no job 'nothing'" in found.output
-    assert "has cancelled and cannot be paused" in desk("pause", "polite", status=2).output
-    assert desk("submit", "jobs.yaml", "--start-from", "polite", status=2).output.count("has no adapter") == 1
+    assert "has cancelled and cannot be paused" in job_controller("pause", "polite", status=2).output
+    assert job_controller("submit", "jobs.yaml", "--start-from", "polite", status=2).output.count("has no adapter") == 1
 
 
-def test_a_clone_is_named_after_what_was_set(desk: Desk, place: Path) -> None:
+def test_a_clone_is_named_after_what_was_set(job_controller: Desk, place: Path) -> None:
     (place / "other.jsonl").write_bytes(ROW * 9)
-    desk("submit", "jobs.yaml", "--follow")
+    job_controller("submit", "jobs.yaml", "--follow")
     settings = ("learning_rate=1e-5", "max_length=32", "data=other.jsonl")
-    found = desk("clone", "polite", *(part for setting in settings for part in ("--set", setting)), "--follow")
-    made = desk.asked("/v1/jobs?limit=1")["data"][0]
+    found = job_controller("clone", "polite", *(part for setting in settings for part in ("--set", setting)), "--follow")
+    made = job_controller.asked("/v1/jobs?limit=1")["data"][0]
     assert made["name"] == "polite-lr1e-5-len32-dataother" and "accepted as" in found.output
-    old = desk.wait("polite", "succeeded")
+    old = job_controller.wait("polite", "succeeded")
     assert (made["order"]["learning_rate"], made["order"]["data"]["max_length"], made["order"]["max_steps"]) == (1e-5, 32, 5)
     assert made["order"]["data"]["file"] != old["order"]["data"]["file"] and made["cloned_from"] == old["id"]
-    desk("clone", "polite", "--set", "name=mine", "--set", "start_from=polite")
-    mine = desk.asked("/v1/jobs?limit=1")["data"][0]
+    job_controller("clone", "polite", "--set", "name=mine", "--set", "start_from=polite")
+    mine = job_controller.asked("/v1/jobs?limit=1")["data"][0]
     assert (mine["name"], mine["order"]["start_from"]) == ("mine", old["id"])
     for setting, words in (
         ("r", "must be key=value"),
@@ -205,33 +205,33 @@ def test_a_clone_is_named_after_what_was_set(desk: Desk, place: Path) -> None:
         ("rank=8", "rank"),
         ("data=3", "is not the path of a file"),
     ):
-        assert words in desk("clone", "polite", "--set", setting, status=2).output
+        assert words in job_controller("clone", "polite", "--set", setting, status=2).output
 
 
-def test_an_adapter_is_downloaded_verified_and_replaces_nothing(desk: Desk, place: Path) -> None:
-    desk("submit", "jobs.yaml", "--follow")
-    desk("download", "polite", "sql", "--out", "adapters")
+def test_an_adapter_is_downloaded_verified_and_replaces_nothing(job_controller: Desk, place: Path) -> None:
+    job_controller("submit", "jobs.yaml", "--follow")
+    job_controller("download", "polite", "sql", "--out", "adapters")
     found = place / "adapters" / "polite"
     assert (found / "adapter_model.safetensors").read_bytes().startswith(b"weights of job-")
     assert manifest.find_damage(found) is None and not list((place / "adapters").glob("tmp-*"))
-    assert "is there already" in desk("download", "polite", "--out", "adapters", status=2).output
-    desk("cancel", "polite", status=2)
-    assert "Clone it to train it again" in desk("download", _cancelled(desk), status=2).output
+    assert "is there already" in job_controller("download", "polite", "--out", "adapters", status=2).output
+    job_controller("cancel", "polite", status=2)
+    assert "Clone it to train it again" in job_controller("download", _cancelled(job_controller), status=2).output
 
 
-def _cancelled(desk: Desk) -> str:
-    served = desk.served
+def _cancelled(job_controller: Desk) -> str:
+    served = job_controller.served
     served.cluster.eager = False
     job = served.ask("alice", "POST", "/v1/jobs", 201, json=served.order("alice", name="gone"))
     return served.ask("alice", "POST", f"/v1/jobs/{job['id']}/cancel", 200)["id"]
 
 
-def test_a_failed_job_ends_the_watching_with_status_1(desk: Desk, place: Path) -> None:
+def test_a_failed_job_ends_the_watching_with_status_1(job_controller: Desk, place: Path) -> None:
     (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: good, data: data.jsonl}, {name: bad, data: data.jsonl, seed: 666}]\n")
-    found = desk("submit", "jobs.yaml", "--follow", status=1)
+    found = job_controller("submit", "jobs.yaml", "--follow", status=1)
     assert "bad: failed, data.jsonl, line 3: not JSON" in found.output and "good: succeeded" in found.output
-    assert "line 3: not JSON" in desk("jobs", "--status", "failed").output
-    assert "line 3: not JSON" in desk("show", "bad", "--logs").output
+    assert "line 3: not JSON" in job_controller("jobs", "--status", "failed").output
+    assert "line 3: not JSON" in job_controller("show", "bad", "--logs").output
 
 
 def test_ctrl_c_leaves_the_jobs_running_and_says_so(slow_desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,77 +245,77 @@ def test_ctrl_c_leaves_the_jobs_running_and_says_so(slow_desk: Desk, monkeypatch
     assert "tlora show job-" in slow_desk("show", "polite", "--follow", status=130).output
 
 
-def test_keys_are_made_listed_and_revoked_by_the_server_and_in_its_store(desk: Desk) -> None:
-    made = json.loads(desk("keys", "create", "ci", "--tenant", "carol", "--json", tenant="operator").output)
+def test_keys_are_made_listed_and_revoked_by_the_server_and_in_its_store(job_controller: Desk) -> None:
+    made = json.loads(job_controller("keys", "create", "ci", "--tenant", "carol", "--json", tenant="operator").output)
     assert made["key"].startswith("tml-") and made["scopes"] == ["read", "submit"]
-    local = desk("keys", "create", "local", "--local", "--scope", "read").stdout.split()[0]
-    assert local.startswith("tml-") and desk.served.client.get("/v1/jobs", headers={"X-API-Key": local}).status_code == 200
-    listed = desk("keys", "list", "--local").output
+    local = job_controller("keys", "create", "local", "--local", "--scope", "read").stdout.split()[0]
+    assert local.startswith("tml-") and job_controller.served.client.get("/v1/jobs", headers={"X-API-Key": local}).status_code == 200
+    listed = job_controller("keys", "list", "--local").output
     assert listed.count("key-") >= 4 and "carol" in listed and local not in listed
-    assert "carol" in desk("keys", "list", tenant="operator").output
-    assert "lacks the scope 'admin'" in desk("keys", "list", status=2).output
-    desk("keys", "revoke", made["id"], tenant="operator")
-    assert "revoked" in desk("keys", "list", tenant="operator").output
+    assert "carol" in job_controller("keys", "list", tenant="operator").output
+    assert "lacks the scope 'admin'" in job_controller("keys", "list", status=2).output
+    job_controller("keys", "revoke", made["id"], tenant="operator")
+    assert "revoked" in job_controller("keys", "list", tenant="operator").output
     for words in ("--local", ""):
-        assert "error: " in desk("keys", "revoke", made["id"], *words.split(), tenant="operator", status=2).output
-    assert "is no id of a key" in desk("keys", "revoke", "../x", tenant="operator", status=2).output
+        assert "error: " in job_controller("keys", "revoke", made["id"], *words.split(), tenant="operator", status=2).output
+    assert "is no id of a key" in job_controller("keys", "revoke", "../x", tenant="operator", status=2).output
 
 
-def test_a_store_that_is_not_there_or_anothers_gets_no_key(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = desk("keys", "create", "x", "--local", "--data-dir", str(tmp_path / "nothing"), status=2)
+def test_a_store_that_is_not_there_or_anothers_gets_no_key(job_controller: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = job_controller("keys", "create", "x", "--local", "--data-dir", str(tmp_path / "nothing"), status=2)
     assert "no server has its store there" in found.output and not (tmp_path / "nothing").exists()
     monkeypatch.setattr("os.getuid", lambda: 12345)
-    assert "belongs to another user" in desk("keys", "list", "--local", status=2).output
+    assert "belongs to another user" in job_controller("keys", "list", "--local", status=2).output
 
 
-def test_login_saves_a_key_that_the_server_accepts(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "unknown there, or revoked" in desk("login", desk.url, stdin="tml-wrong-key\n", status=2).output
-    assert "is no key" in desk("login", desk.url, stdin="\n", status=2).output
-    assert "is saved in" in desk("login", desk.url, stdin=desk.served.key("alice") + "\n").output
-    assert desk("login", desk.url, "--page", status=2).exit_code == 2
+def test_login_saves_a_key_that_the_server_accepts(job_controller: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "unknown there, or revoked" in job_controller("login", job_controller.url, stdin="tml-wrong-key\n", status=2).output
+    assert "is no key" in job_controller("login", job_controller.url, stdin="\n", status=2).output
+    assert "is saved in" in job_controller("login", job_controller.url, stdin=job_controller.served.key("alice") + "\n").output
+    assert job_controller("login", job_controller.url, "--page", status=2).exit_code == 2
     for name in ("TLORA_URL", "TLORA_API_KEY"):
         monkeypatch.delenv(name)
     assert CliRunner().invoke(app, ["jobs"]).exit_code == 0
 
 
-def test_drain_refuses_new_jobs_until_it_is_undone(desk: Desk) -> None:
-    assert "refuses new jobs; 0 have not ended" in desk("drain", "--wait", tenant="operator").output
-    assert "drained" in desk("submit", "jobs.yaml", status=2).output and "accepts no new jobs" in desk("queue").output
-    assert "accepts jobs" in desk("drain", "--undo", tenant="operator").output
-    desk("submit", "jobs.yaml")
+def test_drain_refuses_new_jobs_until_it_is_undone(job_controller: Desk) -> None:
+    assert "refuses new jobs; 0 have not ended" in job_controller("drain", "--wait", tenant="operator").output
+    assert "drained" in job_controller("submit", "jobs.yaml", status=2).output and "accepts no new jobs" in job_controller("queue").output
+    assert "accepts jobs" in job_controller("drain", "--undo", tenant="operator").output
+    job_controller("submit", "jobs.yaml")
 
 
 def test_a_drain_that_waits_leaves_anothers_undo_alone(slow_desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = slow_desk
-    desk("submit", "jobs.yaml")
-    key = desk.served.key("operator", "read", "submit", "admin")
+    job_controller = slow_desk
+    job_controller("submit", "jobs.yaml")
+    key = job_controller.served.key("operator", "read", "submit", "admin")
 
     def undo(_: float) -> None:
-        desk.served.ask("operator", "PUT", "/v1/drain", 200, json={"draining": False}, headers={"Authorization": f"Bearer {key}"})
+        job_controller.served.ask("operator", "PUT", "/v1/drain", 200, json={"draining": False}, headers={"Authorization": f"Bearer {key}"})
 
     monkeypatch.setattr(server_commands.time, "sleep", undo)
-    ended = desk("drain", "--wait", tenant="operator", status=1)
+    ended = job_controller("drain", "--wait", tenant="operator", status=1)
     assert "accepts jobs again (the drain was undone, or the server was started anew); 6 have not ended" in ended.output
-    assert not desk.asked("/v1/cluster")["draining"]
+    assert not job_controller.asked("/v1/cluster")["draining"]
 
     def end_all(_: float) -> None:
-        for job in desk.asked("/v1/jobs?limit=100")["data"]:
-            desk.served.ask("alice", "POST", f"/v1/jobs/{job['id']}/cancel")
+        for job in job_controller.asked("/v1/jobs?limit=100")["data"]:
+            job_controller.served.ask("alice", "POST", f"/v1/jobs/{job['id']}/cancel")
 
     monkeypatch.setattr(server_commands.time, "sleep", end_all)
-    assert "refuses new jobs; 0 have not ended" in desk("drain", "--wait", tenant="operator").output
+    assert "refuses new jobs; 0 have not ended" in job_controller("drain", "--wait", tenant="operator").output
 
 
 def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:
-    desk = slow_desk
-    desk("submit", "jobs.yaml")
-    job = desk.wait("polite", "queued")
-    until(lambda: job["id"] in desk.served.cluster.placed)
-    desk.served.cluster.step(job["id"], 3)
-    desk.wait("polite", "running")
-    desk.tick_until(lambda: "polite (3/10)" in desk("queue").output)
-    assert "jobs that share it" in desk("queue").output and json.loads(desk("queue", "--json").output)["gpus"] == [0, 1]
-    assert "of others" in desk("queue", tenant="bob").output
+    job_controller = slow_desk
+    job_controller("submit", "jobs.yaml")
+    job = job_controller.wait("polite", "queued")
+    until(lambda: job["id"] in job_controller.served.cluster.placed)
+    job_controller.served.cluster.step(job["id"], 3)
+    job_controller.wait("polite", "running")
+    job_controller.tick_until(lambda: "polite (3/10)" in job_controller("queue").output)
+    assert "jobs that share it" in job_controller("queue").output and json.loads(job_controller("queue", "--json").output)["gpus"] == [0, 1]
+    assert "of others" in job_controller("queue", tenant="bob").output
 
 
 def test_a_job_that_its_group_has_yet_to_let_in_has_its_name_there() -> None:

@@ -158,9 +158,9 @@ def test_a_server_that_loses_its_lease_writes_nothing_more_and_ends_with_a_messa
     if child == 0:
         status = 1
         try:
-            hall, _, _ = fake_hall(config.directory)
+            backend_factory, _, _ = fake_hall(config.directory)
             opened = server_module.open_server
-            server_module.open_server = lambda found: opened(found, hall)  # type: ignore[assignment]
+            server_module.open_server = lambda found: opened(found, backend_factory)  # type: ignore[assignment]
             server_module.serve(config, lambda _: None)
         except TloraError as error:
             said.write_text(str(error))

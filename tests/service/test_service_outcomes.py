@@ -32,9 +32,9 @@ from tlora.protocol import (
     StopGroup,
 )
 from tlora.service.controller import Hall
+from tlora.service.job_status_writer import JobStatusWriter
 from tlora.service.live_state import LiveState
-from tlora.service.machine import Places
-from tlora.service.outcomes import Outcomes
+from tlora.service.machine import Devices
 from tlora.service.server import open_server
 
 
@@ -132,8 +132,8 @@ class DeafStore:
 
 def test_a_store_that_does_not_answer_does_not_stop_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers end when nothing is heard of their controller for ten minutes."""
-    monkeypatch.setattr("tlora.service.outcomes._SETTLE_SECONDS", 0.01)
-    made = Outcomes(tmp_path, DeafStore(), LiveState(2), lambda _: None)  # type: ignore[arg-type]
+    monkeypatch.setattr("tlora.service.job_status_writer._SETTLE_SECONDS", 0.01)
+    made = JobStatusWriter(tmp_path, DeafStore(), LiveState(2), lambda _: None)  # type: ignore[arg-type]
     made.settle()
     made.see(JobFailed("x", "its data"))
     made.settle()
@@ -142,10 +142,10 @@ def test_a_store_that_does_not_answer_does_not_stop_the_cluster(tmp_path: Path, 
 @pytest.fixture
 def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, LiveState]:
     """Without a store, and shown at once."""
-    monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
+    monkeypatch.setattr("tlora.service.job_status_writer._SHOW_SECONDS", 0.0)
     live = LiveState(2)
-    made: Any = Outcomes(tmp_path, NoStore(), live, lambda _: None)  # type: ignore[arg-type]
-    made.begin(Places("cpu", (0, 1)))
+    made: Any = JobStatusWriter(tmp_path, NoStore(), live, lambda _: None)  # type: ignore[arg-type]
+    made.begin(Devices("cpu", (0, 1)))
     for name in ("x", "y"):
         made.see(JobSubmitted(name, "base", 1, JobProfile(100.0, 10, 30, 1000)))
     made.see(StartGroup(_group("x", "y")))
@@ -162,19 +162,19 @@ def test_a_cancelled_job_that_steps_once_more_does_not_wait(outcomes: tuple[Any,
     made, live = outcomes
     for item in (JobCancelled("x"), StepsDone("x", "g0", 4, 0.1), ChangeGroup(_group("y"))):
         made.see(item)
-    assert list(live.picture.waiting) == ["y"] and live.steps("x") is None
+    assert list(live.snapshot.waiting) == ["y"] and live.steps("x") is None
 
 
 def test_a_paused_job_waits_for_its_owner_and_not_for_a_gpu(outcomes: tuple[Any, LiveState]) -> None:
     made, live = outcomes
     for item in (JobHeld("x"), ChangeGroup(_group("y"))):
         made.see(item)
-    assert "x" not in live.picture.waiting
+    assert "x" not in live.snapshot.waiting
     made.see(JobReleased("x"))
-    assert live.picture.waiting["x"] == "a CPU process that it fits on: it is the next"
+    assert live.snapshot.waiting["x"] == "a CPU process that it fits on: it is the next"
     made.see(JobReleased("y"))
     made.see(StepsDone("y", "g0", 1, 0.1))
-    assert list(live.picture.waiting) == ["x"], "the other was never held: it trains"
+    assert list(live.snapshot.waiting) == ["x"], "the other was never held: it trains"
 
 
 def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) 
         found.wait()
         return FakeCluster(tmp_path)
 
-    hall = Hall(Places("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
-    opened = open_server(config_of(tmp_path / "server"), hall)
+    backend_factory = Hall(Devices("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    opened = open_server(config_of(tmp_path / "server"), backend_factory)
     opened.controller.start({})
     looking.wait()
     closing = threading.Thread(target=opened.close)
@@ -216,8 +216,8 @@ def test_what_ran_before_is_shown_so_until_its_worker_is_known_to_be_gone(tmp_pa
         found.wait()
         return FakeCluster(tmp_path, eager=False)
 
-    hall = Hall(Places("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
-    opened = open_server(config_of(place), hall)
+    backend_factory = Hall(Devices("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    opened = open_server(config_of(place), backend_factory)
     with TestClient(opened.app) as client:
         served = Served(opened, client, [], [], {"alice ()": key})
         assert served.ask("alice", "GET", f"/v1/jobs/{job}", 200)["status"] == "running"
@@ -227,9 +227,9 @@ def test_what_ran_before_is_shown_so_until_its_worker_is_known_to_be_gone(tmp_pa
 
 def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups come and go in one thread while another tells the ends of jobs: neither may see the other's change as an error."""
-    monkeypatch.setattr("tlora.service.outcomes._SHOW_SECONDS", 0.0)
-    made: Any = Outcomes(tmp_path, NoStore(), LiveState(2), lambda _: None)  # type: ignore[arg-type]
-    made.begin(Places("cpu", (0, 1)))
+    monkeypatch.setattr("tlora.service.job_status_writer._SHOW_SECONDS", 0.0)
+    made: Any = JobStatusWriter(tmp_path, NoStore(), LiveState(2), lambda _: None)  # type: ignore[arg-type]
+    made.begin(Devices("cpu", (0, 1)))
     errors: list[BaseException] = []
     over = threading.Event()
 

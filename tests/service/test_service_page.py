@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import update
 
 from tests.service.served import Served, listening, until
+from tlora.service.browser_sessions import COOKIE_SECONDS
 from tlora.service.database.tables import jobs
 from tlora.service.keys import revoke_key
 from tlora.service.losses import read_losses
-from tlora.service.visits import COOKIE_SECONDS
 
 HTML = {"Accept": "text/html"}
 
@@ -104,16 +104,16 @@ def test_a_cookie_falls_with_its_key_and_forged_ones_are_none(served: Served) ->
 
 
 def test_links_and_cookies_have_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.service.visits.COOKIE_SECONDS", -1)
+    monkeypatch.setattr("tlora.service.browser_sessions.COOKIE_SECONDS", -1)
     assert served.client.get("/", headers=log_in(served, "alice")).status_code == 401
-    monkeypatch.setattr("tlora.service.visits.LINK_SECONDS", -1)
+    monkeypatch.setattr("tlora.service.browser_sessions.LINK_SECONDS", -1)
     token = served.ask("alice", "POST", "/v1/login-links", 201)["path"].partition("#")[2]
     assert served.client.post("/login", json={"token": token}).status_code == 401
-    monkeypatch.setattr("tlora.service.visits._MOST_LINKS", 2)
-    monkeypatch.setattr("tlora.service.visits.LINK_SECONDS", 600)
-    visits = served.opened.services.visits
-    first, *_ = [visits.make_link("key-0", "tenant-0") for _ in range(3)]
-    assert visits.use_link(first.partition("#")[2]) is None
+    monkeypatch.setattr("tlora.service.browser_sessions._MOST_LINKS", 2)
+    monkeypatch.setattr("tlora.service.browser_sessions.LINK_SECONDS", 600)
+    browser_sessions = served.opened.services.browser_sessions
+    first, *_ = [browser_sessions.make_link("key-0", "tenant-0") for _ in range(3)]
+    assert browser_sessions.use_link(first.partition("#")[2]) is None
 
 
 def test_names_reasons_and_settings_with_markup_stay_text(served_slowly: Served) -> None:

@@ -23,9 +23,9 @@ from tlora.protocol import (
 )
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.writer import Writer
+from tlora.service.job_status_writer import JobStatusWriter
 from tlora.service.live_state import LiveState
-from tlora.service.machine import Places
-from tlora.service.outcomes import Outcomes
+from tlora.service.machine import Devices
 from tlora.service.waiting_queue import QueuePlace
 
 
@@ -36,8 +36,8 @@ class Seen:
         self._engine = open_store(default_url(directory))
         self._writer = Writer(self._engine)
         self.live, self.forgotten = LiveState(2), list[str]()
-        self.outcomes = Outcomes(directory, self._writer, self.live, self.forgotten.append)
-        self.outcomes.begin(Places("cpu", (0,)))
+        self.outcomes = JobStatusWriter(directory, self._writer, self.live, self.forgotten.append)
+        self.outcomes.begin(Devices("cpu", (0,)))
 
     def submit(self, *names: str) -> None:
         for name in names:
@@ -77,7 +77,7 @@ def test_a_jobs_data_is_read_until_it_has_been_read(seen: Seen) -> None:
     seen.waits("a", "preparing", "its data is being read: 500 rows, 100%")
     assert "read" not in (seen.live.waiting_for("a", "queued") or ""), "whatever the picture still shows"
     seen.outcomes.read("a")
-    until(lambda: not seen.live.picture.reading)
+    until(lambda: not seen.live.snapshot.reading)
     seen.outcomes.wait_for("a", "room on the server's disk")
     seen.waits("a", "preparing", "room on the server's disk")
 
@@ -97,7 +97,7 @@ def test_a_report_that_comes_after_the_pause_does_not_make_it_run(seen: Seen) ->
     seen.outcomes.see(StartGroup(group("a")))
     seen.waits("a", "queued", "to load the base")
     seen.outcomes.see(StepsDone("a", "g", 1, 0.1))
-    until(lambda: "a" not in seen.live.picture.waiting)
+    until(lambda: "a" not in seen.live.snapshot.waiting)
     for event in (JobHeld("a"), ChangeGroup(group()), StepsDone("a", "g", 2, 0.1), JobReleased("a")):
         seen.outcomes.see(event)
     seen.waits("a", "queued", "it is the next")
@@ -121,7 +121,7 @@ def test_those_that_wait_are_shown_in_the_order_of_the_policy_with_its_reasons(s
     seen.waits("c", "queued", "it is the next; expected to start in about 10 min")
     seen.waits("a", "queued", "1 job waits before it; no GPU is free")
     seen.waits("b", "queued", "2 jobs wait before it")
-    assert list(seen.live.picture.waiting) == ["c", "a", "b"]
+    assert list(seen.live.snapshot.waiting) == ["c", "a", "b"]
     assert seen.live.queue_place("c", "queued") == (1, soon) and seen.live.queue_place("b", "queued") == (3, None)
     assert seen.live.queue_place("c", "running") == (None, None)
     seen.outcomes.see(JobCancelled("c"))

@@ -14,7 +14,7 @@ from tlora import durable
 from tlora.data.worker import _trouble
 from tlora.errors import CheckpointError
 from tlora.manifest import verify
-from tlora.service.outcomes import ANEW, in_service_words
+from tlora.service.job_status_writer import ANEW, in_service_words
 
 SOURCE = Path(__file__).parents[2] / "src" / "tlora"
 WHAT_A_JOB_RUNS = (

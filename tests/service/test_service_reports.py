@@ -22,8 +22,8 @@ from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.json_file import read_object
 from tlora.link.process_identity import ProcessIdentity
 from tlora.service.controller import Hall
-from tlora.service.machine import Places
-from tlora.service.outcomes import Outcomes
+from tlora.service.job_status_writer import JobStatusWriter
+from tlora.service.machine import Devices
 from tlora.service.server import open_server
 
 BASE = Path(__file__).parents[2] / "demo" / "base"
@@ -37,8 +37,8 @@ def training(directory: Path, failpoint: Any = lambda _: None) -> Iterator[Serve
     def make(bases: Mapping[str, str]) -> LocalBackend:
         return LocalBackend(LocalMachine((0,), "cpu", bases, directory, deterministic=True))
 
-    hall = Hall(Places("cpu", (0,)), make, lambda _, __, on_answer: FakeIntake(on_answer))
-    opened = open_server(config_of(directory, base_models={"base": str(BASE)}), hall, failpoint)
+    backend_factory = Hall(Devices("cpu", (0,)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    opened = open_server(config_of(directory, base_models={"base": str(BASE)}), backend_factory, failpoint)
     with TestClient(opened.app) as client:
         until(lambda: opened.services.live.fault is None)
         yield Served(opened, client, [], [])
@@ -57,7 +57,7 @@ def serve_and_die(directory: Path, order: dict[str, Any], data: bytes) -> tuple[
                 os._exit(KILLED)
 
         def see(method: Any) -> Any:
-            def call(outcomes: Outcomes, *args: Any) -> None:
+            def call(outcomes: JobStatusWriter, *args: Any) -> None:
                 nonlocal ended
                 ended = True
                 method(outcomes, *args)
@@ -65,7 +65,7 @@ def serve_and_die(directory: Path, order: dict[str, Any], data: bytes) -> tuple[
             return call
 
         try:
-            Outcomes.fail, Outcomes._finish = see(Outcomes.fail), see(Outcomes._finish)
+            JobStatusWriter.fail, JobStatusWriter._finish = see(JobStatusWriter.fail), see(JobStatusWriter._finish)
             with training(directory, failpoint) as served:
                 key = served.key("alice")
                 job = served.submit("alice", file=served.upload("alice", data), **order)["id"]

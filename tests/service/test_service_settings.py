@@ -12,7 +12,7 @@ from tlora.errors import ConfigError
 from tlora.service import config as config_module
 from tlora.service import machine
 from tlora.service.config import ConnectionLimits, Limits, ServerConfig, default_directory, read_config
-from tlora.service.machine import Places, find_places
+from tlora.service.machine import Devices, find_places
 
 
 def test_nothing_has_to_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = {0: Gpu(0, "GPU-a0"), 1: Gpu(16 << 30, "GPU-b1"), 2: Gpu(80 << 30, "GPU-b2")}
     monkeypatch.setattr(machine, "list_gpus", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert find_places(ServerConfig()) == Places("cuda", (0, 1, 2), 80 << 30)
-    assert find_places(ServerConfig(gpus=[2])) == Places("cuda", (2,), 80 << 30, (int(0.92 * (80 << 30)),))
-    assert find_places(ServerConfig(gpus=[0])) == Places("cuda", (0,), None), "one whose memory the driver does not tell"
+    assert find_places(ServerConfig()) == Devices("cuda", (0, 1, 2), 80 << 30)
+    assert find_places(ServerConfig(gpus=[2])) == Devices("cuda", (2,), 80 << 30, (int(0.92 * (80 << 30)),))
+    assert find_places(ServerConfig(gpus=[0])) == Devices("cuda", (0,), None), "one whose memory the driver does not tell"
     limited = find_places(ServerConfig(device="cpu", gpus=[0, 1], memory_limit=10**9))
-    assert limited == Places("cpu", (0, 1), psutil.virtual_memory().total, (10**9, 10**9))
+    assert limited == Devices("cpu", (0, 1), psutil.virtual_memory().total, (10**9, 10**9))
     assert 0 < sum(find_places(ServerConfig(device="cpu", gpus=[0, 1])).room_bytes) <= psutil.virtual_memory().total
     with pytest.raises(ConfigError, match=r"no GPU 7\. Choose among: 0, 1, 2"):
         find_places(ServerConfig(gpus=[7]))
@@ -104,7 +104,7 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
         find_places(ServerConfig(gpus=[0]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = find_places(ServerConfig())
-    assert found == Places("cpu", (0,), psutil.virtual_memory().total, found.room_bytes)
+    assert found == Devices("cpu", (0,), psutil.virtual_memory().total, found.room_bytes)
     monkeypatch.setattr(machine, "list_gpus", dict)
     with pytest.raises(ConfigError, match="no GPU that nvidia-smi lists"):
         find_places(ServerConfig(device="cuda"))

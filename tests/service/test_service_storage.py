@@ -20,12 +20,12 @@ from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.service import storage
+from tlora.service.backend_factory import BackendFactory
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import files
 from tlora.service.database.tables import jobs as job_rows
-from tlora.service.hall import Hall
 from tlora.service.housekeeping import Housekeeping
-from tlora.service.machine import Places
+from tlora.service.machine import Devices
 from tlora.service.server import open_server
 
 BASE = Path(__file__).parents[2] / "demo" / "base"
@@ -349,7 +349,7 @@ def training(directory: Path) -> Iterator[Served]:
     def make(bases: Mapping[str, str]) -> LocalBackend:
         return LocalBackend(LocalMachine((0,), "cpu", bases, directory, deterministic=True))
 
-    opened = open_server(config_of(directory, base_models={"base": str(BASE)}), Hall(Places("cpu", (0,)), make))
+    opened = open_server(config_of(directory, base_models={"base": str(BASE)}), BackendFactory(Devices("cpu", (0,)), make))
     with TestClient(opened.app) as client:
         until(lambda: opened.services.live.fault is None)
         yield Served(opened, client, [], [])

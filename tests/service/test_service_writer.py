@@ -201,9 +201,9 @@ def test_the_writers_end_ends_the_server_with_a_message_and_answers_what_waits(t
     if child == 0:
         status = 1
         try:
-            hall, _, _ = fake_hall(config.directory)
+            backend_factory, _, _ = fake_hall(config.directory)
             opened = server_module.open_server
-            monkeypatch.setattr(server_module, "open_server", lambda found: opened(found, hall, fail))
+            monkeypatch.setattr(server_module, "open_server", lambda found: opened(found, backend_factory, fail))
             server_module.serve(config, lambda _: None)
         except TloraError as error:
             said.write_text(str(error))

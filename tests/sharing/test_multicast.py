@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tlora.cli
-from tlora.engine.ranks.crew import Crew
+from tlora.engine.ranks.rank_group import RankGroup
 from tlora.sharing.multicast import NO_MULTICAST, turn_multicast_off
 
 
@@ -33,7 +33,7 @@ def test_both_libraries_are_told() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_in_a_rank() -> None:
-    crew = Crew(1)
+    crew = RankGroup(1)
     crew.start()
     try:
         (rank,) = crew._processes.values()

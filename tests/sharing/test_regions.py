@@ -2,18 +2,18 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.sharing.regions import lay_out_regions
 
 
 def test_regions_on_one_rank_do_not_overlap() -> None:
     spans = {
-        "a": Span(3, (0, 1)),
-        "b": Span(2, (1, 0)),
-        "c": Span(7, (2, 0)),
-        "d": Span(2, (3, 4)),
-        "e": Span(2, (4, 2)),
-        "f": Span(4, (1, 3)),
+        "a": ReplicaPlacement(3, (0, 1)),
+        "b": ReplicaPlacement(2, (1, 0)),
+        "c": ReplicaPlacement(7, (2, 0)),
+        "d": ReplicaPlacement(2, (3, 4)),
+        "e": ReplicaPlacement(2, (4, 2)),
+        "f": ReplicaPlacement(4, (1, 3)),
     }
     sizes = {"a": 1001, "b": 3, "c": 64, "d": 5000, "e": 7, "f": 500}
     regions, num_bytes = lay_out_regions(spans, sizes, 4)
@@ -25,7 +25,7 @@ def test_regions_on_one_rank_do_not_overlap() -> None:
 
 
 def test_jobs_without_a_common_rank_share_bytes() -> None:
-    spans = {f"job{number}": Span(2, (2 * (number % 4), 2 * (number % 4) + 1)) for number in range(16)}
+    spans = {f"job{number}": ReplicaPlacement(2, (2 * (number % 4), 2 * (number % 4) + 1)) for number in range(16)}
     regions, num_bytes = lay_out_regions(spans, dict.fromkeys(spans, 64), 4)
     assert num_bytes == 4 * 3 * 64 * 4, "four jobs on each rank, with three slots each"
     assert lay_out_regions({}, {}, 4) == ({}, 0)

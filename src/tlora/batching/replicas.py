@@ -12,7 +12,7 @@ LEAST_REPLICA_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Span:
+class ReplicaPlacement:
     """Where the replicas of a job are computed: each of `ranks` has a stretch of them, in order, at least one. The first rank, which has
     the first replica, is the job's home.
     """

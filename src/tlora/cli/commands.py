@@ -122,8 +122,8 @@ def train(
         console = open_console()
         from tlora.cli.progress import watching
         from tlora.data.prepare import start_worker
-        from tlora.engine.ranks.crew import start_ranks
         from tlora.engine.ranks.external import launched
+        from tlora.engine.ranks.rank_group import start_ranks
 
         launch = launched()
         if launch is not None and launch.rank > 0:

@@ -219,12 +219,12 @@ def _change(names: Sequence[str], verb: str, debug: bool) -> None:
 def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -> int:
     """Follow the jobs. Returns the exit status: 0 if all have succeeded, 1 if one has not, 130 after Ctrl-C, which ends no job."""
     from tlora.cli.follow_view import follow
-    from tlora.client.event_bell import EventBell
+    from tlora.client.event_stream import EventStream
     from tlora.client.jobs import watch
 
     try:
-        with EventBell(connection) as bell:
-            ended = follow(console, watch(connection, [job.id for job in jobs], bell=bell))
+        with EventStream(connection) as event_stream:
+            ended = follow(console, watch(connection, [job.id for job in jobs], event_stream=event_stream))
     except KeyboardInterrupt:
         subject = f"{jobs[0].name} goes" if len(jobs) == 1 else f"{len(jobs)} jobs go"
         again = f"tlora show {jobs[0].id} --follow" if len(jobs) == 1 else "tlora jobs"

@@ -116,8 +116,8 @@ def _print_made(console: Console, created: WorkerToken, secret: str, fingerprint
     """Print the token alone to stdout, so that a script can read it, and what else the user needs to stderr."""
     from tlora.cli.service_view import time_text
     from tlora.cli.terminal import open_console
-    from tlora.cluster.doors import TCP_ADDRESS_FILE
-    from tlora.link.entrance import TOKEN
+    from tlora.cluster.listeners import TCP_ADDRESS_FILE
+    from tlora.link.endpoint import TOKEN
 
     listens = (store / TCP_ADDRESS_FILE).is_file()
     address = (store / TCP_ADDRESS_FILE).read_text(encoding="utf-8").strip() if listens else None

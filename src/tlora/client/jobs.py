@@ -10,7 +10,7 @@ from typing import Any
 
 from tlora.api import EventList, EventView, JobList, JobView, MetricList
 from tlora.client.connection import Connection
-from tlora.client.event_bell import EventBell
+from tlora.client.event_stream import EventStream
 from tlora.errors import ServiceError
 from tlora.wording.losses import RECENT_STEPS, recent_loss
 
@@ -85,10 +85,10 @@ def watch(
     ids: Sequence[str],
     every_seconds: float = 1.0,
     sleep: Callable[[float], None] = time.sleep,
-    bell: EventBell | None = None,
+    event_stream: EventStream | None = None,
 ) -> Iterator[Sight]:
-    """A sight each `every_seconds`, the last one when all have ended. With a `bell` one at each event, and others only while jobs run. A
-    server that is restarted meanwhile is waited for.
+    """A sight each `every_seconds`, the last one when all have ended. With an `event_stream` one at each event, and others only while jobs
+    run. A server that is restarted meanwhile is waited for.
     """
     known: dict[str, JobView] = {}
     reader = _Losses(connection)
@@ -110,10 +110,10 @@ def watch(
         yield sight
         if all(job.has_ended for job in sight.jobs):
             return
-        if bell is None:
+        if event_stream is None:
             sleep(every_seconds)
         else:
-            bell.wait(every_seconds, moves=bool(away) or any(job.status == "running" for job in sight.jobs))
+            event_stream.wait(every_seconds, moves=bool(away) or any(job.status == "running" for job in sight.jobs))
 
 
 def _look(connection: Connection, ids: Sequence[str]) -> dict[str, JobView]:

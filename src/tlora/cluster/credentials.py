@@ -23,7 +23,7 @@ from pathlib import Path
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
-from tlora.link.entrance import TOKEN_PREFIX, read_private
+from tlora.link.endpoint import TOKEN_PREFIX, read_private
 from tlora.link.tls import fingerprint_of, server_context
 
 CERTIFICATE, TOKENS = "worker-tls.pem", "worker-tokens.json"

@@ -1,7 +1,7 @@
 """The cluster of one machine: a worker process per group of GPUs, and jobs that users submit, cancel, hold and release at any time.
 
-It owns the clock and the store; `crew.py` has the workers. The scheduler decides which job trains where, the reconciler what each worker
-gets, the worker (`engine/worker.py`) how a micro-batch runs. Workers outlive the back end: the next one on the store finds them.
+It owns the clock and the store; `worker_pool.py` has the workers. The scheduler decides which job trains where, the reconciler what each
+worker gets, the worker (`engine/worker.py`) how a micro-batch runs. Workers outlive the back end: the next one on the store finds them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import Literal
 
 from tlora import durable
-from tlora.cluster.crew import Crew, Limits
-from tlora.cluster.doors import TlsDoor
+from tlora.cluster.epochs import begin_epoch, lock_store
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.cluster.store_files import begin_reign, lock_store
+from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.cluster.worker_process import read_records
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
@@ -91,8 +91,8 @@ class LocalBackend:
     those of their jobs that are submitted before the first `poll`. Then its clock goes on from theirs.
     """
 
-    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None, door: TlsDoor | None = None) -> None:
-        """`note` gets a line for each refused connection and lost worker. `door`, of the same store, lets workers in over TCP
+    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None, listener: TlsListener | None = None) -> None:
+        """`note` gets a line for each refused connection and lost worker. `listener`, of the same store, lets workers in over TCP
         too, and is closed with this. Raises ConfigError, CheckpointError.
         """
         self._machine = machine
@@ -101,19 +101,19 @@ class LocalBackend:
             durable.make_directory(directory)
         self._lock_file: int | None = lock_store(machine.output_dir)
         records = read_records(workers)
-        reign = begin_reign(workers, continues=bool(records))
-        self._start_unix = reign.started_unix_seconds
+        epoch_started = begin_epoch(workers, continues=bool(records))
+        self._start_unix = epoch_started.started_unix_seconds
         self._began = max(0.0, time.time() - self._start_unix) if records else 0.0
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
         if told := [(gpu, room) for gpu, room in zip(machine.gpus, machine.memory_bytes, strict=False) if room]:
             self._events.append(MemoryFound(tuple(gpu for gpu, _ in told), tuple(room for _, room in told)))
-        self._crew = Crew(workers, reign.epoch, self._load, machine.gpus, machine.limits, note)
-        if door is not None:
-            self._crew.listen_on(door)
-        self._reconciler = Reconciler(machine.base_models, self._start_worker, self._crew.workers, reign.epoch)
-        self._reconciler.blame.recall(workers, note)
+        self._worker_pool = WorkerPool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
+        if listener is not None:
+            self._worker_pool.listen_on(listener)
+        self._reconciler = Reconciler(machine.base_models, self._start_worker, self._worker_pool.workers, epoch_started.epoch)
+        self._reconciler.crash_attribution.recall(workers, note)
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
@@ -122,7 +122,7 @@ class LocalBackend:
         self._ended: set[str] = set()  # jobs that may be forgotten
         self._expected: queue.SimpleQueue[str] = queue.SimpleQueue()  # bases
         self._sealed = self._stopped = False
-        self._crew.find(records)
+        self._worker_pool.find(records)
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -133,13 +133,13 @@ class LocalBackend:
     def close(self) -> None:
         """Let all workers checkpoint their jobs and exit; after 25 seconds they are killed."""
         if self._lock_file is not None:
-            self._crew.close(STOP_SECONDS)
+            self._worker_pool.close(STOP_SECONDS)
             self._free_store()
 
     def abandon(self) -> None:
         """Leave as after a kill: all workers train on for their lease, and the next back end on this store finds them."""
         if self._lock_file is not None:
-            self._crew.abandon()
+            self._worker_pool.abandon()
             self._free_store()
 
     def _free_store(self) -> None:
@@ -150,7 +150,7 @@ class LocalBackend:
     @property
     def address(self) -> str:
         """Where workers dial: `tlora worker --connect`."""
-        return self._crew.address
+        return self._worker_pool.address
 
     @property
     def began_at_seconds(self) -> float:
@@ -160,7 +160,7 @@ class LocalBackend:
     def stop(self) -> None:
         """Make `poll` end, with all jobs checkpointed and all workers ended. A signal handler may call it."""
         self._stopped = True
-        self._crew.wake()
+        self._worker_pool.wake()
 
     @property
     def unfinished(self) -> int:
@@ -212,12 +212,12 @@ class LocalBackend:
     def expect(self, base_model: str) -> None:
         """Jobs over that base will be submitted: if no worker has it, start one on a free GPU that loads it."""
         self._expected.put(base_model)
-        self._crew.wake()
+        self._worker_pool.wake()
 
     def seal(self) -> None:
         """No more jobs will be submitted: `poll` ends when all have ended. Until then it waits for more."""
         self._sealed = True
-        self._crew.wake()
+        self._worker_pool.wake()
 
     def _ask_of(self, request: Request, at_seconds: float) -> None:
         with self._asking:
@@ -229,7 +229,7 @@ class LocalBackend:
         if self._sealed and isinstance(request, JobSubmitted):
             raise ConfigError(f"job {request.job_id!r} comes after the back end was sealed. Submit all jobs before")
         heapq.heappush(self._asked, (at_seconds, next(self._serial), request))
-        self._crew.wake()
+        self._worker_pool.wake()
 
     def _check(self, spec: JobSubmitted, job: LocalJob) -> None:
         name, bases, there = spec.job_id, self._machine.base_models, len(self._machine.gpus)
@@ -259,12 +259,12 @@ class LocalBackend:
             if self._stopped or (self._sealed and not self._asked and not self._reconciler.open):
                 self.close()
                 return []
-            self._crew.acknowledge()  # the caller has got everything
+            self._worker_pool.acknowledge()  # the caller has got everything
             self._listen()
             self._pass_time()
             self._settle()
         found, self._events = self._events, []
-        self._reconciler.blame.keep(self._workers)
+        self._reconciler.crash_attribution.keep(self._workers)
         return found
 
     def execute(self, action: Action) -> None:
@@ -293,7 +293,7 @@ class LocalBackend:
         """Wait for a report, a user's request or the next tick; then take in all that has arrived."""
         with self._asking:
             due = min(self._next_tick, self._asked[0][0] if self._asked else math.inf)
-        for worker, report in self._crew.listen(max(0.0, due - self.now())):
+        for worker, report in self._worker_pool.listen(max(0.0, due - self.now())):
             if report is None:
                 given_up = f"{worker.given_up}; " if worker.given_up else ""
                 self._reconciler.lose(worker, f"{given_up}the worker of {worker.called} {worker.process.how_it_ended()}")
@@ -304,7 +304,7 @@ class LocalBackend:
         """The groups of workers that were found go on with those of their jobs that are submitted by now; workers with other options than
         this machine's end.
         """
-        for worker in self._crew.workers.values():
+        for worker in self._worker_pool.workers.values():
             found = worker.found
             known = found is not None and found.base_model in self._machine.base_models
             if found is None or not known or worker.load != self._load(self._machine.base_models[found.base_model]):
@@ -326,12 +326,12 @@ class LocalBackend:
 
     def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:
         """A group that was moving to other GPUs, or belongs to two controllers, is found twice: it continues where its jobs went last."""
-        places = [other for other in self._crew.workers.values() if other.found is not None and other.found.group_id == group_id]
+        places = [other for other in self._worker_pool.workers.values() if other.found is not None and other.found.group_id == group_id]
         return max(places, key=lambda other: max((held.attempt for held in other.jobs.values()), default=0)) is not worker
 
     def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:
         """A job that was being handed over may be in the groups of two workers: it continues where its attempt is the later one."""
-        places = {other.gpu: other.jobs[job_id].attempt for other in self._crew.workers.values() if job_id in other.jobs}
+        places = {other.gpu: other.jobs[job_id].attempt for other in self._worker_pool.workers.values() if job_id in other.jobs}
         return job_id in worker.jobs and places[worker.gpu] == max(places.values())
 
     def _arrived_early(self, names: Iterable[str]) -> tuple[JobSubmitted, ...]:
@@ -393,8 +393,8 @@ class LocalBackend:
         )
 
     def _start_worker(self, gpus: tuple[int, ...], base_model: str) -> None:
-        worker = self._crew.workers.get(gpus[0])
+        worker = self._worker_pool.workers.get(gpus[0])
         if worker is None:
-            self._crew.start(gpus, base_model)
+            self._worker_pool.start(gpus, base_model)
         else:
             worker.give(self._load(base_model))

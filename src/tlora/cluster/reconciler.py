@@ -1,7 +1,7 @@
 """Turns the scheduler's groups into the desired state of each worker, and interprets the workers' reports.
 
 Starts no process, reads no clock and does not wait: `local.py` does. A worker reaches its desired state by itself
-(`engine/settler.py`); this module ensures that a job is in one worker at a time. The scheduler decides which job trains where.
+(`engine/worker_reconciler.py`); this module ensures that a job is in one worker at a time. The scheduler decides which job trains where.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tlora.cluster.blame import Blame
+from tlora.cluster.crash_attribution import CrashAttribution
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
 from tlora.protocol import (
@@ -61,7 +61,7 @@ class Reconciler:
         self._unready: set[str] = set()  # groups whose last change is not through
         self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and with which jobs a job could not join
         self._speeds: dict[str, BaseSpeed] = {}  # of bases, as last reported
-        self.blame = Blame()
+        self.crash_attribution = CrashAttribution()
         self._arrived: set[str] = set()  # jobs that were submitted, also those that have ended
         self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and that have not arrived here
 
@@ -79,7 +79,7 @@ class Reconciler:
         self.want(group)
         self._unready.discard(group.group_id)
         for name, held in self.workers[group.gpus[0]].jobs.items():
-            self.blame.see_steps(name, held.steps)
+            self.crash_attribution.see_steps(name, held.steps)
 
     def expect(self, base_model: str, gpus: tuple[int, ...]) -> None:
         """If no worker has that base and one of `gpus` has neither worker nor group, start a worker there that loads it."""
@@ -107,7 +107,7 @@ class Reconciler:
         """The job has ended and will not be mentioned again."""
         assert job_id not in self.open, job_id
         self._arrived.discard(job_id)
-        self.blame.forget(job_id)
+        self.crash_attribution.forget(job_id)
         self.jobs.pop(job_id, None)
         self._refused.pop(job_id, None)
 
@@ -115,9 +115,9 @@ class Reconciler:
         """Take in a worker's report; one about an attempt that the worker does not hold is void."""
         match report:
             case Joined(job_id, steps, attempt) if worker.holds(job_id, attempt):
-                self.blame.see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
+                self.crash_attribution.see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
             case Stepped(job_id, steps, step_seconds, attempt) if worker.holds(job_id, attempt):
-                self.blame.see_steps(job_id, steps)
+                self.crash_attribution.see_steps(job_id, steps)
                 group = self._group_of(worker)
                 if group is not None and job_id in group.job_ids:
                     self.events.append(StepsDone(job_id, group.group_id, steps, step_seconds))
@@ -147,7 +147,7 @@ class Reconciler:
         if worker.stopping:
             return
         if not worker.doomed:
-            self._blame(worker, reason)
+            self._crash_attribution(worker, reason)
         group = self._group_of(worker)
         if group is not None:
             self.forget(group.group_id)
@@ -178,7 +178,7 @@ class Reconciler:
     def _end(self, event: JobFinished | JobFailed) -> None:
         if event.job_id in self.open:
             self.open.discard(event.job_id)
-            self.blame.forget(event.job_id)
+            self.crash_attribution.forget(event.job_id)
             self.events.append(event)
         elif event.job_id not in self._arrived:  # its worker will not report it again
             self._untold[event.job_id] = event
@@ -190,16 +190,16 @@ class Reconciler:
                 self._speeds[name] = speed
                 self.events.append(BaseMeasured(name, device, speed))
 
-    def _blame(self, worker: RemoteWorker, reason: str) -> None:
+    def _crash_attribution(self, worker: RemoteWorker, reason: str) -> None:
         """Count the death against the worker's jobs. Before its base is loaded it computes no job: being alone would show nothing."""
-        for job_id in self.blame.die(worker.suspects, together=worker.loaded and len(worker.jobs) > 1):
-            deaths = self.blame.of[job_id].deaths
+        for job_id in self.crash_attribution.die(worker.suspects, together=worker.loaded and len(worker.jobs) > 1):
+            deaths = self.crash_attribution.of[job_id].deaths
             self._end(JobFailed(job_id, f"{deaths} workers in a row ended with this job and without progress of it; {reason}"))
 
     def _residents(self, group: JobGroup) -> tuple[str, ...]:
         """The jobs that the group's worker must have now: all that have not ended, or the first suspect among them alone."""
         living = tuple([job_id for job_id in group.job_ids if job_id in self.open])
-        suspect = next((job_id for job_id in living if self.blame.is_alone(job_id)), None)
+        suspect = next((job_id for job_id in living if self.crash_attribution.is_alone(job_id)), None)
         return living if suspect is None else (suspect,)
 
     def _let_in(self, group: JobGroup, worker: RemoteWorker, held: set[str]) -> None:
@@ -214,7 +214,7 @@ class Reconciler:
                 worker.jobs[job_id] = Held(self._last_attempt)
             job = self.jobs[job_id]
             joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt, job.tokens_per_step))
-        worker.want(group, tuple(joins), alone=any(map(self.blame.is_alone, residents)))
+        worker.want(group, tuple(joins), alone=any(map(self.crash_attribution.is_alone, residents)))
         if group.group_id in self._unready and worker.loaded and worker.is_settled:
             living = [job_id for job_id in group.job_ids if job_id in self.open and job_id not in self._refused]
             if all(job_id in worker.residents for job_id in living):

@@ -8,7 +8,21 @@ from typing import Protocol
 
 from tlora.link.outbox import Intake
 from tlora.protocol import JobGroup
-from tlora.worker_protocol import Alive, Ending, FromController, Hello, Join, Joined, Load, Loaded, Report, Said, Settled, Taken, Want
+from tlora.worker_protocol import (
+    Ack,
+    Alive,
+    DesiredState,
+    Ending,
+    Envelope,
+    FromController,
+    Hello,
+    Join,
+    Joined,
+    Load,
+    Loaded,
+    Report,
+    Settled,
+)
 
 LEASE_SECONDS = 600.0
 _NOTHING = Load("", "", "cpu", 0.0)
@@ -61,11 +75,11 @@ class RemoteWorker:
         self.found: JobGroup | None = None  # its group, as an earlier controller wanted it
         self.settled = 0
         self.residents: dict[str, int] = {}  # when it was settled last
-        self.pulse: Alive | None = None
+        self.heartbeat: Alive | None = None
         self.given_up = ""  # why it was killed
         self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
         self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, once it has ended; empty if unknown
-        self._want = Want(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
+        self._want = DesiredState(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
         self._intake = Intake()
         self._send: Send | None = None
 
@@ -117,13 +131,13 @@ class RemoteWorker:
             self.stopping = True
             self._tell(replace(self._want, stop=True))
 
-    def _tell(self, wanted: Want) -> None:
+    def _tell(self, wanted: DesiredState) -> None:
         self._want = replace(wanted, generation=self._want.generation + 1)
         self._say_want()
 
     def _say_want(self) -> None:
         """Until something is decided, an adopted worker trains on, and one without a load waits: both are answered."""
-        self._say(self._want if self._is_decided else Taken(self._intake.told))
+        self._say(self._want if self._is_decided else Ack(self._intake.told))
 
     @property
     def _is_decided(self) -> bool:
@@ -150,7 +164,7 @@ class RemoteWorker:
         if self._send == send:
             self._send = None
 
-    def take(self, said: Said) -> Report | None:
+    def take(self, said: Envelope) -> Report | None:
         """The worker's report if it is new: each counts once, in order."""
         if not self._intake.take(said):
             return None
@@ -181,12 +195,12 @@ class RemoteWorker:
 
     def hear_alive(self, alive: Alive) -> None:
         """Answer, so that the worker knows that it is heard, and repeat what it has missed."""
-        self.pulse = alive
-        self._say(Taken(self._intake.told))
+        self.heartbeat = alive
+        self._say(Ack(self._intake.told))
         if alive.generation != self._want.generation:
             self._say_want()
 
     def acknowledge(self) -> None:
         """The consequences of the reports taken so far are recorded."""
         if (seq := self._intake.due()) is not None:
-            self._say(Taken(seq))
+            self._say(Ack(seq))

@@ -8,10 +8,10 @@ import threading
 from dataclasses import dataclass
 from typing import cast
 
-from tlora.cluster.doors import Admit, Peer
-from tlora.link.admission import AdmissionError
+from tlora.cluster.listeners import Admit, Peer
+from tlora.link.authentication import AdmissionError
 from tlora.link.lines import Connection, Line
-from tlora.worker_protocol import PROTOCOL, Alive, FromController, FromWorker, Hello, Refusal, Said, controller_line, parse_worker_line
+from tlora.worker_protocol import PROTOCOL, Alive, Envelope, FromController, FromWorker, Hello, Refusal, controller_line, parse_worker_line
 
 HELLO_SECONDS = 10.0  # for the first line
 
@@ -28,7 +28,7 @@ class Arrived:
 @dataclass(frozen=True)
 class Spoke:
     session: Session
-    message: Said | Alive
+    message: Envelope | Alive
 
 
 @dataclass(frozen=True)

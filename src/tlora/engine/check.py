@@ -21,7 +21,7 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, Layout, RunSpec
 from tlora.kernels.device import as_if_on
-from tlora.planning.form import choose_form
+from tlora.planning.base_placement import choose_form
 from tlora.planning.gpu_models import GpuModel, find_gpu
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall

@@ -16,9 +16,9 @@ from tlora.batching.pack import MicroBatch
 from tlora.engine.job_opening import open_run, refuse
 from tlora.group.engine import Engine
 from tlora.group.exchange import Exchange
+from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Ended, Listener, Noted, Report, Status
-from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
@@ -95,7 +95,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Places:
+class RunPaths:
     """A run's output. `mark` is called with a job's directory once it is made; trackers are those of `report_to`."""
 
     output_dir: Path
@@ -112,7 +112,7 @@ class Driver:
         self,
         model: SuperModel,
         context: RunContext,
-        places: Places,
+        places: RunPaths,
         token_budget: int,
         longest: int = 1,
         exchange: Exchange | None = None,
@@ -138,7 +138,7 @@ class Driver:
         `wait`, one for which there is no memory now is left out again (`Engine.join`).
         """
         run, name = opened.run, opened.run.spec.name
-        recorder = attempt(self._record, run)
+        recorder = try_call(self._record, run)
         if isinstance(recorder, Failure):
             self.refuse(run.spec, recorder.reason)
             return

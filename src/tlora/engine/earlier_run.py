@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlora.group.wall import attempt
+from tlora.group.isolation import try_call
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.start import adopt_adapter_config
 from tlora.store.job_result import JobResult, is_finished, read_result
@@ -25,7 +25,7 @@ class EarlierEnd:
 
 def earlier_ends(jobs: Iterable[JobSpec], directory: Path) -> dict[str, EarlierEnd]:
     """Those of `jobs` that are done in `directory`, by name: their data is not looked at. Others, and what cannot be read, are opened."""
-    found = {spec.name: attempt(_end_of, spec, directory / spec.name) for spec in jobs}
+    found = {spec.name: try_call(_end_of, spec, directory / spec.name) for spec in jobs}
     return {name: end for name, end in found.items() if isinstance(end, EarlierEnd)}
 
 

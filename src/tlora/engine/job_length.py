@@ -9,8 +9,8 @@ from tlora import durable
 from tlora.adapters.adamw import learning_rate
 from tlora.data.order import epoch_size
 from tlora.errors import ConfigError
+from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import stopped_early
-from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.store.checkpoint import read_progress
@@ -28,12 +28,12 @@ def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
     too_short: list[str] = []
     for job in jobs:
         place = directory / job.spec.name
-        earlier = attempt(earlier_order, place)
+        earlier = try_call(earlier_order, place)
         if job.data is None or earlier is None or isinstance(earlier, Failure):
             continue
         before, now = (spec.total_steps(epoch_size(job.data.train.epoch)) for spec in (earlier, job.spec))
         found = durable.find_verified(place) if before != now else None
-        progress = attempt(read_progress, found) if found is not None else None
+        progress = try_call(read_progress, found) if found is not None else None
         if progress is None or isinstance(progress, Failure):
             continue
         if now < progress.step:

@@ -17,8 +17,8 @@ from torch import Tensor
 from tlora import durable
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.errors import CheckpointError, ConfigError, DataError, ModelError
+from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
-from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
@@ -40,7 +40,7 @@ def open_run(
     else its start, which may have been made ahead. `directory` is made, and gets its `job.json`.
 
     Raises TloraError, for a job with problems and for a checkpoint of another job, and any error that readers raise for damaged files:
-    call it in `attempt`.
+    call it in `try_call`.
     """
     name = job.spec.name
     durable.make_directory(directory)
@@ -86,7 +86,7 @@ def _load_newest(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.d
     except (CheckpointError, ModelError, DataError) as error:
         name, directory = run.spec.name, found.parent
         for older in durable.older_verified(directory, found):
-            state = attempt(_load, older, run, layout, dtype, note)
+            state = try_call(_load, older, run, layout, dtype, note)
             if isinstance(state, Failure):
                 continue
             while (newest := find_checkpoint(directory, note)) not in (None, older):

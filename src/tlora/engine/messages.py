@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.watcher import RunProgress
 from tlora.group.job_result import JobResult
 from tlora.job import JobSpec, RunSpec
@@ -49,7 +49,7 @@ class Leave:
 
 
 @message
-class Share:
+class SetPlan:
     """From the next micro-batch on: its tokens, and the jobs' weights. How many layers it recomputes follows from the memory that is here.
 
     The budget is raised to the longest sample of a resident. `weights` also hold for jobs that join later.
@@ -64,7 +64,7 @@ class Stop:
     """Checkpoint all jobs and end."""
 
 
-Command = Join | Leave | Share | Stop
+Command = Join | Leave | SetPlan | Stop
 
 # -- to a rank of a run ------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Assign:
     jobs: frozenset[str]
     store: str = ""
     shared: bool = False
-    spans: Mapping[str, Span] = field(default_factory=dict[str, Span])
+    spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
 
 
 @message
@@ -158,7 +158,7 @@ class Spread:
     """
 
     join: Join
-    span: Span
+    span: ReplicaPlacement
 
 
 @message
@@ -168,7 +168,7 @@ class Meet:
     """
 
     job_id: str
-    span: Span
+    span: ReplicaPlacement
     numel: int
     number: int
 
@@ -216,7 +216,7 @@ class Faulty:
 Note = Published | Fetched | Sent | Faulty
 
 
-def addressees(note: Published | Fetched | Sent, sender: int, span: Span) -> tuple[int, ...]:
+def addressees(note: Published | Fetched | Sent, sender: int, span: ReplicaPlacement) -> tuple[int, ...]:
     """The receivers among the ranks that compute the job."""
     return (span.home,) if isinstance(note, Fetched) else tuple(rank for rank in span.ranks if rank != sender)
 

@@ -18,14 +18,14 @@ import torch
 
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import MicroBatch
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import DataWorker, Preparation, start_worker
-from tlora.engine.driver import Driver, Places
+from tlora.engine.driver import Driver, RunPaths
 from tlora.engine.earlier_run import to_plan
 from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
 from tlora.group.exchange import Exchange
-from tlora.group.wall import Failure, attempt
+from tlora.group.isolation import Failure, try_call
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob, start_ahead
 from tlora.planning.memory import bytes_when_shared
@@ -57,7 +57,7 @@ class Assignment:
     run: RunSpec
     here: frozenset[str] | None = None  # None: all
     sharing: Sharing | None = None
-    spans: Mapping[str, Span] = field(default_factory=dict[str, Span])
+    spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
     follows: frozenset[str] = frozenset()
 
 
@@ -139,7 +139,7 @@ def load(
     if streamed is not None:
         monitor.note(f"base: {streamed.describe(streamed.cost(plan, place))}")
     if not resume:  # some of a resumed run's jobs have ended
-        attempt(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
+        try_call(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
     return Loaded(plan, model, threads, starts, parameters, assignment.follows, streamed.link if streamed is not None else None)
 
 
@@ -231,7 +231,7 @@ class Session:
             before_save=guard.wait_for_verdict,
             base_precision=run.base_precision,
         )
-        places = Places(self._directory, serving, run.report_to, settings, self._mark)
+        places = RunPaths(self._directory, serving, run.report_to, settings, self._mark)
         self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, exchange)
         self.driver.listener = monitor.listen
 
@@ -253,7 +253,7 @@ class Session:
 
     def write_hashes(self) -> None:
         """Write the base's sha256, known by now, into `run.json` and each job's directory."""
-        if isinstance(failed := attempt(self._record, "running"), Failure):  # a full disk: the run's end writes it once more
+        if isinstance(failed := try_call(self._record, "running"), Failure):  # a full disk: the run's end writes it once more
             self._monitor.note(failed.reason)
         for directory in self._opened:
             self._context.writer.write(directory.name, partial(self._write_base_file, directory))
@@ -297,7 +297,7 @@ class Session:
             self._follow(job)
             return
         resume = self._monitor.resume or name in self._resumed
-        opened = attempt(self.driver.open, job, resume, None if name in self._resumed else self._starts.pop(name, None))
+        opened = try_call(self.driver.open, job, resume, None if name in self._resumed else self._starts.pop(name, None))
         if isinstance(opened, Failure):
             self.driver.refuse(job.spec, opened.reason)
             return

@@ -17,10 +17,10 @@ from tlora.engine.earlier_run import describe_resume, earlier_ends, with_ends, w
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
 from tlora.engine.ranks.attempts import train_on_ranks
-from tlora.engine.ranks.crew import Crew
+from tlora.engine.ranks.coordinator import Order
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.ranks.external import digest_of
-from tlora.engine.ranks.owner import Order
+from tlora.engine.ranks.rank_group import RankGroup
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Loaded, Session, launch_facts, load
@@ -55,7 +55,7 @@ def train(
     gpus: str | int | None = None,
     watcher: Watcher | None = None,
     data_worker: DataWorker | None = None,
-    crew: Crew | None = None,
+    rank_group: RankGroup | None = None,
     **settings: Any,
 ) -> Results:
     """Train all jobs of a jobs file, a RunSpec, or a list of JobSpecs (then with `base_model=`, `output_dir=` and the rest).
@@ -65,19 +65,19 @@ def train(
     concerns all: a wrong file, a missing base model, an output directory in use.
 
     `gpus`: "all", a number of GPUs, or their indices ("0,2"): each job is trained on one of them, by a process for each
-    (`engine/ranks/attempts.py`). With `device="cpu"` it is a number of processes. `data_worker` and `crew`:
-    processes of `tlora.data.prepare.start_worker` and of `tlora.engine.ranks.crew.start_ranks` that have been started ahead.
+    (`engine/ranks/attempts.py`). With `device="cpu"` it is a number of processes. `data_worker` and `rank_group`:
+    processes of `tlora.data.prepare.start_worker` and of `tlora.engine.ranks.rank_group.start_ranks` that have been started ahead.
     """
     run, watcher = resolve_run(jobs, settings), watcher or Watcher()
     open_caches(watcher.note)
     if resume:
         restore_run_file(run, watcher.note)
-    ranks = rank_devices(crew.count if crew is not None and gpus is None else gpus, device)
+    ranks = rank_devices(rank_group.count if rank_group is not None and gpus is None else gpus, device)
     order = _settle(run, ranks[0] if ranks else device, resume, overwrite, watcher)
     if len(order.ended) == len(run.jobs):
         return _nothing_to_train(order)
     if len(ranks) > 1:
-        return train_on_ranks(order, ranks, data_worker, crew)
+        return train_on_ranks(order, ranks, data_worker, rank_group)
 
     place = pick_device(ranks[0] if ranks else device)
     monitor = _monitor(order)

@@ -21,31 +21,31 @@ from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import BackgroundCalibration
+from tlora.engine.backoff import Backoff
 from tlora.engine.calibration import device_name, find_deadly, key_of, recall
-from tlora.engine.driver import Driver, Opened, Places
-from tlora.engine.messages import Leave, Meet, Share, Spread, Stop
-from tlora.engine.patience import Patience
-from tlora.engine.pulse import Pulse
-from tlora.engine.ranks.waits import wait_for
+from tlora.engine.driver import Driver, Opened, RunPaths
+from tlora.engine.heartbeat import Heartbeat
+from tlora.engine.messages import Leave, Meet, SetPlan, Spread, Stop
+from tlora.engine.ranks.idle_wait import wait_for
 from tlora.engine.step_timer import StepTimer
-from tlora.engine.team.parts import Parts, Planned, Seat, Together
+from tlora.engine.team.spanning_jobs import Planned, RankContext, SpanningJobs, Together
 from tlora.engine.worker_base import WorkerMemory, load_base
 from tlora.errors import DataError
+from tlora.group.isolation import Failure, try_call
 from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
 from tlora.group.reports import Stepped as GroupStepped
-from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec, RunSpec
 from tlora.kernels.device import mark_on
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import plan_job, prepare_requests
 from tlora.planning.plan import gib
-from tlora.store.claim import Claim, HeldError, take_claim
 from tlora.store.disk_reserve import DiskReserve
+from tlora.store.disk_retry import retry_when_disk_full
 from tlora.store.job_result import JobResult
+from tlora.store.lease import HeldError, JobLease, take_claim
 from tlora.store.recorder import RunContext
-from tlora.store.room import with_room
 from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
@@ -80,7 +80,7 @@ class _Ready:
     opened: Opened | Failure | HeldError
 
 
-_Told = Join | Leave | Share | Spread | Together | _Prepared | _Ready | _Written
+_Told = Join | Leave | SetPlan | Spread | Together | _Prepared | _Ready | _Written
 
 
 class Trainer:
@@ -91,25 +91,25 @@ class Trainer:
         load: Load,
         inbox: queue.SimpleQueue[Any],
         send: Callable[[Any], None],
-        patience: Patience | None = None,
-        seat: Seat | None = None,
+        backoff: Backoff | None = None,
+        rank_context: RankContext | None = None,
         expected: Sequence[JobSpec] = (),
     ) -> None:
-        """`patience` is to be ended with the worker; its pulse gets what this is at. `seat`: among the ranks of a worker; `send` then also
-        gets what is for these. For `expected`, the jobs that will join first, kernels are compiled while the base is loaded.
+        """`backoff` is to be ended with the worker; its heartbeat gets what this is at. `rank_context`: among the ranks of a worker; `send`
+        then also gets what is for these. For `expected`, the jobs that will join first, kernels are compiled while the base is loaded.
         """
-        seat = seat or Seat()
+        rank_context = rank_context or RankContext()
         dtype, line = settle_dtype(load.base_model, load.dtype, load.base_precision, load.device)
-        if line and seat.number == 0:
+        if line and rank_context.number == 0:
             note(line)
         load = replace(load, dtype=dtype)
         self._load, self._inbox, self._send = load, inbox, send
-        self._parts = Parts(seat, send)
-        self._patience = patience or Patience(Pulse(), note)
-        self._pulse = self._patience.pulse
+        self._parts = SpanningJobs(rank_context, send)
+        self._backoff = backoff or Backoff(Heartbeat(), note)
+        self._heartbeat = self._backoff.heartbeat
         self._directory = Path(load.output_dir)
         began = time.monotonic()
-        model, bound = load_base(load, expected, self._parts.sharing(_BASE) if seat.count > 1 else None, note)
+        model, bound = load_base(load, expected, self._parts.sharing(_BASE) if rank_context.count > 1 else None, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         self._limit_bytes = bound.limit_bytes
         send(Memory((bound.limit_bytes,)))
@@ -121,17 +121,17 @@ class Trainer:
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
-        self._claims: dict[str, Claim] = {}
+        self._claims: dict[str, JobLease] = {}
         durable.make_directory(self._directory)
-        self._flight = FlightRecorder(self._directory, seat.flight)
-        options: Any = {"fence": self._check_claim, "wait_for_room": self._patience, "base_precision": load.base_precision}
+        self._flight = FlightRecorder(self._directory, rank_context.flight)
+        options: Any = {"fence": self._check_claim, "wait_for_room": self._backoff, "base_precision": load.base_precision}
         context = RunContext(public_name(load.base_model), clock, note, reserve, writer, **options)
         self._driver = Driver(
-            model, context, Places(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
+            model, context, RunPaths(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
         )
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
-        self._memory = WorkerMemory(bound, self._group, load.recompute, Share(STARTING_BUDGET))
+        self._memory = WorkerMemory(bound, self._group, load.recompute, SetPlan(STARTING_BUDGET))
         self._calibration = BackgroundCalibration(speed_key, model, self._memory.has_room_for, send, note)
         deadly = find_deadly(speed_key) if load.calibrate and measured is None else None
         if deadly is not None:
@@ -163,13 +163,13 @@ class Trainer:
         self._flight.close()
 
     def _begin(self, jobs: tuple[str, ...]) -> None:
-        self._pulse.in_flight = jobs
+        self._heartbeat.in_flight = jobs
         self._flight.begin(jobs)
 
     def _look(self, _: object) -> None:
         self._has_computed = True
         self._has_stepped |= any(not run.leads for run in self._group.runs.values())  # whose steps another rank reports
-        self._pulse.begin("training")
+        self._heartbeat.begin("training")
         self._tell_steps()
         self._tell_ended()
 
@@ -179,14 +179,14 @@ class Trainer:
             if self._inbox.empty() and self._calibrate():
                 continue
             if self._inbox.empty():
-                self._pulse.begin("waiting")
+                self._heartbeat.begin("waiting")
             command, _ = wait_for(self._inbox, mark_on(self._group.model.device), lambda: False)
             if isinstance(command, Stop):
                 return False
             self._obey(command)
             self._tell_ended()
         self._calibrate()
-        self._pulse.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
+        self._heartbeat.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
         return True
 
     def _calibrate(self) -> bool:
@@ -195,7 +195,7 @@ class Trainer:
         on_their_way = self._expected or self._preparing or self._opening or self._parts.expects_jobs
         if not (self._has_stepped if beside_jobs else not on_their_way) or not self._calibration.is_due(beside_jobs=beside_jobs):
             return False
-        self._pulse.begin("compiling")
+        self._heartbeat.begin("compiling")
         self._calibration.turn(self._begin, beside_jobs=beside_jobs)
         return True
 
@@ -214,7 +214,7 @@ class Trainer:
                 self._records.see_ended()
             case Leave(name):
                 self._let_go(name)
-            case Share() as share:
+            case SetPlan() as share:
                 self._memory.share = share
                 self._memory.apply_share()
             case Spread(join, span) if self._parts.is_home(span):
@@ -226,7 +226,7 @@ class Trainer:
             case _:
                 if isinstance(command, Meet):
                     self._calibration.step_aside()  # a part of a job may join
-                    self._pulse.begin("waiting")  # for the other ranks: what they are at has limits of its own
+                    self._heartbeat.begin("waiting")  # for the other ranks: what they are at has limits of its own
                 if (opened := self._parts.obey(command, self._driver)) is not None:
                     self._begin_with(opened)
 
@@ -242,12 +242,12 @@ class Trainer:
 
     def _prepare(self, join: Join) -> None:
         """In a thread of its own: the sets that were made before, or, where there are none, a process that makes them."""
-        data = attempt(self._data_of, join)
+        data = try_call(self._data_of, join)
         self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
 
     def _plan_part(self, follow: Spread) -> None:
         """In a thread of its own, of a job that has its home on another rank."""
-        data = attempt(self._data_of, follow.join)
+        data = try_call(self._data_of, follow.join)
         found = DataError(data.reason) if isinstance(data, Failure) else data
         self._inbox.put(Planned(follow, plan_job(follow.join.job, found, self._group.model, self._directory)))
 
@@ -289,15 +289,17 @@ class Trainer:
     def _open(self, join: Join, data: Prepared | DataError) -> None:
         """In a thread of its own, which has the job's directory to itself until the job is in, or refused, or has been let go."""
         spec = join.job
-        claim = with_room(spec.name, lambda: take_claim(self._directory, spec.name, join.attempt, CLAIM_SECONDS), self._wait_while_wanted)
+        claim = retry_when_disk_full(
+            spec.name, lambda: take_claim(self._directory, spec.name, join.attempt, CLAIM_SECONDS), self._wait_while_wanted
+        )
         if isinstance(claim, Failure):
             self._inbox.put(_Ready(spec, claim.error if isinstance(claim.error, HeldError) else claim))
             return
         self._claims[spec.name] = claim
-        self._inbox.put(_Ready(spec, with_room(spec.name, lambda: self._open_claimed(spec, data), self._wait_while_wanted)))
+        self._inbox.put(_Ready(spec, retry_when_disk_full(spec.name, lambda: self._open_claimed(spec, data), self._wait_while_wanted)))
 
     def _wait_while_wanted(self, name: str, error: OSError) -> bool:
-        return name not in self._unwanted and self._patience(name, error)
+        return name not in self._unwanted and self._backoff(name, error)
 
     def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> Opened:
         planned = plan_job(spec, data, self._group.model, self._directory)

@@ -1,7 +1,8 @@
 """A worker's process: `python -m tlora.engine.worker --connect ADDRESS`, or `tlora worker`. It dials its controller and does as it wants.
 
-What is wanted becomes commands in `settler.py`, which `trainer.py` obeys; `link/dialer.py` holds the line. The controller may end and come
-back: the worker trains on meanwhile, for its lease. SIGTERM, a refusal and the end of the lease make it checkpoint its jobs and exit.
+What is wanted becomes commands in `worker_reconciler.py`, which `trainer.py` obeys; `link/dialer.py` holds the line. The controller may end
+and come back: the worker trains on meanwhile, for its lease.
+SIGTERM, a refusal and the end of the lease make it checkpoint its jobs and exit.
 Model libraries are imported after the first answer: a worker says Hello in a second.
 """
 
@@ -22,21 +23,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora.cache_directory import open_caches
-from tlora.engine.patience import Patience
-from tlora.engine.pulse import Pulse
-from tlora.engine.settler import Settler
+from tlora.engine.backoff import Backoff
+from tlora.engine.heartbeat import Heartbeat
+from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.errors import ConfigError
 from tlora.garbage import no_collection
 from tlora.libraries import leave_unused_out
 from tlora.link.dialer import Dialer
-from tlora.link.entrance import Entrance, find_entrance
+from tlora.link.endpoint import Endpoint, find_entrance
 from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.version import __version__
-from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Report, Want
+from tlora.worker_protocol import REFUSED, Alive, DesiredState, Hello, Load, Report
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
-    from tlora.engine.team.parts import Seat
+    from tlora.engine.team.spanning_jobs import RankContext
     from tlora.engine.trainer import Trainer
     from tlora.job import JobSpec
 
@@ -50,16 +51,16 @@ SeeGpus = Callable[[tuple[int, ...]], None]  # this process uses those GPUs alon
 class Worker:
     """The threads of a worker meet here: the one that trains, and the two of the line."""
 
-    def __init__(self, gpus: tuple[int, ...], entrance: Entrance) -> None:
+    def __init__(self, gpus: tuple[int, ...], endpoint: Endpoint) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
-        self.pulse = Pulse()
-        self.patience = Patience(self.pulse, note)
+        self.heartbeat = Heartbeat()
+        self.backoff = Backoff(self.heartbeat, note)
         self._gpus, self._incarnation = gpus, uuid.uuid4().hex
-        self._settler, self._lock = Settler(), threading.RLock()
+        self._worker_reconciler, self._lock = WorkerReconciler(), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
         self._refusal = ""  # why the controller does not want this worker
-        self.dialer = Dialer(entrance, self, FIRST_LEASE_SECONDS)
+        self.dialer = Dialer(endpoint, self, FIRST_LEASE_SECONDS)
 
     def wait_for_load(self) -> Load | None:
         """What to load; None for a worker that is to stop before it has loaded anything."""
@@ -69,40 +70,40 @@ class Worker:
     @property
     def expected(self) -> tuple[JobSpec, ...]:
         """The jobs that it shall have by now."""
-        want = self._settler.want
+        want = self._worker_reconciler.want
         return tuple([join.job for join in want.jobs]) if want is not None else ()
 
     def report(self, report: Report) -> None:
         """Of the trainer."""
         with self._lock:
-            self._settler.hear_report(report)
+            self._worker_reconciler.hear_report(report)
             self._pass_on()
 
     # -- what the line asks --------------------------------------------------------------------------------------------
 
     def hello(self, last_seq: int) -> Hello:
         with self._lock:
-            settler, want = self._settler, self._settler.want
+            worker_reconciler, want = self._worker_reconciler, self._worker_reconciler.want
             return Hello(
                 self._incarnation,
                 self._gpus,
                 versions(),
                 self._load,
-                settler.loaded,
+                worker_reconciler.loaded,
                 want.group if want is not None else None,
-                tuple(settler.held),
+                tuple(worker_reconciler.held),
                 want.epoch if want is not None else 0,
                 want.generation if want is not None else 0,
                 last_seq,
             )
 
     def alive(self) -> Alive:
-        pulse, want = self.pulse, self._settler.want
-        return Alive(want.generation if want is not None else 0, pulse.phase, pulse.count, pulse.in_flight)
+        heartbeat, want = self.heartbeat, self._worker_reconciler.want
+        return Alive(want.generation if want is not None else 0, heartbeat.phase, heartbeat.count, heartbeat.in_flight)
 
-    def hear(self, want: Want) -> bool:
+    def hear(self, want: DesiredState) -> bool:
         with self._lock:
-            if not self._settler.hear_want(want):
+            if not self._worker_reconciler.hear_want(want):
                 return False
             if self._load is None and not want.stop:
                 self._load = want.load
@@ -113,15 +114,15 @@ class Worker:
     def end(self, reason: str) -> None:
         """All jobs are checkpointed, and the process ends."""
         with self._lock:
-            if not self._settler.stopping and (self._load is not None or not self._refusal):  # else all is said in the end
+            if not self._worker_reconciler.stopping and (self._load is not None or not self._refusal):  # else all is said in the end
                 note(f"this worker saves its jobs and ends: {reason}")
-            self._settler.stop(reason)
+            self._worker_reconciler.stop(reason)
             self._pass_on()
             self._told.set()
 
     def be_refused(self, reason: str) -> None:
         with self._lock:
-            if not self._settler.stopping:
+            if not self._worker_reconciler.stopping:
                 self._refusal = f"refused by the controller: {reason}"
             self.end(self._refusal)
 
@@ -131,15 +132,15 @@ class Worker:
             raise ConfigError(self._refusal)
 
     def _pass_on(self) -> None:
-        settler = self._settler
-        for command in settler.commands:
+        worker_reconciler = self._worker_reconciler
+        for command in worker_reconciler.commands:
             self.inbox.put(command)
-        settler.commands.clear()
-        if settler.stopping:
-            self.patience.end()
-        reports, settler.reports = settler.reports, []
+        worker_reconciler.commands.clear()
+        if worker_reconciler.stopping:
+            self.backoff.end()
+        reports, worker_reconciler.reports = worker_reconciler.reports, []
         if reports:
-            self.dialer.put(reports, settler.want.generation if settler.want is not None else 0)
+            self.dialer.put(reports, worker_reconciler.want.generation if worker_reconciler.want is not None else 0)
 
 
 def versions() -> dict[str, str]:
@@ -153,7 +154,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def serve(entrance: Entrance, gpus: tuple[int, ...], see_gpus: SeeGpus | None = None) -> int:
+def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = None) -> int:
     """Work for the controller there until it sends a stop. Returns the exit status: 143 after SIGTERM, as a shell expects. `see_gpus` is
     called before torch is imported, if there is something to load on GPUs.
 
@@ -161,7 +162,7 @@ def serve(entrance: Entrance, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
     open_caches(note)
-    worker = Worker(gpus, entrance)
+    worker = Worker(gpus, endpoint)
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
@@ -176,10 +177,10 @@ def serve(entrance: Entrance, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
         worker.dialer.start()
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"no cluster listens at {entrance.address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
+        raise ConfigError(f"no cluster listens at {endpoint.address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
     load = worker.wait_for_load()
     if load is not None:
-        worker.pulse.begin("loading")
+        worker.heartbeat.begin("loading")
         if see_gpus is not None and load.device != "cpu":
             see_gpus(gpus)
         lead_or_train(load, gpus, worker)
@@ -191,19 +192,19 @@ def serve(entrance: Entrance, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
 def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
     """Train until stopped. With several GPUs, a process for each of them trains."""
     if len(gpus) > 1:
-        from tlora.engine.team.leader import Leader
+        from tlora.engine.team.worker_group import WorkerGroup
 
-        Leader(load, gpus, worker.inbox, worker.report, worker.pulse, worker.expected).go_on()
+        WorkerGroup(load, gpus, worker.inbox, worker.report, worker.heartbeat, worker.expected).go_on()
     else:
-        open_trainer(load, worker.inbox, worker.report, worker.patience, expected=worker.expected).go_on()
+        open_trainer(load, worker.inbox, worker.report, worker.backoff, expected=worker.expected).go_on()
 
 
 def open_trainer(
     load: Load,
     inbox: queue.SimpleQueue[Any],
     send: Callable[[Any], None],
-    patience: Patience,
-    seat: Seat | None = None,
+    backoff: Backoff,
+    rank_context: RankContext | None = None,
     expected: Sequence[JobSpec] = (),
 ) -> Trainer:
     """The model libraries, then the base. The arguments as of `Trainer`."""
@@ -218,7 +219,7 @@ def open_trainer(
         torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is reported for a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, inbox, send, patience, seat, expected)
+    return Trainer(load, inbox, send, backoff, rank_context, expected)
 
 
 def main() -> None:

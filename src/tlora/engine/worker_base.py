@@ -14,7 +14,7 @@ import torch
 
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.data.base_download import fetch_base
-from tlora.engine.messages import Share
+from tlora.engine.messages import SetPlan
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec, Recompute
@@ -37,7 +37,7 @@ from tlora.worker_protocol import Load
 class WorkerMemory:
     """`share` is the last that was ordered."""
 
-    def __init__(self, bound: MemoryBound, group: Engine, recompute: Recompute, share: Share) -> None:
+    def __init__(self, bound: MemoryBound, group: Engine, recompute: Recompute, share: SetPlan) -> None:
         self._bound, self._group, self.share = bound, group, share
         self._recompute: Recompute = recompute
 

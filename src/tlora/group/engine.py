@@ -15,11 +15,11 @@ from itertools import groupby
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch, Row, pack, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.group.exchange import Decisions, End, Exchange, RunningSums, Whole
-from tlora.group.job_run import QUARANTINE_AFTER, JobRun, Losses, Passed, Stepping
+from tlora.group.exchange import Decisions, End, Exchange, RunningSums, SummedGradient
+from tlora.group.isolation import Failure, is_out_of_memory, try_call
+from tlora.group.job_run import QUARANTINE_AFTER, BatchLosses, JobRun, Losses, Stepping
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
 from tlora.group.token_budget import CALM, NO_LAYER, TokenBudget
-from tlora.group.wall import Failure, attempt, is_out_of_memory
 from tlora.supermodel.batch import PackedBatch, collate
 from tlora.supermodel.losses import JobLoss
 from tlora.supermodel.supermodel import SuperModel
@@ -47,7 +47,7 @@ class Engine:
         self._smallest_budget, self._unexplained, self._calm = smallest_budget, 0, 0
         self._again: dict[str, Callable[[JobRun], bool]] = {}  # by job: work between replicas that ran out of memory and is tried again
         self._state_read: set[str] = set()  # jobs that have fetched their initial state, and have not begun
-        self._whole: dict[str, Whole] = {}  # by job: gradient sums that were taken from the exchange, and are not in the bank yet
+        self._whole: dict[str, SummedGradient] = {}  # by job: gradient sums that were taken from the exchange, and are not in the bank yet
         self.runs: dict[str, JobRun] = {}
         self.begin: Callable[[tuple[str, ...]], object] = lambda _: None  # called with the jobs of each micro-batch before it is computed
         self._weights: dict[str, float] = {}
@@ -62,7 +62,7 @@ class Engine:
         """
         name = run.spec.name
         run.here = self._exchange.replicas_here(name, run.replicas)
-        joined = self.decisions.result(attempt(self._enter, run, state))
+        joined = self.decisions.result(try_call(self._enter, run, state))
         if isinstance(joined, Failure):
             self._exchange.leave(name, joined.reason)
             if wait is not None and self.runs and is_out_of_memory(joined.error):
@@ -139,7 +139,7 @@ class Engine:
             self._step(self._completed_elsewhere())
             return None
         before = self.model.computed_tokens
-        losses = self.decisions.result(attempt(self.compute, packed.kind, packed.rows, packed.tokens, self.token_budget))
+        losses = self.decisions.result(try_call(self.compute, packed.kind, packed.rows, packed.tokens, self.token_budget))
         computed = self.model.computed_tokens - before
         self._settle()
         if isinstance(losses, Failure):
@@ -167,7 +167,7 @@ class Engine:
 
     def _attempted(self, run: JobRun, step: Callable[[JobRun], bool]) -> bool:
         """Attempt the work; if memory runs out, once more with a lower budget."""
-        done = attempt(step, run)
+        done = try_call(step, run)
         if isinstance(done, Failure):
             if is_out_of_memory(done.error) and self._lower_budget():
                 self._again[run.spec.name] = self._take_whole if run.awaiting else step
@@ -240,7 +240,7 @@ class Engine:
         """
         if not through:
             return
-        losses = Losses([run.passed if run.leads else Passed() for run in through])  # takes memory: before any step is under way
+        losses = Losses([run.passed if run.leads else BatchLosses() for run in through])  # takes memory: before any step is under way
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         for run in through:
             if (error := steps.errors.get(run.spec.name)) is not None:
@@ -258,7 +258,7 @@ class Engine:
 
     def _offer(self, run: JobRun) -> bool:
         """Put the next evaluation or global batch on offer. A job whose data cannot be read any more fails, and False comes back."""
-        offered = self.decisions.result(attempt(run.offer))
+        offered = self.decisions.result(try_call(run.offer))
         if not isinstance(offered, Failure):
             return True
         self._settle()  # its last step may be under way
@@ -394,4 +394,4 @@ class Engine:
 
     def _try_alone(self, name: str, packed: MicroBatch) -> dict[str, JobLoss] | Failure:
         rows = tuple(row for row in packed.rows if row.job_id == name)
-        return attempt(self.compute, packed.kind, rows, sum(row.tokens for row in rows), 0)
+        return try_call(self.compute, packed.kind, rows, sum(row.tokens for row in rows), 0)

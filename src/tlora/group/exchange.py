@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from tlora.adapters.state import AdapterState
-from tlora.group.job_run import Means, Passed
+from tlora.group.isolation import Failure
+from tlora.group.job_run import BatchLosses, Means
 from tlora.group.reports import Status
-from tlora.group.wall import Failure
 
 Result = TypeVar("Result")
 End = tuple[Status, str]  # how a job ends, and why
@@ -49,9 +49,9 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The gradient [P] of a whole global batch, and what other ranks have computed of it: their losses (as `Passed.elsewhere`), by replica,
-    and their tokens.
+class SummedGradient:
+    """The gradient [P] of a whole global batch, and what other ranks have computed of it: their losses (as `BatchLosses.elsewhere`), by
+    replica, and their tokens.
     """
 
     gradient_P: Tensor
@@ -78,13 +78,13 @@ class Exchange(Protocol):
         """
         ...
 
-    def send(self, job_id: str, step: int, passed: Passed) -> None:
+    def send(self, job_id: str, step: int, passed: BatchLosses) -> None:
         """Of a job that spans ranks, once for each global batch: all of this rank's replicas have been given, if it has samples of it, and
         so much went through.
         """
         ...
 
-    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole | None:
+    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> SummedGradient | None:
         """Once this rank has given and sent its own: the sum over `replicas`, once. None while other ranks have not."""
         ...
 
@@ -129,11 +129,11 @@ class RunningSums:
         else:
             self._sums[job_id] = gradient_P
 
-    def send(self, job_id: str, step: int, passed: Passed) -> None:
+    def send(self, job_id: str, step: int, passed: BatchLosses) -> None:
         raise AssertionError(f"{job_id} spans no other rank")
 
-    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole:
-        return Whole(self._sums.pop(job_id))
+    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> SummedGradient:
+        return SummedGradient(self._sums.pop(job_id))
 
     def publish(self, job_id: str, state: AdapterState) -> None:
         pass

@@ -34,7 +34,7 @@ QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
 
 
 @dataclass
-class Passed:
+class BatchLosses:
     """The part of a global batch or an evaluation that is through. The losses are still on the device: reading one would wait for it; but
     those of other ranks' replicas, `elsewhere`, are the host's: of each part what `values` has. They come after the others.
     """
@@ -94,7 +94,7 @@ class JobRun:
         self.objective: UnitLoss | None = self._objective
         """The objective of what is on offer now; None for cross-entropy."""
         self.flow = Flow(spec.name, spec.weight)
-        self.passed = Passed()
+        self.passed = BatchLosses()
         self.reference: Callable[[], Tensor] | None = None
         """Gives the weights [P] of the adapter that its objective compares with, once, when the job begins; None: the base alone."""
         self._normalizer = 1.0
@@ -224,7 +224,7 @@ class JobRun:
         return self._objective.summarise(metrics) if self._objective is not None and metrics else metrics
 
     def _offer(self) -> None:
-        self.passed, (data, samples) = Passed(), self._offered
+        self.passed, (data, samples) = BatchLosses(), self._offered
         kind: Kind = "eval" if self.evaluating or self.measuring else "train"
         shares: list[Sequence[int]] = [samples]
         if kind == "train" and self.replicas > 1:
@@ -325,7 +325,7 @@ class JobRun:
 class Losses:
     """Of runs whose batch or evaluation is through, on their way to the host in one copy."""
 
-    def __init__(self, passed: Sequence[Passed]) -> None:
+    def __init__(self, passed: Sequence[BatchLosses]) -> None:
         self._names = [each.metrics for each in passed]
         self._counts = [len(each.parts) for each in passed]
         self._elsewhere = [each.elsewhere for each in passed]

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tlora.link.admission import AdmissionError
-from tlora.link.entrance import Entrance, dial
+from tlora.link.authentication import AdmissionError
+from tlora.link.endpoint import Endpoint, dial
 from tlora.link.lines import Line
 from tlora.link.log import note
 from tlora.link.outbox import Outbox
-from tlora.worker_protocol import Alive, Hello, Refusal, Report, Taken, Want, parse_controller_line, worker_line
+from tlora.worker_protocol import Ack, Alive, DesiredState, Hello, Refusal, Report, parse_controller_line, worker_line
 
 BEAT_SECONDS = 5.0
 _SEND_SECONDS = 10  # for the controller to read: one that does not counts as lost
@@ -29,7 +29,7 @@ class Client(Protocol):
 
     def hello(self, last_seq: int) -> Hello: ...
     def alive(self) -> Alive: ...
-    def hear(self, want: Want) -> bool:
+    def hear(self, want: DesiredState) -> bool:
         """Take in the desired state. Returns False if it comes from an older controller."""
         ...
 
@@ -55,9 +55,9 @@ def _now() -> float:
 
 
 class Dialer:
-    def __init__(self, entrance: Entrance, client: Client, lease_seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, client: Client, lease_seconds: float) -> None:
         """`lease_seconds` holds until a Want changes it."""
-        self._entrance, self._client = entrance, client
+        self._endpoint, self._client = endpoint, client
         self._outbox = Outbox()
         self._contact = _Contact(_now(), lease_seconds)
         self._changed = threading.Condition()  # of all that follows, and of the outbox
@@ -67,7 +67,7 @@ class Dialer:
 
     def start(self) -> None:
         """Connect. Raises as `dial` does."""
-        first = dial(self._entrance, _SEND_SECONDS)
+        first = dial(self._endpoint, _SEND_SECONDS)
         threading.Thread(target=self._dial, args=(first,), name="dialer", daemon=True).start()
         threading.Thread(target=self._send, name="sender", daemon=True).start()
 
@@ -96,7 +96,7 @@ class Dialer:
         while not self._ended:
             if line is None:
                 try:
-                    line = dial(self._entrance, _SEND_SECONDS)
+                    line = dial(self._endpoint, _SEND_SECONDS)
                 except AdmissionError as error:
                     self._be_refused(str(error))
                     return
@@ -127,7 +127,7 @@ class Dialer:
                 if isinstance(message, Refusal):
                     self._be_refused(message.reason)
                     return True
-                if isinstance(message, Want) and not self._client.hear(message):
+                if isinstance(message, DesiredState) and not self._client.hear(message):
                     return heard  # an older controller
                 self._take(line, message)
                 heard = True
@@ -143,10 +143,10 @@ class Dialer:
         self._ended = True
         self._client.be_refused(reason)
 
-    def _take(self, line: Line, message: Want | Taken) -> None:
+    def _take(self, line: Line, message: DesiredState | Ack) -> None:
         with self._changed:
             self._contact.heard = _now()
-            if isinstance(message, Want):
+            if isinstance(message, DesiredState):
                 self._contact.lease_seconds = message.lease_seconds
             else:
                 self._outbox.taken(message.seq)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from tlora.worker_protocol import HeldJob, JobEnd, JobReport, Left, Report, Said, Stepped
+from tlora.worker_protocol import Envelope, HeldJob, JobEnd, JobReport, Left, Report, Stepped
 
 MOST_UNDER_WAY = 256  # reports that are sent and not taken; what comes behind them waits, and of a job's steps only the last
 
@@ -15,7 +15,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Report]] = []
-        self._under_way: deque[Said] = deque()
+        self._under_way: deque[Envelope] = deque()
         self._last_sent = self.last_taken = 0
 
     def put(self, report: Report, generation: int) -> None:
@@ -26,17 +26,17 @@ class Outbox:
                     return
         self._waiting.append((generation, report))
 
-    def fresh(self) -> list[Said]:
+    def fresh(self) -> list[Envelope]:
         """Reports to be sent for the first time."""
-        found: list[Said] = []
+        found: list[Envelope] = []
         while self._waiting and len(self._under_way) < MOST_UNDER_WAY:
             generation, report = self._waiting.pop(0)
             self._last_sent += 1
-            found.append(Said(self._last_sent, generation, report))
+            found.append(Envelope(self._last_sent, generation, report))
             self._under_way.append(found[-1])
         return found
 
-    def again(self) -> list[Said]:
+    def again(self) -> list[Envelope]:
         """Reports that were sent and have not been taken, in their order: for a new connection, or when nothing was heard for a while."""
         return list(self._under_way)
 
@@ -64,7 +64,7 @@ class Intake:
         self.seq = self.told = last_seq
         self._asked_again = False
 
-    def take(self, said: Said) -> bool:
+    def take(self, said: Envelope) -> bool:
         """Whether the report is the next one. One that comes too early will be sent again."""
         if said.seq != self.seq + 1:
             self._asked_again |= said.seq <= self.seq

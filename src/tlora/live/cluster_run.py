@@ -18,10 +18,10 @@ import torch
 from tlora import durable
 from tlora.cache_directory import open_caches
 from tlora.cluster.controller import run as run_controller
-from tlora.cluster.doors import TlsDoor
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.gpus import host_room, list_gpus, numbers_of, room_of
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.data.base_download import fetch_base
@@ -34,7 +34,7 @@ from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
-from tlora.live.picture import Picture
+from tlora.live.progress_view import ProgressView
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.planning.memory import count_base, memory_limit
 from tlora.planning.plan import gib
@@ -127,10 +127,10 @@ def train_on_cluster(
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()
         guard.wait_for_verdict()  # resumed jobs must continue over the base that they began with
-        with TlsDoor(out / "workers", place) if place is not None else nullcontext() as door:
-            if door is not None:
-                watcher.note(f"workers may come to {door.address} over TLS; `tlora worker-token {out}` makes a token for them")
-            return _Run(jobs_here, out, places, policy, watcher, began).train(guard, door)
+        with TlsListener(out / "workers", place) if place is not None else nullcontext() as listener:
+            if listener is not None:
+                watcher.note(f"workers may come to {listener.address} over TLS; `tlora worker-token {out}` makes a token for them")
+            return _Run(jobs_here, out, places, policy, watcher, began).train(guard, listener)
 
 
 class _Run:
@@ -142,12 +142,12 @@ class _Run:
         self._faults: set[str] = set()
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
-    def train(self, guard: BaseGuard, door: TlsDoor | None) -> Results:
+    def train(self, guard: BaseGuard, listener: TlsListener | None) -> Results:
         ends = earlier_ends(self._run.jobs, Path(self._run.output_dir))
         earlier = {name: end.result for name, end in ends.items()}
         self._ended |= earlier
         profiled = self._profile()
-        self._picture = Picture(self._run, {name: job.profile for name, job in profiled.items()}, earlier)
+        self._progress_view = ProgressView(self._run, {name: job.profile for name, job in profiled.items()}, earlier)
         self._note_speeds()
         cost = live_cost_model({_BASE: self._base.num_bytes})
         cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
@@ -155,7 +155,7 @@ class _Run:
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
-            LocalBackend(self._machine(), self._watcher.note, door) as backend,
+            LocalBackend(self._machine(), self._watcher.note, listener) as backend,
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
         ):
@@ -257,13 +257,13 @@ class _Run:
         return time.monotonic() - self._began
 
     def _see(self, item: Event | Action) -> None:
-        self._picture.see(item)
+        self._progress_view.see(item)
         if isinstance(item, JobFailed | RejectJob):
             self._fail(next(spec for spec in self._run.jobs if spec.name == item.job_id), item.reason)
         now = time.monotonic()
         if now - self._shown >= _SHOW_SECONDS or isinstance(item, JobFailed | JobFinished | RejectJob):
             self._shown = now
-            self._watcher.progress(self._picture.progress(self._seconds))
+            self._watcher.progress(self._progress_view.progress(self._seconds))
 
     def _see_fault(self, reason: str) -> None:
         """Note each fault once: the policy is asked again at the next event, and may fail in the same way."""
@@ -281,7 +281,7 @@ class _Run:
         return describe_interrupt(number, backend.unfinished)
 
     def _finish(self, received: Sequence[int], guard: BaseGuard) -> Results:
-        self._watcher.progress(self._picture.progress(self._seconds))
+        self._watcher.progress(self._progress_view.progress(self._seconds))
         results = all_results(self._run, self._ended, received, self._watcher.note)
         try:
             self._record(results.status, guard)

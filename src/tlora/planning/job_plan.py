@@ -15,14 +15,14 @@ import torch
 from tlora.adapters.pattern_warnings import pattern_warnings
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, AdapterState
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.cache_directory import cache_dir
 from tlora.data.dataset import Dataset
 from tlora.data.order import PackedRows, epoch_size, row_tokens
 from tlora.data.prepare import Preparation, Prepared, prepare
 from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
-from tlora.group.wall import Failure, attempt
+from tlora.group.isolation import Failure, try_call
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.start import PLACES, adopt_adapter_config, find_start, start_state
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
@@ -42,7 +42,7 @@ class PlannedJob:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     too_large: str | None = None  # that one of the problems which depends on the memory model
-    span: Span | None = None  # where its replicas are, if not all in one place
+    span: ReplicaPlacement | None = None  # where its replicas are, if not all in one place
 
     @property
     def replicas(self) -> int:
@@ -75,7 +75,7 @@ def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resum
     job = PlannedJob(spec)
     steps = partial(_take_data, job, data, model.model), partial(_take_shape, job, model, resumed), partial(_check_length, job, model.model)
     for step in steps:
-        if isinstance(failed := attempt(step), Failure):
+        if isinstance(failed := try_call(step), Failure):
             job.problems.append(failed.reason)
     return job
 
@@ -163,7 +163,7 @@ def _place_warnings(ordered: JobSpec, adopted: JobSpec, start: Path, model: Supe
     said = [key for key in PLACES if key in ordered.model_fields_set and getattr(ordered, key) is not None]
     if not said:
         return []
-    meant = attempt(partial(model.layout, ordered))
+    meant = try_call(partial(model.layout, ordered))
     modules = [shape.module for shape in model.layout(adopted).shapes]
     if not isinstance(meant, Failure) and [shape.module for shape in meant.shapes] == modules:
         return []

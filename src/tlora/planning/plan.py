@@ -12,7 +12,7 @@ import torch
 
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
@@ -118,7 +118,7 @@ def plan_run(
     preparation: Preparation,
     resume: bool = False,
     here: frozenset[str] | None = None,
-    spans: Mapping[str, Span] | None = None,
+    spans: Mapping[str, ReplicaPlacement] | None = None,
 ) -> RunPlan:
     """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`.
 

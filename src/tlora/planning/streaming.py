@@ -1,7 +1,7 @@
 """Whether the base of a run in one process is streamed from the host's memory (`layout`), with how many layers on the device, and how fast.
 
 Micro-batches, recomputed layers and layers on the device are chosen together, by the predicted time per token: a larger micro-batch hides
-a slower link. Several GPUs hold a base in parts instead (`form.py`).
+a slower link. Several GPUs hold a base in parts instead (`base_placement.py`).
 """
 
 from __future__ import annotations

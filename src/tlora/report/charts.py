@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tlora.report.looks import Look
+from tlora.report.line_styles import LineStyle
 from tlora.report.page import FAINT_UP_TO, Chart
 from tlora.report.rows import JsonObject, buckets, column, number, smooth, smoothing_window, thin
 from tlora.report.run_view import JobView, RunView
@@ -41,7 +41,7 @@ class JobCurve:
     """One job's thinned training rows: the x axes, each logged value, and how the job is drawn."""
 
     job: JobView
-    look: Look
+    look: LineStyle
     width: float
     window: int
     marked: bool
@@ -55,7 +55,7 @@ class JobCurve:
         return f"<b>{escape(self.job.name)}</b>{settings}"
 
 
-def job_curves(run: RunView, looks: Mapping[str, Look]) -> list[JobCurve]:
+def job_curves(run: RunView, looks: Mapping[str, LineStyle]) -> list[JobCurve]:
     """Thin each job's training rows once; all charts of a job then share their x axes. All jobs are averaged over the same window."""
     limit = max(300, min(_POINTS_PER_SERIES, _POINTS_PER_CHART // max(1, len(run.jobs))))
     per_unit, _ = time_unit(run.seconds)

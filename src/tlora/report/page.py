@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tlora.report.looks import Look, render
+from tlora.report.line_styles import LineStyle, render
 
 FAINT_UP_TO = 12  # groups shown at once: above that, the raw values under the averages are a fog
 ROWS_SHOWN = 40  # of a table; a button under a longer one shows the rest
@@ -59,7 +59,7 @@ class LegendEntry:
     """One switch of the page's legend: a `legendgroup` of its charts and how that is drawn."""
 
     group: str
-    look: Look
+    look: LineStyle
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from markupsafe import Markup
 from tlora import durable
 from tlora.errors import CheckpointError, ConfigError
 from tlora.report.charts import job_curves, learning_charts, run_charts
-from tlora.report.job_looks import job_looks, keys_html, swept_fields, swept_values
-from tlora.report.looks import Look
+from tlora.report.job_styles import job_looks, keys_html, swept_fields, swept_values
+from tlora.report.line_styles import LineStyle
 from tlora.report.page import Chart, LegendEntry, Section, render_page
 from tlora.report.rows import number, smoothing_window
 from tlora.report.run_view import JobView, RunView, read_run
@@ -41,7 +41,7 @@ _BY_TRAIN = "last train loss"  # what a sweep is ranked by that has no evaluatio
 _RISEN = 1.05  # a last loss above this times the first is more than a batch's noise
 
 
-def sweep_sections(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> list[Section]:
+def sweep_sections(jobs: Sequence[JobView], looks: Mapping[str, LineStyle], window: int) -> list[Section]:
     """A section for each sweep among `jobs`, in file order."""
     names = dict.fromkeys(job.sweep_of for job in jobs if job.sweep_of)
     sections: list[Section] = []
@@ -88,7 +88,7 @@ def _trouble(job: JobView) -> str:
     return f"loss rose from {loss_text(first)} to {loss_text(last)}" if first and last and last > _RISEN * first > 0 else ""
 
 
-def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> Markup:
+def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, LineStyle], window: int) -> Markup:
     """The jobs of one sweep, best first, with the values that they differ in."""
     fields, scale = swept_fields(jobs), spark_scale(jobs, window)
     kept = [at for at, head in enumerate(RESULT_HEADS) if head not in _IN_SWEEP_COLUMNS]

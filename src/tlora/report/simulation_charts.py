@@ -14,7 +14,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from tlora.report.looks import Look
+from tlora.report.line_styles import LineStyle
 from tlora.report.page import Chart
 from tlora.report.rows import number
 from tlora.report.simulation_view import PolicyView, SimulationView, gains_of, usual_kernels
@@ -30,7 +30,7 @@ _DAYS_FROM = 5 * 86_400  # an axis longer than this counts days
 Trace = dict[str, Any]
 
 
-def simulation_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[Chart]:
+def simulation_charts(view: SimulationView, drawn: Mapping[str, LineStyle]) -> list[Chart]:
     """All charts that have data."""
     dashed = any(look.dash != "solid" for look in drawn.values())
     note = f"Dashed: with other kernels than {usual_kernels(view)}." if dashed else ""
@@ -47,7 +47,7 @@ def simulation_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[C
     return [chart for chart in charts if chart.figure["data"]]
 
 
-def gain_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[Chart]:
+def gain_charts(view: SimulationView, drawn: Mapping[str, LineStyle]) -> list[Chart]:
     """The page's first chart: a bar for each policy with its gain over the reference. None without gains."""
     gains = {name: gain for name, gain in gains_of(view).items() if math.isfinite(gain)}
     traces = [
@@ -77,13 +77,13 @@ def gain_charts(view: SimulationView, drawn: Mapping[str, Look]) -> list[Chart]:
     return [Chart("Gain", {"data": traces, "layout": layout}, f"Mean JCT of {view.reference} over that of each policy.", wide=True)]
 
 
-def _line(name: str, look: Look, x: Sequence[float], y: Sequence[float]) -> Trace:
+def _line(name: str, look: LineStyle, x: Sequence[float], y: Sequence[float]) -> Trace:
     label = escape(name)
     line = {"color": look.colour, "width": 2, "dash": look.dash}
     return {"type": "scatter", "mode": "lines", "name": label, "legendgroup": name, "x": x, "y": y, "line": line}
 
 
-def _completion(view: SimulationView, drawn: Mapping[str, Look], note: str) -> Chart:
+def _completion(view: SimulationView, drawn: Mapping[str, LineStyle], note: str) -> Chart:
     """Cumulative distribution of completion times: the share of the jobs done within t, over t."""
     traces: list[Trace] = []
     for policy in view.policies:
@@ -115,7 +115,7 @@ def _edges(policies: Sequence[PolicyView]) -> list[float]:
     return [first + (last - first) * at / _COLUMNS for at in range(_COLUMNS + 1)] if last > first else []
 
 
-def _over_time(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[float], words: tuple[str, str, str]) -> Chart:
+def _over_time(view: SimulationView, drawn: Mapping[str, LineStyle], edges: Sequence[float], words: tuple[str, str, str]) -> Chart:
     """The mean of one sampled quantity in each time bin; `words` are the title, the quantity's key in the samples, the axis title."""
     title, key, y_title = words
     scale, unit = (1.0, "jobs") if key == "waiting_jobs" else (100.0, "%")
@@ -137,7 +137,7 @@ def _over_time(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[
     return Chart(title, {"data": traces, "layout": layout}, note, log=key == "waiting_jobs")
 
 
-def _shared(view: SimulationView, drawn: Mapping[str, Look], edges: Sequence[float]) -> Chart:
+def _shared(view: SimulationView, drawn: Mapping[str, LineStyle], edges: Sequence[float]) -> Chart:
     """Share of the GPU time that is spent in groups of two jobs or more, for the policies that share GPUs."""
     sharing = [policy for policy in view.policies if any(policy.samples["shared_gpus"])]
     words = ("Shared GPU time", "shared_gpus", "% of the GPU time in groups")
@@ -186,11 +186,11 @@ def _gains(view: SimulationView) -> dict[str, dict[float, list[float]]]:
     return {name: dict(by_load) for name, by_load in gains.items()}
 
 
-def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:
+def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Chart:
     """Steady tokens/s against the slowdown bound, averaged over seeds; without traces unless the sweep varies the bound."""
     rates: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     most: dict[float, float] = {}
-    looks: dict[str, Look] = {}
+    looks: dict[str, LineStyle] = {}
     for row in view.sweep:
         if isinstance(row.get("delta"), int | float):
             if isinstance(rate := row.get("tokens_bound_per_second"), int | float):
@@ -219,7 +219,7 @@ def _throughput_over_bound(view: SimulationView, drawn: Mapping[str, Look]) -> C
     )
 
 
-def _gain_over_load(view: SimulationView, drawn: Mapping[str, Look]) -> Chart:
+def _gain_over_load(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Chart:
     """Mean gain over the seeds, with minimum and maximum, against load; without traces unless the sweep varies the load."""
     traces: list[Trace] = []
     gains = _gains(view)

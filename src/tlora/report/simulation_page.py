@@ -12,7 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tlora.report.looks import Look, job_colours, mark, render
+from tlora.report.line_styles import LineStyle, job_colours, mark, render
 from tlora.report.page import LegendEntry, Section, packed, render_page
 from tlora.report.rows import JsonObject, number
 from tlora.report.simulation_charts import gain_charts, simulation_charts
@@ -31,7 +31,7 @@ _SETTINGS_PER_TABLE = 8
 _EVEN = 0.005  # a ratio this near to 1 is neither better nor worse: it reads as 1.00
 
 
-def metrics_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
+def metrics_html(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Markup:
     """One table per kind of metric, one row per policy, the best of each column in green; then the definitions of the metrics."""
     tables: dict[str, Markup] = {}
     for title, metrics in GROUPS.items():
@@ -62,11 +62,11 @@ def _metric_cell(metric: Metric, value: float, best: str) -> Cell:
     return Cell(Markup('<b class="good">{}</b>').format(text) if text == best else text, value)
 
 
-def _name_cell(name: str, drawn: Mapping[str, Look]) -> Cell:
+def _name_cell(name: str, drawn: Mapping[str, LineStyle]) -> Cell:
     return Cell(mark(drawn[name]) + name)
 
 
-def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
+def ratios_html(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Markup:
     """Ratios: each policy against the reference in all metrics, then against every other policy in mean and p99 JCT."""
     tables: dict[str, Markup] = {}
     against = [row for row in view.ratios if row["against"] == view.reference]
@@ -88,7 +88,7 @@ def ratios_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
     return note + _titled(tables) if tables else Markup()
 
 
-def _reference_table(against: Sequence[JsonObject], drawn: Mapping[str, Look]) -> Markup:
+def _reference_table(against: Sequence[JsonObject], drawn: Mapping[str, LineStyle]) -> Markup:
     labels = {metric.key: metric.label for metrics in GROUPS.values() for metric in metrics}
     keys = (*_RATIOS, *_RATIOS_OF_USE)
     rows: list[Line] = []
@@ -118,7 +118,7 @@ def _setting(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000 else str(value)
 
 
-def result_html(view: SimulationView, drawn: Mapping[str, Look]) -> Markup:
+def result_html(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Markup:
     """A row per policy with the main metrics, and warnings."""
     gains = gains_of(view)
     metrics = {metric.key: metric for group in GROUPS.values() for metric in group}

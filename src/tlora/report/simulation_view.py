@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tlora.report.looks import Look, job_colours
+from tlora.report.line_styles import LineStyle, job_colours
 from tlora.report.rows import JsonObject, number
 
 _OURS = "residual_capacity"
@@ -74,12 +74,12 @@ def shown_first(view: SimulationView) -> str:
     return ours[0] if ours else leader_of(view) or view.policies[0].name
 
 
-def looks(view: SimulationView) -> dict[str, Look]:
-    """The `Look` of each policy, also of those of the sweep: one colour each, dashed unless its kernels are the usual ones."""
+def looks(view: SimulationView) -> dict[str, LineStyle]:
+    """The `LineStyle` of each policy, also of those of the sweep: one colour each, dashed unless its kernels are the usual ones."""
     kernels = {policy.name: policy.kernels for policy in view.policies}
     names = list(dict.fromkeys([*kernels, *(str(row["name"]) for row in view.sweep)]))
     solid = usual_kernels(view)
     return {
-        name: Look(colour, "solid" if kernels.get(name, solid) == solid else "dash")
+        name: LineStyle(colour, "solid" if kernels.get(name, solid) == solid else "dash")
         for name, colour in zip(names, job_colours(len(names)), strict=True)
     }

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from markupsafe import Markup
 
-from tlora.report.looks import DASHES, Look, mark, render
+from tlora.report.line_styles import DASHES, LineStyle, mark, render
 from tlora.report.rows import column, smooth, thin
 from tlora.report.run_view import JobView, RunView
 from tlora.wording.losses import RECENT_STEPS
@@ -52,7 +52,7 @@ def spark_scale(jobs: Sequence[JobView], window: int) -> SparkScale | None:
     return SparkScale(middle - half, middle + half, max(step for step, _ in points), not positive, window)
 
 
-def sparkline(job: JobView, scale: SparkScale | None, look: Look) -> Markup:
+def sparkline(job: JobView, scale: SparkScale | None, look: LineStyle) -> Markup:
     """The averaged losses as an inline SVG of a few hundred bytes; empty for fewer than two finite values."""
     points = _averages(job, scale.window) if scale else []
     if scale is None or len(points) < 2:
@@ -99,19 +99,19 @@ class Line:
 RESULT_HEADS = ("status", "#train loss", "trend", "#eval loss", "#best eval", "#steps", "#rank", "#tokens", "#time")
 
 
-def results_table(jobs: Sequence[JobView], looks: Mapping[str, Look], window: int) -> Markup:
+def results_table(jobs: Sequence[JobView], looks: Mapping[str, LineStyle], window: int) -> Markup:
     """A row per job, in the order of the jobs file; the page's script sorts it by any column."""
     scale = spark_scale(jobs, window)
     rows = [Line((name_cell(job, looks[job.name]), *result_cells(job, scale, looks[job.name]))) for job in jobs]
     return table(("job", *RESULT_HEADS), rows) + loss_note(jobs) + trend_note(scale)
 
 
-def name_cell(job: JobView, look: Look) -> Cell:
+def name_cell(job: JobView, look: LineStyle) -> Cell:
     reason = Markup('<div class="reason">{}</div>').format(job.reason) if job.reason else ""
     return Cell(Markup("{}{}{}").format(mark(look), job.name, reason))
 
 
-def result_cells(job: JobView, scale: SparkScale | None, look: Look) -> list[Cell]:
+def result_cells(job: JobView, scale: SparkScale | None, look: LineStyle) -> list[Cell]:
     """A job's cells under `RESULT_HEADS`."""
     steps = f"{job.steps:,}" + (f" / {job.total_steps:,}" if job.total_steps and job.total_steps != job.steps else "")
     step = "" if job.best_step is None else Markup(' <span class="faint">@{:,}</span>').format(job.best_step)

@@ -27,7 +27,7 @@ class _Depth(IntEnum):
 _DEPTHS = tuple(_Depth)
 
 
-class Sacrifice(NamedTuple):
+class PreemptionPlan(NamedTuple):
     """A group that goes on with `keep` of its GPUs, at `prediction`, or that stops, without any. `gpus` come free on the node in question.
 
     `loss` is the value that its members lose, `pause` that of the time for which they are paused.
@@ -46,7 +46,7 @@ class Offer(NamedTuple):
 
     node: str
     gpus: int
-    sacrifices: tuple[Sacrifice, ...] = ()
+    sacrifices: tuple[PreemptionPlan, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -57,27 +57,27 @@ class Offer(NamedTuple):
         return sum(each.pause for each in self.sacrifices)
 
 
-def offers(decision: Decision, node: str, job: Job, most: int, gently: bool = False) -> Iterator[Offer]:
+def offers(decision: Decision, node: str, job: Job, most: int, without_preemption: bool = False) -> Iterator[Offer]:
     """What the node has for the job, up to `most` GPUs: those that are free, then more and more at the expense of others.
 
-    `gently`: only at the expense of groups that have more than their share.
+    `without_preemption`: only at the expense of groups that have more than their share.
     """
     free = len(decision.draft.free_for(node, job.least_room))
     if free:
         yield Offer(node, min(free, most))
     if free >= most:
         return
-    taken: dict[str, Sacrifice] = {}
+    taken: dict[str, PreemptionPlan] = {}
     settings, willing = decision.settings, None
-    for depth in (_Depth.SHARE,) if gently else _DEPTHS:
+    for depth in (_Depth.SHARE,) if without_preemption else _DEPTHS:
         if not (settings.preemption if depth is _Depth.NOTHING else settings.elastic):
             continue
         if depth is _Depth.SHARE:
-            givers = decision.over_share(node)
+            donors = decision.over_share(node)
         else:
-            givers = willing = decision.givers_on(node, job) if willing is None else willing
+            donors = willing = decision.givers_on(node, job) if willing is None else willing
         before = free
-        for view in givers:
+        for view in donors:
             if not decision.can_have([job], view.gpus):
                 continue
             known = taken.get(view.group_id)
@@ -94,7 +94,7 @@ def offers(decision: Decision, node: str, job: Job, most: int, gently: bool = Fa
             return
 
 
-def apply(decision: Decision, sacrifices: tuple[Sacrifice, ...]) -> list[Job]:
+def apply(decision: Decision, sacrifices: tuple[PreemptionPlan, ...]) -> list[Job]:
     """Make them. Returns the jobs that have no group any more."""
     stopped: list[Job] = []
     for each in sacrifices:
@@ -107,13 +107,13 @@ def apply(decision: Decision, sacrifices: tuple[Sacrifice, ...]) -> list[Job]:
     return stopped
 
 
-def stop_of(decision: Decision, view: View, gpus: int) -> Sacrifice:
+def stop_of(decision: Decision, view: View, gpus: int) -> PreemptionPlan:
     """That the group stops, of which so many GPUs are of use."""
     pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.move_seconds
-    return Sacrifice(view.group_id, (), None, gpus, decision.worth(view), pause)
+    return PreemptionPlan(view.group_id, (), None, gpus, decision.worth(view), pause)
 
 
-def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _Depth) -> Sacrifice | None:
+def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _Depth) -> PreemptionPlan | None:
     """What the group gives of its GPUs on the node, `wanted` of them or as many as it can. One on several nodes gives whole nodes."""
     settings, node_of, wide = decision.settings, decision.state.node_of, len(view.nodes) > 1
     if len(view.gpus) == 1 and depth is not _Depth.NOTHING:
@@ -129,15 +129,15 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
         prediction = decision.predict(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1)
         if prediction is not None:
             loss = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns)
-            return Sacrifice(
+            return PreemptionPlan(
                 view.group_id, keep, prediction, count, loss, decision.urgency_of(view) * len(view.jobs) * settings.move_seconds
             )
     return None
 
 
-def _needed(taken: dict[str, Sacrifice], free: int, most: int) -> tuple[Sacrifice, ...]:
+def _needed(taken: dict[str, PreemptionPlan], free: int, most: int) -> tuple[PreemptionPlan, ...]:
     """The sacrifices without those that are not needed after others have given more."""
-    needed: list[Sacrifice] = []
+    needed: list[PreemptionPlan] = []
     for each in taken.values():
         if free - each.gpus >= most:
             free -= each.gpus

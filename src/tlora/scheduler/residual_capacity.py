@@ -16,7 +16,7 @@ from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow, part
 from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
-from tlora.scheduler.reclaim import Offer, Sacrifice, apply, offers
+from tlora.scheduler.reclaim import Offer, PreemptionPlan, apply, offers
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
@@ -129,7 +129,7 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         job = waiting.first(hopeless)
         if starving and (job is None or _goes_before(decision, starving[-1], job)):
             late = starving.pop()
-            gave_way = _place(decision, late, gently=False)
+            gave_way = _place(decision, late, without_preemption=False)
             if gave_way is None and not decision.backfill(late):
                 held += decision.hold_for(late, starves=True)
             stopped += gave_way or []
@@ -140,7 +140,7 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         if decision.is_starving(job):
             continue
         failed = failures.get(job.lane, 0)
-        gave_way = _place(decision, job, gently=failed >= _FAILURES_OF_A_LANE)
+        gave_way = _place(decision, job, without_preemption=failed >= _FAILURES_OF_A_LANE)
         if gave_way is not None:
             stopped += gave_way
             continue
@@ -151,7 +151,7 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
         if failures[job.lane] >= tries:
             hopeless.add(job.lane)
     for job in sorted(stopped, key=lambda job: rank(job, decision.state.now, settings, {})):
-        if _place(decision, job, gently=True) is None:
+        if _place(decision, job, without_preemption=True) is None:
             decision.backfill(job)
     decision.draft.give_back(held)
 
@@ -176,7 +176,7 @@ class _Place(NamedTuple):
     prediction: Prediction | None = None
 
 
-def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
+def _place(decision: Decision, job: Job, without_preemption: bool) -> list[Job] | None:
     """Give the job a place. Returns the jobs that lost theirs by that, or None if there is no place for it."""
     settings, draft = decision.settings, decision.draft
     sizes = decision.sizes_alone(job)
@@ -187,7 +187,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
             return []
     places: list[_Place] = []
     if settings.elastic or settings.preemption:
-        places = _narrow_places(decision, job, sizes, gently) + _wide_places(decision, job, sizes, gently)
+        places = _narrow_places(decision, job, sizes, without_preemption) + _wide_places(decision, job, sizes, without_preemption)
     if settings.sharing:
         places += _joins(decision, job)
     if not places:  # what it asks for may be whole nodes and a part of another
@@ -208,7 +208,7 @@ def _place(decision: Decision, job: Job, gently: bool) -> list[Job] | None:
     return stopped
 
 
-def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
+def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], without_preemption: bool) -> list[_Place]:
     """On GPUs of one node."""
     narrow = [gpus for gpus in sizes if gpus <= decision.node_size]
     places: list[_Place] = []
@@ -218,28 +218,28 @@ def _narrow_places(decision: Decision, job: Job, sizes: Sequence[int], gently: b
     for node in nodes:
         if decision.is_kept_from(node, job):
             continue
-        for offer in offers(decision, node, job, narrow[-1], gently):
+        for offer in offers(decision, node, job, narrow[-1], without_preemption):
             gpus = max((gpus for gpus in narrow if gpus <= offer.gpus), default=0)
             if gpus:
                 places += _worth(decision, job, gpus, (offer,))
     return places
 
 
-def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], gently: bool) -> list[_Place]:
+def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], without_preemption: bool) -> list[_Place]:
     """Places on GPUs of several nodes. No group is stopped to give the job more than it asks for."""
     wide = [gpus for gpus in sizes if gpus > decision.node_size]
     if not wide:
         return []
     places: list[_Place] = []
-    nodes = WholeNodes(decision, job, gently, stops=False)
+    nodes = WholeNodes(decision, job, without_preemption, stops=False)
     for gpus in wide:
         chosen = nodes.offers_of(gpus)
         if chosen is None:
             break
         places += _worth(decision, job, gpus, chosen)
-    if places or gently or not decision.settings.preemption:
+    if places or without_preemption or not decision.settings.preemption:
         return places
-    nodes = WholeNodes(decision, job, gently, stops=True)
+    nodes = WholeNodes(decision, job, without_preemption, stops=True)
     for gpus in wide:
         chosen = nodes.offers_of(gpus) if gpus <= job.spec.gpus else None
         if chosen is None:
@@ -269,7 +269,7 @@ def _goes_first(decision: Decision, job: Job, chosen: tuple[Offer, ...]) -> bool
     """Whether the groups that the place takes GPUs from have to yield at any loss."""
     if decision.is_starving(job):
         return True
-    sacrifices: list[Sacrifice] = [each for offer in chosen for each in offer.sacrifices]
+    sacrifices: list[PreemptionPlan] = [each for offer in chosen for each in offer.sacrifices]
     return all(decision.view(each.group_id).priority < job.spec.priority for each in sacrifices)
 
 

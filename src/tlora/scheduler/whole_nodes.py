@@ -12,11 +12,11 @@ from heapq import heapify, heappop, heappush
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
 from tlora.scheduler.job import Job
-from tlora.scheduler.reclaim import Offer, Sacrifice, offers, stop_of
+from tlora.scheduler.reclaim import Offer, PreemptionPlan, offers, stop_of
 
 
 @dataclass(slots=True)
-class _Giver:
+class _Donor:
     """A group on several nodes: `given` are those that it gives, `loss` what it loses by that. It has stopped if `all_given`."""
 
     view: View
@@ -33,15 +33,15 @@ class _Giver:
 class WholeNodes:
     """Nodes for `job`, chosen one after the other by what is lost by that. With `stops`, groups that give way to it may be stopped.
 
-    `gently`: only what groups have beyond their share.
+    `without_preemption`: only what groups have beyond their share.
     """
 
     decision: Decision
     job: Job
-    gently: bool
+    without_preemption: bool
     stops: bool
-    chosen: dict[str, list[Sacrifice]] = field(default_factory=dict[str, list[Sacrifice]])  # with what stops on that node alone
-    givers: dict[str, _Giver] = field(default_factory=dict[str, _Giver])
+    chosen: dict[str, list[PreemptionPlan]] = field(default_factory=dict[str, list[PreemptionPlan]])  # with what stops on that node alone
+    donors: dict[str, _Donor] = field(default_factory=dict[str, _Donor])
     _heap: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])  # loss, rack, node
 
     def __post_init__(self) -> None:
@@ -78,19 +78,19 @@ class WholeNodes:
 
     def _offers(self) -> tuple[Offer, ...]:
         """One for each node; the first has what groups on several nodes give."""
-        wide = tuple([self._sacrifice(giver) for giver in self.givers.values() if giver.given])
+        wide = tuple([self._sacrifice(donor) for donor in self.donors.values() if donor.given])
         node_offers = [Offer(node, self.decision.node_size, tuple(own)) for node, own in self.chosen.items()]
         return (node_offers[0]._replace(sacrifices=(*node_offers[0].sacrifices, *wide)), *node_offers[1:])
 
-    def _sacrifice(self, giver: _Giver) -> Sacrifice:
-        decision, view = self.decision, giver.view
-        if giver.all_given:
+    def _sacrifice(self, donor: _Donor) -> PreemptionPlan:
+        decision, view = self.decision, donor.view
+        if donor.all_given:
             return stop_of(decision, view, len(view.gpus))
         node_of = decision.state.node_of
-        keep = tuple([gpu for gpu in view.gpus if node_of[gpu] not in giver.given])
-        prediction = decision.predict(view.jobs, len(keep), len(view.nodes) - len(giver.given))
+        keep = tuple([gpu for gpu in view.gpus if node_of[gpu] not in donor.given])
+        prediction = decision.predict(view.jobs, len(keep), len(view.nodes) - len(donor.given))
         pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.move_seconds
-        return Sacrifice(view.group_id, keep, prediction, len(view.gpus) - len(keep), giver.loss, pause)
+        return PreemptionPlan(view.group_id, keep, prediction, len(view.gpus) - len(keep), donor.loss, pause)
 
     def _part_of_a_node(self, rest: int) -> Offer | None:
         """Of `rest` GPUs on one node more, at the least loss."""
@@ -101,8 +101,8 @@ class WholeNodes:
         for node in nodes:
             if node in self.chosen or self.decision.is_kept_from(node, self.job):
                 continue
-            for offer in offers(self.decision, node, self.job, rest, self.gently):
-                if offer.gpus < rest or any(each.group_id in self.givers for each in offer.sacrifices):
+            for offer in offers(self.decision, node, self.job, rest, self.without_preemption):
+                if offer.gpus < rest or any(each.group_id in self.donors for each in offer.sacrifices):
                     continue
                 if not self.stops and any(each.prediction is None for each in offer.sacrifices):
                     continue
@@ -143,34 +143,34 @@ class WholeNodes:
             loss += self._more(self._giver(view), gpus)[0]
         return loss
 
-    def _giver(self, view: View) -> _Giver:
-        giver = self.givers.get(view.group_id)
-        if giver is None:
+    def _giver(self, view: View) -> _Donor:
+        donor = self.donors.get(view.group_id)
+        if donor is None:
             decision = self.decision
-            yields = not self.gently and decision.yields(view, self.job)
+            yields = not self.without_preemption and decision.yields(view, self.job)
             least = 1 if yields else max(1, decision.share(view))
             if not decision.settings.elastic:
                 least = len(view.gpus)
-            giver = self.givers[view.group_id] = _Giver(view, yields, least, len(view.gpus))
-        return giver
+            donor = self.donors[view.group_id] = _Donor(view, yields, least, len(view.gpus))
+        return donor
 
-    def _more(self, giver: _Giver, gpus: int) -> tuple[float, bool]:
+    def _more(self, donor: _Donor, gpus: int) -> tuple[float, bool]:
         """What the group loses more when it gives a node with so many GPUs of it, and whether it stops for that: then it gives all that it
         has, and the loss is spread over these. inf if it does neither."""
-        if giver.all_given:
+        if donor.all_given:
             return 0.0, True
-        more = giver.more.get(gpus)
+        more = donor.more.get(gpus)
         if more is None:
-            decision, view, keep = self.decision, giver.view, giver.left - gpus
-            nodes = len(view.nodes) - len(giver.given) - 1
-            prediction = decision.predict(view.jobs, keep, nodes) if nodes and keep >= giver.least else None
+            decision, view, keep = self.decision, donor.view, donor.left - gpus
+            nodes = len(view.nodes) - len(donor.given) - 1
+            prediction = decision.predict(view.jobs, keep, nodes) if nodes and keep >= donor.least else None
             if prediction is not None:
-                more = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns) - giver.loss, False
-            elif self.stops and giver.yields:
-                more = (decision.worth(view) - giver.loss) / (nodes + 1), True
+                more = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns) - donor.loss, False
+            elif self.stops and donor.yields:
+                more = (decision.worth(view) - donor.loss) / (nodes + 1), True
             else:
                 more = math.inf, False
-            giver.more[gpus] = more
+            donor.more[gpus] = more
         return more
 
     def _choose(self, node: str) -> None:
@@ -182,14 +182,14 @@ class WholeNodes:
         assert standing is not None, f"{node} cannot be had"
         self.chosen[node] = [stop_of(decision, view, len(view.gpus)) for view in standing.narrow]
         for view, gpus in standing.wide:
-            giver = self.givers[view.group_id]
-            more, stops = self._more(giver, gpus)
-            giver.more.clear()
-            giver.given.append(node)
-            giver.left -= gpus
-            giver.loss += more
-            if stops and not giver.all_given:
-                giver.all_given, giver.loss = True, decision.worth(view)
+            donor = self.donors[view.group_id]
+            more, stops = self._more(donor, gpus)
+            donor.more.clear()
+            donor.given.append(node)
+            donor.left -= gpus
+            donor.loss += more
+            if stops and not donor.all_given:
+                donor.all_given, donor.loss = True, decision.worth(view)
                 nodes = decision.state.nodes
                 for other in view.nodes:
                     if other not in self.chosen and (loss := self._loss(other)) < math.inf:

@@ -15,13 +15,13 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tlora.service.browser_sessions import BrowserSessions
 from tlora.service.config import Limits, ServerConfig
 from tlora.service.connection_protocol import connection_of
 from tlora.service.connections import Body, shared_address
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.problems import answer
 from tlora.service.request_log import Answered
-from tlora.service.visits import Visits
 from tlora.version import __version__
 
 PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/login.js", "/page/icon.svg")
@@ -65,12 +65,12 @@ class Guard:
         app: ASGIApp,
         config: ServerConfig,
         ring: KeyRing,
-        visits: Visits | None = None,
+        browser_sessions: BrowserSessions | None = None,
         welcome: ASGIApp | None = None,
         see: Callable[[Answered], None] = lambda _: None,
     ) -> None:
         """`welcome` is what a browser without a cookie gets; `see` is told of all answers."""
-        self._app, self._ring, self._visits, self._welcome, self._see = app, ring, visits, welcome, see
+        self._app, self._ring, self._browser_sessions, self._welcome, self._see = app, ring, browser_sessions, welcome, see
         self._hosts, self._limits, self._tls = config.hosts, config.limits, bool(config.tls_certificate)
         self._root = config.root_path
         self._at_once, self._most_at_once = dict[str, int](), config.connections.per_address
@@ -139,8 +139,14 @@ class Guard:
             return None
         secret = key_of(headers)
         caller = await asyncio.to_thread(self._ring.find, secret) if secret and not self._ring.remembers(secret) else self._find(secret)
-        if caller is None and not secret and scope["method"] in ("GET", "HEAD") and self._visits is not None and "cookie" in headers:
-            caller = await asyncio.to_thread(self._visits.find, headers["cookie"])
+        if (
+            caller is None
+            and not secret
+            and scope["method"] in ("GET", "HEAD")
+            and self._browser_sessions is not None
+            and "cookie" in headers
+        ):
+            caller = await asyncio.to_thread(self._browser_sessions.find, headers["cookie"])
         if caller is None:
             problem = "this key is unknown or revoked" if secret else "no key was given"
             message = f"{problem}. Send it as `Authorization: Bearer tml-...` or `X-API-Key: tml-...`"

@@ -6,9 +6,9 @@ from tlora.adapters.targets import resolve, trained_parameters
 from tlora.api import OrderSpec
 from tlora.errors import ModelError
 from tlora.job import Recompute
+from tlora.service.base_shapes import Precision, known_outline
 from tlora.service.config import ServerConfig
-from tlora.service.machine import Places
-from tlora.service.outlines import Precision, known_outline
+from tlora.service.machine import Devices
 from tlora.service.problems import RefusedError
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, least_gpus
@@ -19,7 +19,7 @@ _MOST_REMEMBERED = 1_000
 class Capacity:
     """Of one server. A base of which nothing is known yet is not judged. Safe in several threads."""
 
-    def __init__(self, config: ServerConfig, places: Places) -> None:
+    def __init__(self, config: ServerConfig, places: Devices) -> None:
         self._directory = config.directory / "bases"
         self._recompute: Recompute = config.recompute
         self._precision = Precision(config.dtype, config.base_precision, places.device, config.unused_weights, config.layout)

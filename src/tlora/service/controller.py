@@ -24,19 +24,19 @@ from tlora.errors import TloraError
 from tlora.protocol import Action, Event, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.service.backend_factory import BackendFactory, Cluster, intake_settings
 from tlora.service.capacity import Capacity
 from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.event_record import EventRecord
 from tlora.service.feeder import STORE_SECONDS, Feeder
-from tlora.service.hall import Cluster, Hall, intake_settings
 from tlora.service.intake import Answer
 from tlora.service.intake_requests import IntakeRequest, request_line
+from tlora.service.job_status_writer import JobStatusWriter, Recorded
 from tlora.service.live_state import LiveState
 from tlora.service.machine import NAMES
 from tlora.service.order_reader import Accepted, OrderReader, submit
-from tlora.service.outcomes import Outcomes, Recorded
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
 from tlora.service.usage import Usage
@@ -53,9 +53,9 @@ _BASE_KEY = "base:"  # of intake's questions about bases
 class Controller:
     """A `services.Desk`. `start` once; `close` checkpoints all jobs and returns when their workers have ended."""
 
-    def __init__(self, config: ServerConfig, engine: Engine, writer: Writer, live: LiveState, hall: Hall) -> None:
+    def __init__(self, config: ServerConfig, engine: Engine, writer: Writer, live: LiveState, backend_factory: BackendFactory) -> None:
         self._config, self._engine, self._writer, self._live = config, engine, writer, live
-        self._hall = hall
+        self._backend_factory = backend_factory
         self._directory = config.directory
         for name in ("jobs", "workers", "bases", "tokens", "files"):
             durable.make_directory(self._directory / name)
@@ -70,15 +70,17 @@ class Controller:
         self._scheduler: Scheduler | None = None
         self._closing = False
         self._reader = OrderReader(engine, config.directory)
-        self._capacity = Capacity(config, hall.places)
+        self._capacity = Capacity(config, backend_factory.places)
         self.storage = Storage(config.directory, config.limits)
         self._usage = Usage(writer, config.usage_half_life_seconds)
         self._learned = LearnedCosts(config.directory, logging.getLogger(__name__).warning)
         self._feeder = Feeder(self._take_up)
-        self._outcomes = Outcomes(config.directory, writer, live, self._forget)
-        self._queue = WaitingQueue(config.policy, self._outcomes.see_queue, NAMES[hall.places.device])
+        self._outcomes = JobStatusWriter(config.directory, writer, live, self._forget)
+        self._queue = WaitingQueue(config.policy, self._outcomes.see_queue, NAMES[backend_factory.places.device])
         self._events = EventRecord(config.directory / "logs", config.log_file_bytes)
-        self._intake = hall.intake(intake_settings(config, hall.places.device), config.directory / "workers" / "intake.log", self._hear)
+        self._intake = backend_factory.intake(
+            intake_settings(config, backend_factory.places.device), config.directory / "workers" / "intake.log", self._hear
+        )
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self, bases: Mapping[str, str]) -> None:
@@ -308,7 +310,7 @@ class Controller:
 
     def _run(self) -> None:
         try:
-            cluster = self._hall.make(self._bases)
+            cluster = self._backend_factory.make(self._bases)
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), live_cost_model({}), self._see_fault, self._usage.tenants)
             try:
                 self._events.begin(cluster.began_at_seconds)
@@ -323,7 +325,7 @@ class Controller:
                     rows = sorted((row for rows in early.values() for row in rows), key=lambda row: row.serial)
                     for row in rows:
                         self._admit(row)
-                self._outcomes.begin(self._hall.places)
+                self._outcomes.begin(self._backend_factory.places)
                 self._live.fault = None
                 self._wait_for_bases()
                 look = partial(self._queue.look, scheduler)
@@ -355,7 +357,7 @@ class Controller:
             cost.add(name, live_cost_model({name: self._sizes[name]}).constants[name])
             if (memory := self._capacity.memory_of(name)) is not None:
                 cost.memory[name] = memory
-            self._learned.teach(cost, name, learned_of(self._bases[name], self._hall.places.device, self._config.recompute), now)
+            self._learned.teach(cost, name, learned_of(self._bases[name], self._backend_factory.places.device, self._config.recompute), now)
 
     def _see(self, now: float, item: Event | Action) -> None:
         self._events.see(now, item, self._sizes)

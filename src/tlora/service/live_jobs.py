@@ -1,6 +1,6 @@
 """The service's core: jobs that have not ended, as a fold of what happens in the cluster. Each event has effects, which are values.
 
-No store, no files and no clock: `outcomes.py` carries the effects out.
+No store, no files and no clock: `job_status_writer.py` carries the effects out.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tlora.protocol import (
     StepsDone,
     StopGroup,
 )
-from tlora.service.live_state import Picture
-from tlora.service.machine import NAMES, Places
+from tlora.service.live_state import ClusterSnapshot
+from tlora.service.machine import NAMES, Devices
 from tlora.service.waiting_queue import QueuePlace
 
 
@@ -65,7 +65,7 @@ Effect = ChangeStatus | ShowSteps | EndJob
 
 
 class LiveJobs:
-    """Changed by `see` and `end` alone; `picture` may be called in any thread meanwhile."""
+    """Changed by `see` and `end` alone; `snapshot` may be called in any thread meanwhile."""
 
     def __init__(self) -> None:
         self.reading: dict[str, str] = {}  # jobs whose data is being read, or cannot be yet -> how far that has come, or why
@@ -159,7 +159,7 @@ class LiveJobs:
             self._running.add(job_id)
             yield ChangeStatus(job_id, ("queued",), "running", f"trains, {steps:,} steps done", starts=True)
 
-    def picture(self, places: Places, queue: Mapping[str, QueuePlace]) -> Picture:
+    def snapshot(self, places: Devices, queue: Mapping[str, QueuePlace]) -> ClusterSnapshot:
         """`queue`: as the policy foresaw it last. In any thread: of copies."""
         running, waiting, starts = set(self._running), dict[str, str](), dict[str, float]()
         behind = len(queue) + 1  # those that the policy has not seen yet
@@ -177,7 +177,7 @@ class LiveJobs:
                 if job_id not in running:
                     waiting[job_id] = f"its group on {called(group.gpus, *NAMES[places.device])} to load the base and let it in"
         places_of = {job_id: number for number, job_id in enumerate(order, 1) if job_id in waiting}
-        return Picture(places.device, places.gpus, tuple(groups), waiting, dict(self.reading), places_of, starts)
+        return ClusterSnapshot(places.device, places.gpus, tuple(groups), waiting, dict(self.reading), places_of, starts)
 
 
 def _of_living(group: JobGroup, ended: set[str]) -> JobGroup:

@@ -16,7 +16,7 @@ PAUSED = "paused by its owner"
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ClusterSnapshot:
     """The cluster at one moment. `waiting` has the jobs in the order in which the policy will start them, each with the reason why it
     waits, and `places` their numbers there, from 1; `starts` are the Unix times at which they are expected to, where that is foreseen.
     `reading` are those whose data is being read, and how far that has come.
@@ -37,18 +37,18 @@ class LiveState:
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
         self._lock = threading.Lock()
-        self._picture = Picture()
+        self._snapshot = ClusterSnapshot()
         self._steps: dict[str, int] = {}
         self.fault: str | None = "the controller has not started yet"
         self.draining = False
         self.counts: dict[str, int] = {}  # of faults and endings, for the metrics
 
     @property
-    def picture(self) -> Picture:
-        return self._picture
+    def snapshot(self) -> ClusterSnapshot:
+        return self._snapshot
 
-    def show(self, picture: Picture) -> None:
-        self._picture = picture
+    def show(self, snapshot: ClusterSnapshot) -> None:
+        self._snapshot = snapshot
 
     def see_steps(self, job_id: str, steps: int) -> None:
         """Never back: a job that goes on from a checkpoint has been further."""
@@ -74,21 +74,21 @@ class LiveState:
     def waiting_for(self, job_id: str, status: str) -> str | None:
         """Why a job of this status does not run, in words."""
         if status == "preparing":
-            return self._picture.reading.get(job_id, "its data is being read")
+            return self._snapshot.reading.get(job_id, "its data is being read")
         if status == "paused":
             return PAUSED
         if status != "queued":
             return None
-        picture = self._picture
-        starts = picture.starts.get(job_id)
-        why = picture.waiting.get(job_id, f"a {NAMES[picture.device][0]}" if picture.device else "the server to begin")
+        snapshot = self._snapshot
+        starts = snapshot.starts.get(job_id)
+        why = snapshot.waiting.get(job_id, f"a {NAMES[snapshot.device][0]}" if snapshot.device else "the server to begin")
         return why + ("" if starts is None else f"; expected to start {_in_about(starts - time.time())}")
 
     def queue_place(self, job_id: str, status: str) -> tuple[int | None, float | None]:
         """Of a job of this status: its place in the queue, 1 being the next, and the Unix time at which it is expected to start."""
         if status != "queued":
             return None, None
-        return self._picture.places.get(job_id), self._picture.starts.get(job_id)
+        return self._snapshot.places.get(job_id), self._snapshot.starts.get(job_id)
 
 
 def _in_about(seconds: float) -> str:

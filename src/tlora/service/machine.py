@@ -14,7 +14,7 @@ NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # on
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class Devices:
     """GPUs by their numbers, or as many processes on a CPU. `memory_bytes`: of the largest of the GPUs, or of the machine; `room_bytes`:
     what may be planned for on each place, where that is known.
     """
@@ -25,7 +25,7 @@ class Places:
     room_bytes: tuple[int, ...] = ()
 
 
-def find_places(config: ServerConfig) -> Places:
+def find_places(config: ServerConfig) -> Devices:
     """What the config names, else all GPUs, else one process on the CPU. Raises ConfigError for GPUs that there are not."""
     if config.device == "cpu":
         return _on_cpu(tuple(range(len(config.gpus))) if config.gpus else (0,), config)
@@ -43,11 +43,11 @@ def find_places(config: ServerConfig) -> Places:
             raise ConfigError(f"gpus: there is no GPU {gpu}{hidden}. Choose among: {', '.join(map(str, found))}")
     chosen = found if config.gpus is None else tuple(config.gpus)
     room = room_of(chosen, gpus, config.memory_limit)
-    return Places("cuda", chosen, max(gpus[gpu].memory_bytes for gpu in chosen) or None, room)
+    return Devices("cuda", chosen, max(gpus[gpu].memory_bytes for gpu in chosen) or None, room)
 
 
-def _on_cpu(numbers: tuple[int, ...], config: ServerConfig) -> Places:
-    return Places("cpu", numbers, _host_bytes(), (host_room(len(numbers), config.memory_limit),) * len(numbers))
+def _on_cpu(numbers: tuple[int, ...], config: ServerConfig) -> Devices:
+    return Devices("cpu", numbers, _host_bytes(), (host_room(len(numbers), config.memory_limit),) * len(numbers))
 
 
 def _host_bytes() -> int:

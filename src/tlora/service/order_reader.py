@@ -15,8 +15,8 @@ from tlora.cluster.reconciler import LocalJob
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.protocol import JobProfile, JobSubmitted
+from tlora.service.backend_factory import Cluster
 from tlora.service.database import file_rows, job_rows
-from tlora.service.hall import Cluster
 
 _MOST_PATHS = 10_000
 _KEYS = {"eval_path": "eval_file", "adapter_path": "start_from"}  # of a jobs file

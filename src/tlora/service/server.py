@@ -22,12 +22,14 @@ from sqlalchemy import Connection, Engine, select
 
 from tlora import durable
 from tlora.cache_directory import open_caches
-from tlora.cluster.doors import TlsDoor
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_place
 from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
+from tlora.service.backend_factory import BackendFactory
+from tlora.service.browser_sessions import BrowserSessions, oldest_key
 from tlora.service.config import ServerConfig
 from tlora.service.connection_protocol import ConnectionFactory
 from tlora.service.connections import Connections, forwarders
@@ -37,15 +39,13 @@ from tlora.service.database.lease import Heart, take_lease, this_server
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import bases
 from tlora.service.database.writer import Failpoint, StoreError, Writer, WriterEnd
-from tlora.service.hall import Hall
 from tlora.service.housekeeping import Housekeeping
 from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
-from tlora.service.machine import Places, find_places
+from tlora.service.machine import Devices, find_places
 from tlora.service.request_log import RequestLog
-from tlora.service.services import Bell, Services
+from tlora.service.services import Notifier, Services
 from tlora.service.store_id import StoreId
-from tlora.service.visits import Visits, oldest_key
 
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
 _TICK_SECONDS = 10.0
@@ -71,10 +71,10 @@ class Opened:
         return self.services.writer.end
 
 
-def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failpoint = _pass) -> Opened:
+def open_server(config: ServerConfig, backend_factory: BackendFactory | None = None, failpoint: Failpoint = _pass) -> Opened:
     """Everything but the socket: the application starts the controller with its first breath. Raises TloraError.
 
-    `hall` is where jobs are trained, instead of this machine; `failpoint` is the store's writer's, for tests.
+    `backend_factory` is where jobs are trained, instead of this machine; `failpoint` is the store's writer's, for tests.
     """
     directory = config.directory
     durable.make_directory(directory)
@@ -86,18 +86,18 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
         identity, url = StoreId(directory), config.database_url or default_url(directory)
         identity.refuse_missing(url)
         engine = open_store(url)
-        hall = hall or local_hall(config)
-        bell, live = Bell(), LiveState(len(hall.places.gpus))
+        backend_factory = backend_factory or local_hall(config)
+        notifier, live = Notifier(), LiveState(len(backend_factory.places.gpus))
         lease = take_lease(engine, this_server(directory), identity.settle)
         identity.keep()
-        writer = Writer(engine, bell.ring, failpoint, lease.check)
+        writer = Writer(engine, notifier.ring, failpoint, lease.check)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
         known = config.base_models | _stored_bases(engine)
-        controller = Controller(config, engine, writer, live, hall)
+        controller = Controller(config, engine, writer, live, backend_factory)
         ring = KeyRing(engine)
-        visits = Visits(secret, ring)
+        browser_sessions = BrowserSessions(secret, ring)
         log = RequestLog(directory / "logs", config.log_file_bytes)
-        rest = (bell, dict(known), visits, controller.storage, Connections(config.connections), log)
+        rest = (notifier, dict(known), browser_sessions, controller.storage, Connections(config.connections), log)
         services = Services(config, engine, writer, ring, Cursors(secret), live, controller, *rest)
     except BaseException:
         if engine is not None:
@@ -127,18 +127,18 @@ def open_server(config: ServerConfig, hall: Hall | None = None, failpoint: Failp
     return Opened(make_app(services, start, close), services, controller, first, close)
 
 
-def local_hall(config: ServerConfig) -> Hall:
+def local_hall(config: ServerConfig) -> BackendFactory:
     """This machine's GPUs, or its CPU. Raises ConfigError."""
     places = find_places(config)
-    door = TlsDoor(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
+    listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:
-        return LocalBackend(_machine(config, places, base_models), logging.getLogger(__name__).warning, door)
+        return LocalBackend(_machine(config, places, base_models), logging.getLogger(__name__).warning, listener)
 
-    return Hall(places, make)
+    return BackendFactory(places, make)
 
 
-def _machine(config: ServerConfig, places: Places, base_models: Mapping[str, str]) -> LocalMachine:
+def _machine(config: ServerConfig, places: Devices, base_models: Mapping[str, str]) -> LocalMachine:
     return LocalMachine(
         places.gpus,
         places.device,
@@ -198,7 +198,7 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
             say(f"  {found.first_key.secret}")
     if sys.stdout.isatty() and (key := oldest_key(found.services.engine)) is not None:
         where = url if not config.root_path else f"(your proxy's address){config.root_path}"
-        say(f"its page: {where}{found.services.visits.make_link(*key)}")
+        say(f"its page: {where}{found.services.browser_sessions.make_link(*key)}")
     most = raise_file_limit(config.connections.most)
     if most < config.connections.most:
         say(f"{most} connections at most: this process may not open more files (ulimit -Hn)")

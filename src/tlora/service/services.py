@@ -15,6 +15,7 @@ from fastapi import Request
 from sqlalchemy import Engine, Row
 
 from tlora.api import JobView, OrderSpec
+from tlora.service.browser_sessions import BrowserSessions
 from tlora.service.config import ServerConfig
 from tlora.service.connections import Connections
 from tlora.service.cursors import Cursors
@@ -26,12 +27,11 @@ from tlora.service.problems import RefusedError
 from tlora.service.request_log import Answered, RequestLog, RequestNumbers
 from tlora.service.storage import Storage
 from tlora.service.views import job_view
-from tlora.service.visits import Visits
 
 T = TypeVar("T")
 
 
-class Desk(Protocol):
+class JobController(Protocol):
     """Is told of what has been committed; none of it waits."""
 
     def check(self, order: OrderSpec) -> None:
@@ -48,7 +48,7 @@ class Desk(Protocol):
         ...
 
 
-class Bell:
+class Notifier:
     """Wakes whoever streams events. `ring` may be called in any thread."""
 
     def __init__(self) -> None:
@@ -87,10 +87,10 @@ class Services:
     ring: KeyRing
     cursors: Cursors
     live: LiveState
-    desk: Desk
-    bell: Bell
+    job_controller: JobController
+    notifier: Notifier
     bases: dict[str, str]
-    visits: Visits
+    browser_sessions: BrowserSessions
     storage: Storage
     connections: Connections
     log: RequestLog

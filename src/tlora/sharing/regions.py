@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 
 _STATE_SLOTS = 3  # weights and two moments
 _ALIGNMENT = 256  # bytes at which regions begin
@@ -35,7 +35,7 @@ def slots_of(most_on_a_rank: int) -> int:
     return max(_STATE_SLOTS, 2 * most_on_a_rank)
 
 
-def lay_out_regions(spans: Mapping[str, Span], sizes: Mapping[str, int], element_bytes: int) -> tuple[dict[str, Region], int]:
+def lay_out_regions(spans: Mapping[str, ReplicaPlacement], sizes: Mapping[str, int], element_bytes: int) -> tuple[dict[str, Region], int]:
     """A region for each job of `spans`, of so many elements, and the bytes of a mailbox. Jobs without a common rank may share bytes."""
     regions: dict[str, Region] = {}
     for job, span in sorted(spans.items()):

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 
 from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
+from tlora.group.isolation import Failure, try_call
 from tlora.group.job_result import JobResult
 from tlora.group.reports import TrainingProgress
-from tlora.group.wall import Failure, attempt
 from tlora.job import JobSpec
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
@@ -48,7 +48,7 @@ def result_of(spec: JobSpec, progress: TrainingProgress, directory: Path, total_
 def saved_result(spec: JobSpec, directory: Path, total_steps: int = 0) -> JobResult:
     """The result of a job that is not running: "stopped" at its newest intact checkpoint, or at step 0 without one."""
     checkpoint = durable.find_verified(directory)
-    progress = attempt(read_progress, checkpoint) if checkpoint is not None else TrainingProgress()
+    progress = try_call(read_progress, checkpoint) if checkpoint is not None else TrainingProgress()
     if isinstance(progress, Failure):
         progress = TrainingProgress()
     return result_of(spec, progress, directory, spec.max_steps or total_steps)
@@ -80,5 +80,5 @@ def write_result(
         durable.make_directory(directory)
         durable.write_file(path, json.dumps(asdict(result), indent=1) + "\n", failpoint=failpoint)
 
-    if isinstance(failed := attempt(write), Failure):
+    if isinstance(failed := try_call(write), Failure):
         note(f"{path}: {failed.reason}")

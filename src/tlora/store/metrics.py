@@ -20,7 +20,7 @@ from typing import Any
 
 from tlora import durable
 from tlora.errors import ConfigError
-from tlora.group.wall import Failure, attempt
+from tlora.group.isolation import Failure, try_call
 from tlora.job import JobSpec
 
 Row = Mapping[str, Any]
@@ -55,7 +55,7 @@ class RowWriter:
         self._path, self._note, self._broken = path, note, False
 
     def write(self, row: Row) -> None:
-        if isinstance(failed := attempt(self._append, row), Failure):
+        if isinstance(failed := try_call(self._append, row), Failure):
             if not self._broken:
                 self._note(f"{failed.reason}; rows of {self._path} are dropped until it can be written again")
             self._broken = True

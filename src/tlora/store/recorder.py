@@ -14,18 +14,18 @@ import torch
 from tlora import durable
 from tlora.adapters.state import AdapterState
 from tlora.errors import CheckpointError
+from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
 from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped, TrainingProgress
-from tlora.group.wall import Failure, attempt
 from tlora.job import BasePrecision
 from tlora.store import checkpoint, not_finite
 from tlora.store.best_checkpoint import settle_best
 from tlora.store.disk_reserve import DiskReserve
+from tlora.store.disk_retry import WaitsForRoom, retry_when_disk_full
 from tlora.store.job_result import JobResult, result_of, write_result
 from tlora.store.metrics import RowWriter, Tracker, finite_mean, means
 from tlora.store.model_card import is_unedited, model_card
-from tlora.store.moment import Moment, on_host
-from tlora.store.room import WaitsForRoom, with_room
+from tlora.store.snapshot import Snapshot, on_host
 from tlora.store.writer import Writer, Written
 from tlora.wording.card_seal import CARD_FILE
 
@@ -127,7 +127,7 @@ class Recorder:
         self._context.fence(self._directory)
 
     def _write(self, row: dict[str, Any]) -> None:
-        if isinstance(attempt(self._fence, ""), Failure):  # the job belongs to another worker now, and so do its rows
+        if isinstance(try_call(self._fence, ""), Failure):  # the job belongs to another worker now, and so do its rows
             return
         self._rows.write(row)
         self._tracker.log(row)
@@ -139,8 +139,8 @@ class Recorder:
         self._raise_what_broke()
         p = report.progress
         best_here = self._run.spec.load_best_model_at_end and p.best_step == p.step
-        moment = attempt(self._moment, p, report.state, owned=False)
-        written = self._queue(partial(self._write_due, moment, p.step, last=best_here))
+        snapshot = try_call(self._snapshot, p, report.state, owned=False)
+        written = self._queue(partial(self._write_due, snapshot, p.step, last=best_here))
         written.add_done_callback(self._see_whether_it_broke)
 
     def end(self, report: Ended) -> Future[Outcome]:
@@ -153,12 +153,12 @@ class Recorder:
             self._log_steps(self._stepped)
         for line in not_finite.at_the_end(self._run.spec, report):
             self._tell(line)
-        moment = attempt(self._moment, report.progress, report.state)
+        snapshot = try_call(self._snapshot, report.progress, report.state)
         if status == "done":
-            return self._queue(lambda: self._write_end(on_host(moment)))
+            return self._queue(lambda: self._write_end(on_host(snapshot)))
         if status == "stopped":
-            return self._queue(lambda: self._write_interruption(on_host(moment)))
-        return self._queue(lambda: self._write_failure(on_host(moment), reason))
+            return self._queue(lambda: self._write_interruption(on_host(snapshot)))
+        return self._queue(lambda: self._write_failure(on_host(snapshot), reason))
 
     def hand_over(self) -> Future[Outcome]:
         """Export the adapter of a job that was finished before this run; its last checkpoint stays."""
@@ -167,17 +167,17 @@ class Recorder:
     def _queue(self, action: Callable[[], Written]) -> Future[Written]:
         return self._context.writer.write(self._run.spec.name, action)
 
-    def _moment(self, progress: TrainingProgress, state: AdapterState, *, owned: bool = True) -> Moment:
+    def _snapshot(self, progress: TrainingProgress, state: AdapterState, *, owned: bool = True) -> Snapshot:
         """`owned`: the job has left the group, so its state no longer changes."""
         progress, device = replace(progress, seconds=self.seconds, unlogged=self._unlogged), state.params.device
         if owned and device.type == "cuda":
-            return Moment(state, progress, torch.cuda.current_stream(device).record_event())
-        return Moment(state.on_host(owned=owned), progress)
+            return Snapshot(state, progress, torch.cuda.current_stream(device).record_event())
+        return Snapshot(state.on_host(owned=owned), progress)
 
     # -- by the writing thread; what fails there, as a moment that could not be taken, is this job's failure -------------
 
-    def _write_due(self, moment: Moment | Failure, step: int, *, last: bool) -> None:
-        saved = self._try_to_save(moment, last=last)
+    def _write_due(self, snapshot: Snapshot | Failure, step: int, *, last: bool) -> None:
+        saved = self._try_to_save(snapshot, last=last)
         if not isinstance(saved, Failure):
             return
         if durable.is_full(saved.error):
@@ -195,54 +195,54 @@ class Recorder:
             self._broke = None
             raise broke
 
-    def _write_end(self, moment: Moment | Failure) -> Outcome:
-        written = moment if isinstance(moment, Failure) else self._with_room(partial(self._write_last, moment))
+    def _write_end(self, snapshot: Snapshot | Failure) -> Outcome:
+        written = snapshot if isinstance(snapshot, Failure) else self._with_room(partial(self._write_last, snapshot))
         if isinstance(written, Failure):
-            return self._write_failure(moment, written.reason)
+            return self._write_failure(snapshot, written.reason)
         self._raise_what_broke()
         return "done", ""
 
-    def _write_last(self, moment: Moment) -> None:
+    def _write_last(self, snapshot: Snapshot) -> None:
         try:
-            self._write_checkpoint(moment, last=True)
+            self._write_checkpoint(snapshot, last=True)
         except CheckpointError as error:
             if not durable.is_full(error):
                 raise
-            self._write_adapter_alone(moment)
+            self._write_adapter_alone(snapshot)
             self._context.note(f"{self._run.spec.name}: its adapter is saved, its last checkpoint is not: {error}")
         else:
-            self._export(moment.progress)
+            self._export(snapshot.progress)
 
     def _write_adapter(self, progress: TrainingProgress) -> Outcome:
         exported = self._with_room(partial(self._export, progress))
         return ("failed", exported.reason) if isinstance(exported, Failure) else ("done", "")
 
-    def _write_interruption(self, moment: Moment | Failure) -> Outcome:
+    def _write_interruption(self, snapshot: Snapshot | Failure) -> Outcome:
         at = f"interrupted at step {self._run.progress.step}"
-        saved = moment if isinstance(moment, Failure) else self._with_room(lambda: self._write_checkpoint(moment, last=True))
+        saved = snapshot if isinstance(snapshot, Failure) else self._with_room(lambda: self._write_checkpoint(snapshot, last=True))
         if isinstance(saved, Failure):
             return "stopped", f"{at} and not saved: {saved.reason}"
         self._raise_what_broke()
         return "stopped", f"{at}; {saved} continues with resume"
 
-    def _write_failure(self, moment: Moment | Failure, reason: str) -> Outcome:
-        saved = self._try_to_save(moment, last=True)
+    def _write_failure(self, snapshot: Snapshot | Failure, reason: str) -> Outcome:
+        saved = self._try_to_save(snapshot, last=True)
         if isinstance(saved, Failure):
             return "failed", f"{reason}; its state could not be saved ({saved.reason})"
         return "failed", f"{reason}; its last finite state is {saved}"
 
-    def _try_to_save(self, moment: Moment | Failure, *, last: bool) -> Path | Failure:
-        return moment if isinstance(moment, Failure) else attempt(self._write_checkpoint, moment, last=last)
+    def _try_to_save(self, snapshot: Snapshot | Failure, *, last: bool) -> Path | Failure:
+        return snapshot if isinstance(snapshot, Failure) else try_call(self._write_checkpoint, snapshot, last=last)
 
     def _with_room(self, write: Callable[[], Written]) -> Written | Failure:
-        return with_room(self._run.spec.name, write, self._context.wait_for_room)
+        return retry_when_disk_full(self._run.spec.name, write, self._context.wait_for_room)
 
-    def _write_checkpoint(self, moment: Moment, *, last: bool) -> Path:
+    def _write_checkpoint(self, snapshot: Snapshot, *, last: bool) -> Path:
         """Durable before older ones go; not written again where the newest one holds this moment. `last`: no later save makes up for
         this one, so on a full disk it gets the room that is kept for it, and that of older checkpoints.
         """
         self._context.before_save()
-        run, state, p = self._run, moment.state, moment.progress
+        run, state, p = self._run, snapshot.state, snapshot.progress
         directory = self._directory / f"checkpoint-{p.step}"
         if self._written is not None and replace(p, seconds=self._written.seconds) == self._written and directory.is_dir():
             return directory
@@ -280,11 +280,11 @@ class Recorder:
         self._write_durably(lambda: checkpoint.export(chosen, self._directory, known_whole=known_whole, failpoint=self._fence), size)
         self._context.reserve.keep(self._directory, self._needed_by_resume(p), ended=True)
 
-    def _write_adapter_alone(self, moment: Moment) -> None:
+    def _write_adapter_alone(self, snapshot: Snapshot) -> None:
         """Write the adapter alone: it is a third of the last checkpoint, for which there was no room."""
-        run, state = self._run, moment.state
-        if self._exported_step(moment.progress) != moment.progress.step:
-            self._export(moment.progress)
+        run, state = self._run, snapshot.state
+        if self._exported_step(snapshot.progress) != snapshot.progress.step:
+            self._export(snapshot.progress)
             return
         size = checkpoint.adapter_bytes(state.layout, state.params.element_size())
         self._write_durably(lambda: checkpoint.save_alone(self._directory, state, run.spec, self._context.base_model, self._fence), size)
@@ -357,5 +357,5 @@ class Recorder:
                 base = self._context.base_model, self._context.base_precision
                 durable.write_file(path, model_card(run.spec, *base, report, asdict(result), self._directory), failpoint=self._fence)
 
-        if isinstance(failed := attempt(write), Failure):
+        if isinstance(failed := try_call(write), Failure):
             self._context.note(f"{path}: {failed.reason}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from tlora import durable
 from tlora.errors import ConfigError
-from tlora.group.wall import Failure, attempt
+from tlora.group.isolation import Failure, try_call
 from tlora.job import SCHEDULED, JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
@@ -117,7 +117,7 @@ def _jobs_by_themselves(directory: Path) -> set[str]:
     def name(path: Path) -> str:
         return job_spec_in(read_object(path)).name
 
-    return {path.parent.name for path in directory.glob("*/job.json") if attempt(name, path) == path.parent.name}
+    return {path.parent.name for path in directory.glob("*/job.json") if try_call(name, path) == path.parent.name}
 
 
 def pin_base(run: RunSpec, resume: bool) -> RunSpec:
@@ -160,7 +160,7 @@ def pin_data(run: RunSpec) -> RunSpec:
     """`run`, to be resumed, with the values that its jobs used before where the jobs file leaves them open: commits of hub data sets, the
     seed of the evaluation rows. A recorded order that differs otherwise, or cannot be read, pins nothing: opening the job reports it.
     """
-    earlier = [attempt(earlier_order, Path(run.output_dir) / job.name) for job in run.jobs]
+    earlier = [try_call(earlier_order, Path(run.output_dir) / job.name) for job in run.jobs]
     pairs = zip(run.jobs, earlier, strict=True)
     return run.model_copy(update={"jobs": [pinned(job, order) if isinstance(order, JobSpec) else job for job, order in pairs]})
 
@@ -236,7 +236,7 @@ def _take_up(directory: Path, run: RunSpec, resume: bool, note: Callable[[str], 
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
     elif any(directory.iterdir()):
         kept = remove_run(directory, _earlier_jobs(directory))
-        if (directory / "run.json").is_file() and isinstance(attempt(read_run_file, directory / "run.json"), Failure):
+        if (directory / "run.json").is_file() and isinstance(try_call(read_run_file, directory / "run.json"), Failure):
             kept.append(durable.set_aside(directory / "run.json").name)
         if kept:
             note(f"--overwrite kept what tlora did not write: {', '.join(kept[:5])}{f' and {len(kept) - 5} more' if len(kept) > 5 else ''}")
@@ -289,7 +289,7 @@ def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
     """`check_same_job` for all jobs of a run. New jobs may be added, others left out for now. A job whose `job.json` cannot be read fails
     alone, when it is opened.
     """
-    changes_by_job = [attempt(_changes, directory / job.name, job) for job in jobs]
+    changes_by_job = [try_call(_changes, directory / job.name, job) for job in jobs]
     if changed := [change for changes in changes_by_job if not isinstance(changes, Failure) for change in changes]:
         _refuse_other_run(changed)
 

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from tlora.engine.messages import FROM_RANK, Broken, Go, Hello, Room, Stop
-from tlora.engine.ranks import crew as crew_module
 from tlora.engine.ranks import external, link, rank
-from tlora.engine.ranks.crew import Crew, Lost
+from tlora.engine.ranks import rank_group as crew_module
 from tlora.engine.ranks.external import Launched, find_owner, tell_ranks
 from tlora.engine.ranks.link import Meeting
+from tlora.engine.ranks.rank_group import Lost, RankGroup
 from tlora.errors import ConfigError
-from tlora.link.admission import Admitted, Entry, admission_line, read_admission
+from tlora.link.authentication import AuthOk, Entry, admission_line, read_admission
 from tlora.link.lines import Line
 from tlora.worker_protocol import Refusal
 
@@ -37,7 +37,7 @@ while True:
 """
 OWNER = """
 import time
-from tlora.engine.ranks.crew import Crew
+from tlora.engine.ranks.rank_group import Crew
 crew = Crew(1, member="stuck_rank")
 crew.start()
 print(crew._processes[0].pid, crew._meeting.directory, flush=True)
@@ -59,7 +59,7 @@ def dial(meeting: Meeting, key: str | None = None) -> Line:
     connection.connect(path)
     line = Line(connection)
     line.send(admission_line(Entry(right if key is None else key, os.getpid(), 0, "")))
-    assert isinstance(read_admission(line, 600.0), Admitted if key is None else Refusal)
+    assert isinstance(read_admission(line, 600.0), AuthOk if key is None else Refusal)
     return line
 
 
@@ -78,21 +78,21 @@ def test_a_rank_that_lives_and_never_says_hello_is_lost(tmp_path: Path, monkeypa
     module(tmp_path, "silent_rank", SILENT, monkeypatch)
     monkeypatch.setattr(crew_module, "_HELLO_SECONDS", 0.0)
     monkeypatch.setattr(crew_module, "LOOK_SECONDS", 0.0)
-    crew = Crew(1, member="silent_rank")
-    crew.start()
-    (process,) = crew._processes.values()
-    ((number, lost),) = crew.listen(0.0)
+    rank_group = RankGroup(1, member="silent_rank")
+    rank_group.start()
+    (process,) = rank_group._processes.values()
+    ((number, lost),) = rank_group.listen(0.0)
     assert number == 0 and isinstance(lost, Lost) and lost.reason == "has said nothing for 0 s since its start"
-    assert process.has_ended and crew.living == []
-    crew.close()
+    assert process.has_ended and rank_group.living == []
+    rank_group.close()
 
 
 def test_a_launchers_rank_that_never_comes_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew_module, "_HELLO_SECONDS", 0.0)
     monkeypatch.setattr(crew_module, "LOOK_SECONDS", 0.0)
-    crew = Crew(2, own=[])
-    assert [(number, type(lost)) for number, lost in crew.listen(0.0)] == [(0, Lost), (1, Lost)]
-    crew.close()
+    rank_group = RankGroup(2, own=[])
+    assert [(number, type(lost)) for number, lost in rank_group.listen(0.0)] == [(0, Lost), (1, Lost)]
+    rank_group.close()
 
 
 def test_a_hello_that_cannot_be_read_ends_its_line_and_is_said(meeting: Meeting) -> None:
@@ -106,12 +106,12 @@ def test_a_hello_that_cannot_be_read_ends_its_line_and_is_said(meeting: Meeting)
         assert line.read_line(600.0) is None
         assert said in meeting.problem
         line.close()
-    crew = Crew(1, member="no_such_module")
-    crew._meeting.problem = meeting.problem
-    crew.start()
-    (lost,) = crew._lose(0, "")
+    rank_group = RankGroup(1, member="no_such_module")
+    rank_group._meeting.problem = meeting.problem
+    rank_group.start()
+    (lost,) = rank_group._lose(0, "")
     assert isinstance(lost[1], Lost) and lost[1].reason.endswith(meeting.problem)
-    crew.close()
+    rank_group.close()
 
 
 def test_a_later_message_that_cannot_be_read_loses_the_rank_with_its_reason(meeting: Meeting) -> None:
@@ -171,13 +171,13 @@ def test_accepting_rests_while_no_file_can_be_had(meeting: Meeting, monkeypatch:
 
 def test_a_rank_of_a_killed_owner_ends_whatever_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module(tmp_path, "stuck_rank", STUCK, monkeypatch)
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        number, _, directory = owner.stdout.readline().strip().partition(" ")
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as coordinator:
+        assert coordinator.stdout is not None
+        number, _, directory = coordinator.stdout.readline().strip().partition(" ")
         process, log = psutil.Process(int(number)), Path(directory) / "gpu0.log"
         while "stuck" not in log.read_text():
             assert process.is_running()
-        os.kill(owner.pid, signal.SIGKILL)
+        os.kill(coordinator.pid, signal.SIGKILL)
         psutil.wait_procs([process], timeout=300)
         assert not process.is_running()
 

@@ -15,7 +15,7 @@ from tests.engine.ranks.worlds import Told, World, open_world
 from tests.engine.tiny_runs import job, run_spec, write_rows
 from tlora.engine.check import check
 from tlora.engine.messages import Assign, ToRank
-from tlora.engine.ranks import crew
+from tlora.engine.ranks import rank_group
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.json_file import read_object
 
@@ -39,16 +39,16 @@ def kill(world: World, rank: int) -> None:
     os.kill(world.processes[rank].pid, signal.SIGKILL)
 
 
-def at_assignment(monkeypatch: pytest.MonkeyPatch, act: Callable[[crew.Crew], None]) -> None:
+def at_assignment(monkeypatch: pytest.MonkeyPatch, act: Callable[[rank_group.RankGroup], None]) -> None:
     """Do so once, before a rank is told what it shall train."""
-    tell, acts = crew.Crew.send, [act]
+    tell, acts = rank_group.RankGroup.send, [act]
 
-    def send(self: crew.Crew, rank: int, command: ToRank) -> None:
+    def send(self: rank_group.RankGroup, rank: int, command: ToRank) -> None:
         if isinstance(command, Assign) and acts:
             acts.pop()(self)
         tell(self, rank, command)
 
-    monkeypatch.setattr(crew.Crew, "send", send)
+    monkeypatch.setattr(rank_group.RankGroup, "send", send)
 
 
 @pytest.mark.slow
@@ -75,10 +75,10 @@ def test_and_one_that_is_lost_while_the_others_wait_for_it(
 
 
 def test_all_are_lost_at_once(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kill_all(crew: crew.Crew) -> None:
+    def kill_all(rank_group: rank_group.RankGroup) -> None:
         for rank in range(2):
             kill(world, rank)
-        while crew._meeting.inbox.qsize() < 2:  # the ends of both lines, to be heard together
+        while rank_group._meeting.inbox.qsize() < 2:  # the ends of both lines, to be heard together
             time.sleep(0.01)
 
     at_assignment(monkeypatch, kill_all)
@@ -100,13 +100,13 @@ def test_all_are_lost_before_anything_is_known(world: World, tmp_path: Path) -> 
 def test_all_are_lost_one_after_the_other(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last, and then the one on which the run is begun again."""
     told = Told()
-    began = crew.Crew.start
+    began = rank_group.RankGroup.start
 
-    def start(self: crew.Crew) -> None:
+    def start(self: rank_group.RankGroup) -> None:
         began(self)
         kill(world, -1)
 
-    monkeypatch.setattr(crew.Crew, "start", start)
+    monkeypatch.setattr(rank_group.RankGroup, "start", start)
     with pytest.raises(TloraError, match=r"was killed by signal 9 \(SIGKILL\)"):
         world.train(tmp_path / "out", 2, watcher=told.watcher)
     assert told.said("starting again on 1 GPU")
@@ -115,7 +115,7 @@ def test_all_are_lost_one_after_the_other(world: World, tmp_path: Path, monkeypa
 
 def test_under_a_launcher_the_run_ends(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends all ranks when one is lost, and none can be started in place of it."""
-    monkeypatch.setattr(crew.Crew, "launched_elsewhere", property(lambda _: True))
+    monkeypatch.setattr(rank_group.RankGroup, "launched_elsewhere", property(lambda _: True))
     told = Told(0, lambda: kill(world, 1))
     with pytest.raises(RankError, match="GPU 1 is lost .*SIGKILL.* Launch all ranks"):
         world.train(tmp_path / "out", 2, watcher=told.watcher)

@@ -14,7 +14,7 @@ import tlora
 from tests.engine.ranks.worlds import Told, World, open_world
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, write_rows
 from tlora import durable
-from tlora.engine.ranks import crew
+from tlora.engine.ranks import rank_group
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
@@ -33,7 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
         job("rare", str(directory / "a.jsonl"), max_steps=12, save_steps=100, weight=0.3),
     ]
     with open_world(directory, lambda _: orders) as world, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(crew, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
+        monkeypatch.setattr(rank_group, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
         yield world
 
 

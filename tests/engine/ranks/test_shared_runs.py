@@ -17,7 +17,7 @@ from tests.engine.ranks.worlds import fork_children, record_ranks
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
 from tlora.engine.check import check
 from tlora.engine.messages import Take, ToRank
-from tlora.engine.ranks import crew
+from tlora.engine.ranks import rank_group
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CapacityError
@@ -66,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
         job_bytes = found.activation_bytes + max(job.memory_bytes for job in found.jobs)
         world = World(base, orders, directory / "whole", base_bytes, job_bytes)
         record_ranks(monkeypatch, world.processes)
-        monkeypatch.setattr(crew, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
+        monkeypatch.setattr(rank_group, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
         yield world
 
 
@@ -117,12 +117,12 @@ def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
     killed: list[int] = []
     taken: list[Take] = []  # jobs that a rank was told to take: none, where all begin again
 
-    def send(self: crew.Crew, rank: int, command: ToRank) -> None:
+    def send(self: rank_group.RankGroup, rank: int, command: ToRank) -> None:
         taken.extend([command] if isinstance(command, Take) else [])
         tell(self, rank, command)
 
-    tell = crew.Crew.send
-    monkeypatch.setattr(crew.Crew, "send", send)
+    tell = rank_group.RankGroup.send
+    monkeypatch.setattr(rank_group.RankGroup, "send", send)
 
     def kill(progress: RunProgress) -> None:
         if not killed and sum(job.step for job in progress.jobs) >= 4:

@@ -14,7 +14,7 @@ from tests.group.test_engine_reports import of, spec
 from tests.group.test_engine_reports import sets as sets
 from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spanning, trained
 from tests.tiny import make_model
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Fetched, Note, Published, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange
 from tlora.group.engine import Engine
@@ -43,7 +43,7 @@ class World:
     def __init__(
         self,
         jobs: list[JobSpec],
-        spans: Mapping[str, Span],
+        spans: Mapping[str, ReplicaPlacement],
         sets: Sets,
         count: int,
         budgets: list[int],
@@ -65,7 +65,7 @@ class World:
             model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
             self.engines.append(Engine(model, budgets[rank], self.heard[rank].append, exchange=self.exchanges[rank]))
         for job in jobs:
-            span = spans.get(job.name, Span(1, (jobs.index(job) % count,)))
+            span = spans.get(job.name, ReplicaPlacement(1, (jobs.index(job) % count,)))
             for rank in span.ranks:
                 evaluation = sets[1] if job.eval_steps and rank == span.home else None
                 self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas))
@@ -94,13 +94,13 @@ class World:
                 self.engines[rng.choice(can_compute)].run_micro_batch()
 
 
-def story() -> tuple[list[JobSpec], dict[str, Span]]:
+def story() -> tuple[list[JobSpec], dict[str, ReplicaPlacement]]:
     jobs = [
         spec("alone", batch_size=2, max_steps=7, lora_dropout=0.1),
         spanning(gpus=3, data=EVALUATED, eval_steps=2),
         spec("second", gpus=4, batch_size=4, max_steps=5, r=8),
     ]
-    return jobs, {"spanning": Span(3, (1, 0, 2)), "second": Span(4, (2, 1))}
+    return jobs, {"spanning": ReplicaPlacement(3, (1, 0, 2)), "second": ReplicaPlacement(4, (2, 1))}
 
 
 @pytest.mark.parametrize("seed", [52, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(52))])
@@ -156,7 +156,7 @@ def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank:
 
 
 def test_a_part_is_read_when_it_comes_and_not_when_all_have(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": Span(3, (1, 0, 2))}
+    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": ReplicaPlacement(3, (1, 0, 2))}
     world, read, reads = World([job], spans, sets, 3, [300] * 3), Mailbox.read, list[int]()
 
     def noted(mailbox: Mailbox, job_id: str, rank: int, slot: int, into_P: Tensor) -> None:
@@ -229,7 +229,7 @@ def test_a_job_that_is_taken_home_goes_on_from_its_last_step(sets: Sets) -> None
 
 def test_a_job_that_goes_on_brings_its_moments_to_all_ranks(sets: Sets) -> None:
     """As after a resume: the others begin with a fresh adapter, and have the home's before they compute."""
-    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": Span(3, (1, 0, 2))}
+    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": ReplicaPlacement(3, (1, 0, 2))}
     heard: list[Report] = []
     engine = Engine(SuperModel(make_base(make_model(), "tiny"), deterministic=True), 60, heard.append)
     engine.join(JobRun(job, *sets))
@@ -252,7 +252,7 @@ def test_a_job_that_goes_on_brings_its_moments_to_all_ranks(sets: Sets) -> None:
 
 def test_a_rank_that_joins_late_begins_with_what_has_come_before(sets: Sets) -> None:
     """As one that has no room yet."""
-    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": Span(3, (1, 0, 2))}
+    (job,), spans = [job for job in story()[0] if job.name == "spanning"], {"spanning": ReplicaPlacement(3, (1, 0, 2))}
     world = World([], spans, sets, 3, [60] * 3, [job])
     for rank in (0, 1):
         world.engines[rank].join(JobRun(job, sets[0], sets[1] if rank == 1 else None, 3))
@@ -280,7 +280,7 @@ def test_the_order_of_additions_is_seen_here(sets: Sets, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("replicas", range(1, 9))
 def test_a_span_gives_each_rank_a_stretch(replicas: int) -> None:
     for count in range(1, replicas + 1):
-        span = Span(replicas, tuple(range(10, 10 + count)))
+        span = ReplicaPlacement(replicas, tuple(range(10, 10 + count)))
         assert [replica for rank in span.ranks for replica in span.at(rank)] == list(range(replicas))
         assert all(span.at(rank) for rank in span.ranks) and sum(map(span.part, span.ranks)) == pytest.approx(1)
         assert span.home == span.rank_of(0) == 10 and span.peers == span.ranks[1:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tlora.engine.messages import Note, Published
-from tlora.engine.ranks.spanning import Teller
+from tlora.engine.ranks.spanning import EventSender
 from tlora.kernels.device import ToHost
 
 SECONDS = 60  # in which a thread that has something to do does it, on any machine
@@ -40,42 +40,42 @@ def note(values: list[float]) -> Note:
 
 def test_what_is_done_is_told_at_once_by_the_caller() -> None:
     told: list[tuple[Note, int]] = []
-    teller = Teller(lambda note: told.append((note, threading.get_ident())))
-    teller.tell_when(ToHost(torch.tensor([1.0])), note)
+    event_sender = EventSender(lambda note: told.append((note, threading.get_ident())))
+    event_sender.tell_when(ToHost(torch.tensor([1.0])), note)
     assert told == [(Published("job", 1), threading.get_ident())]
 
 
 def test_what_is_not_done_is_told_without_the_caller_and_in_order() -> None:
     told: queue.SimpleQueue[Note] = queue.SimpleQueue()
-    teller, first, third = Teller(told.put), Late(1), Late(3)
-    teller.tell_when(first, note)
-    teller.tell_when(ToHost(torch.tensor([2.0])), note)  # is done, and has to wait for its turn
-    teller.tell_when(third, note)
+    event_sender, first, third = EventSender(told.put), Late(1), Late(3)
+    event_sender.tell_when(first, note)
+    event_sender.tell_when(ToHost(torch.tensor([2.0])), note)  # is done, and has to wait for its turn
+    event_sender.tell_when(third, note)
     assert told.empty()
     first.passed.set()
     assert [told.get(timeout=SECONDS) for _ in range(2)] == [Published("job", 1), Published("job", 2)]
     assert told.empty()
     third.passed.set()
-    teller.flush(wait=True)
+    event_sender.flush(wait=True)
     assert told.get_nowait() == Published("job", 3)
 
 
 def test_what_a_device_fails_with_is_raised_in_the_caller() -> None:
-    teller, late = Teller(lambda note: None), Late(1, RuntimeError("CUDA error: an illegal memory access"))
-    teller.tell_when(late, note)
-    teller.flush()
+    event_sender, late = EventSender(lambda note: None), Late(1, RuntimeError("CUDA error: an illegal memory access"))
+    event_sender.tell_when(late, note)
+    event_sender.flush()
     late.passed.set()
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        teller.flush(wait=True)
-    teller.flush(wait=True)
+        event_sender.flush(wait=True)
+    event_sender.flush(wait=True)
 
 
 def test_a_failure_is_raised_before_the_next_note() -> None:
     told: list[Note] = []
-    teller, late = Teller(told.append), Late(1, RuntimeError("CUDA error"))
-    teller.tell_when(late, note)
+    event_sender, late = EventSender(told.append), Late(1, RuntimeError("CUDA error"))
+    event_sender.tell_when(late, note)
     late.passed.set()
     with pytest.raises(RuntimeError, match="CUDA error"):
         while True:
-            teller.tell_when(ToHost(torch.tensor([2.0])), note)
+            event_sender.tell_when(ToHost(torch.tensor([2.0])), note)
     assert set(told) <= {Published("job", 2)}

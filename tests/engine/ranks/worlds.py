@@ -14,7 +14,7 @@ import pytest
 import tlora
 from tests import forked
 from tests.engine.tiny_runs import run_spec, same_bytes, save_base, train
-from tlora.engine.ranks import crew
+from tlora.engine.ranks import rank_group
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.link.supervisor import SupervisedProcess, start_process
@@ -70,7 +70,7 @@ def record_ranks(monkeypatch: pytest.MonkeyPatch, processes: list[SupervisedProc
         processes.append(start_process(*given, **options))
         return processes[-1]
 
-    monkeypatch.setattr(crew, "start_process", start)
+    monkeypatch.setattr(rank_group, "start_process", start)
 
 
 class Told:

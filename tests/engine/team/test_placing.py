@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 import pytest
 
-from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Span
-from tlora.engine.team.leader import choose_span
+from tlora.batching.replicas import LEAST_REPLICA_TOKENS, ReplicaPlacement
+from tlora.engine.team.worker_group import choose_span
 from tlora.job import JobSpec, ObjectiveName
 from tlora.objectives import objective_of
 from tlora.worker_protocol import Join
@@ -20,21 +20,21 @@ def spec(**fields: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("gpus", "count", "deterministic", "span"),
     [
-        (1, 2, True, Span(1, (0,))),  # bytes depend on replicas, and these on the order alone
-        (1, 2, False, Span(2, (0, 1))),
-        (2, 2, True, Span(2, (0, 1))),
-        (2, 3, True, Span(2, (0, 1))),
-        (4, 2, True, Span(4, (0, 1))),
-        (4, 2, False, Span(4, (0, 1))),
-        (2, 4, False, Span(4, (0, 1, 2, 3))),
+        (1, 2, True, ReplicaPlacement(1, (0,))),  # bytes depend on replicas, and these on the order alone
+        (1, 2, False, ReplicaPlacement(2, (0, 1))),
+        (2, 2, True, ReplicaPlacement(2, (0, 1))),
+        (2, 3, True, ReplicaPlacement(2, (0, 1))),
+        (4, 2, True, ReplicaPlacement(4, (0, 1))),
+        (4, 2, False, ReplicaPlacement(4, (0, 1))),
+        (2, 4, False, ReplicaPlacement(4, (0, 1, 2, 3))),
     ],
 )
-def test_a_job_on_empty_ranks(gpus: int, count: int, deterministic: bool, span: Span) -> None:
+def test_a_job_on_empty_ranks(gpus: int, count: int, deterministic: bool, span: ReplicaPlacement) -> None:
     assert choose_span(Join(spec(gpus=gpus, batch_size=8)), count, [], deterministic) == span
 
 
 def test_small_batches_fill_fewer_ranks() -> None:
-    assert choose_span(Join(spec(batch_size=3)), 4, [], deterministic=False) == Span(3, (0, 1, 2))
+    assert choose_span(Join(spec(batch_size=3)), 4, [], deterministic=False) == ReplicaPlacement(3, (0, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_each_replica_has_tokens_enough(tokens: float, gpus: int, deterministic:
 
 
 def test_jobs_go_where_least_is_to_do_and_homes_alternate() -> None:
-    spans = [Span(1, (0,))]
+    spans = [ReplicaPlacement(1, (0,))]
     for _ in range(3):
         spans.append(choose_span(Join(spec()), 3, spans, deterministic=True))
     assert [span.ranks for span in spans] == [(0,), (1,), (2,), (0,)]

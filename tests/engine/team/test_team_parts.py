@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Spread
-from tlora.engine.team.parts import Parts, Seat
+from tlora.engine.team.spanning_jobs import RankContext, SpanningJobs
 from tlora.job import JobSpec
 from tlora.planning.plan import PlannedJob
 from tlora.worker_protocol import Join
 
 SPEC = JobSpec.model_validate({"name": "a", "data": "d.jsonl", "gpus": 2, "batch_size": 4})
-SPAN = Span(2, (1, 0))
+SPAN = ReplicaPlacement(2, (1, 0))
 
 
 class Group:
@@ -25,9 +25,9 @@ class Group:
         self.left.append(name)
 
 
-def made() -> tuple[Parts, list[Any]]:
+def made() -> tuple[SpanningJobs, list[Any]]:
     told: list[Any] = []
-    return Parts(Seat(0, 2), told.append), told
+    return SpanningJobs(RankContext(0, 2), told.append), told
 
 
 def test_a_part_with_problems_is_told_and_not_opened() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Leave, Take, ToRank, Unfollow
 from tlora.engine.ranks.placement import MOVE_SECONDS, Placement, best_move
 
@@ -48,7 +48,7 @@ class Dispatcher:
         self._ranks = {rank: _Rank(list(jobs)) for rank, jobs in enumerate(placement.jobs)}
         for rank, held in self._ranks.items():
             held.following = {job: seconds[job] * placement.spans[job].part(rank) for job in placement.parts(rank)}
-        self.spans: dict[str, Span] = dict(placement.spans)
+        self.spans: dict[str, ReplicaPlacement] = dict(placement.spans)
         self._goes_to: dict[str, int] = {}  # of jobs that leave: where they go on
         self.commands: list[tuple[int, ToRank]] = []
         self.ended: set[str] = set()

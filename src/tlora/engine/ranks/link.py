@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tlora.engine.messages import FROM_RANK, TO_RANK, Broken, FromRank, Hello, ToRank
 from tlora.errors import ConfigError
-from tlora.link.admission import Admitted, Entry, admission_line, read_admission
+from tlora.link.authentication import AuthOk, Entry, admission_line, read_admission
 from tlora.link.lines import Line
 from tlora.worker_protocol import Refusal
 
@@ -117,7 +117,7 @@ class Meeting:
         if not isinstance(entry, Entry) or not secrets.compare_digest(entry.token.encode(), self.key.encode()):
             line.send(admission_line(Refusal("it comes with the key of another run")))
             return None
-        line.send(admission_line(Admitted()))
+        line.send(admission_line(AuthOk()))
         first = line.read_line()
         if first is None:
             return None
@@ -150,7 +150,7 @@ def connect(address: str, hear: Callable[[ToRank | None], None]) -> Callable[[He
         connection.connect(path)
         line.send(admission_line(Entry(key, os.getpid(), 0, "")))
         answer = read_admission(line, _ADMIT_SECONDS)
-        if not isinstance(answer, Admitted):
+        if not isinstance(answer, AuthOk):
             raise ConnectionError(answer.reason if isinstance(answer, Refusal) else "it answers out of turn")
     except OSError as error:
         line.close()

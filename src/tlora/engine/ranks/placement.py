@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.wording.numbers import duration_text
 
 MOVE_SECONDS = 10.0  # a job's checkpoint, its load elsewhere, and the steps that neither GPU takes meanwhile
@@ -21,7 +21,7 @@ class Placement:
     jobs: tuple[tuple[str, ...], ...]
     seconds: tuple[float, ...]
     lower_bound: float
-    spans: Mapping[str, Span] = field(default_factory=dict[str, Span])
+    spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
 
     def parts(self, gpu: int) -> tuple[str, ...]:
         """Names of the jobs that GPU `gpu` computes a part of, and that have their home elsewhere."""
@@ -70,9 +70,9 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
     return Placement(jobs, tuple(loads), bound, spans)
 
 
-def _spread(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int]) -> tuple[dict[str, Span], list[float]]:
+def _spread(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int]) -> tuple[dict[str, ReplicaPlacement], list[float]]:
     """Where the jobs of several replicas lie, and the seconds that each GPU computes of them."""
-    spans: dict[str, Span] = {}
+    spans: dict[str, ReplicaPlacement] = {}
     fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that have their home there, on any rank
     wide = [name for name in seconds if replicas.get(name, 1) > 1 and gpus > 1]
     for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
@@ -80,7 +80,7 @@ def _spread(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int]
         ranks = sorted(range(gpus), key=fixed.__getitem__)[: min(count, gpus)]
         uneven = count % len(ranks) > 0  # the home then computes a replica more than the last: it is the GPU with the least to do
         ranks.sort(key=lambda gpu: (fixed[gpu], at_home[gpu]) if uneven else (at_home[gpu], fixed[gpu]))
-        span = spans[name] = Span(count, tuple(ranks))
+        span = spans[name] = ReplicaPlacement(count, tuple(ranks))
         at_home[span.home] += seconds[name]
         for rank in ranks:
             fixed[rank] += seconds[name] * span.part(rank)

@@ -52,9 +52,9 @@ from tlora.engine.messages import (
     ToRank,
     Unfollow,
 )
+from tlora.engine.ranks.idle_wait import wait_for
 from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
-from tlora.engine.ranks.waits import wait_for
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
 from tlora.engine.watcher import RunProgress, Watcher

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from tlora.adapters.state import AdapterState
-from tlora.batching.replicas import Span
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Fetched, Note, Published, Sent
-from tlora.group.exchange import RunningSums, Whole
-from tlora.group.job_run import Passed
+from tlora.group.exchange import RunningSums, SummedGradient
+from tlora.group.job_run import BatchLosses
 from tlora.kernels.device import ToHost, mark_on
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
 from tlora.sharing.regions import Region, lay_out_regions
 
 
-class Teller:
+class EventSender:
     """Where the device is behind, a thread waits for it and tells. The caller is launching its next micro-batch then, and other ranks
     would have to wait until it is through with that.
     """
@@ -83,7 +83,9 @@ class Mailbox:
         return torch.empty(self._regions[job_id].slot_bytes // self._dtype.itemsize, dtype=self._dtype, device=self.device)
 
 
-def open_mailbox(spans: Mapping[str, Span], sizes: Mapping[str, int], dtype: torch.dtype, peers: Peers, device: torch.device) -> Mailbox:
+def open_mailbox(
+    spans: Mapping[str, ReplicaPlacement], sizes: Mapping[str, int], dtype: torch.dtype, peers: Peers, device: torch.device
+) -> Mailbox:
     """All ranks call it together. `sizes`: elements of each job's adapter. Raises RankError where ranks cannot read each other's memory."""
     peers.agree("regions", sorted([job, sizes[job], span.replicas, *span.ranks] for job, span in spans.items()), "jobs that span GPUs")
     regions, num_bytes = lay_out_regions(spans, sizes, dtype.itemsize)
@@ -98,13 +100,13 @@ class SpanExchange:
     def __init__(
         self,
         rank: int,
-        spans: Mapping[str, Span],
+        spans: Mapping[str, ReplicaPlacement],
         tell: Callable[[Note], None],
         mailbox: Mailbox | None = None,
     ) -> None:
         """`mailbox` is needed where `spans` has a job."""
         self._rank, self._spans, self._tell = rank, dict(spans), tell
-        self._teller = Teller(tell)
+        self._event_sender = EventSender(tell)
         self._boxes: dict[str, Mailbox] = {}
         if spans:
             assert mailbox is not None, "jobs span, and there is no mailbox"
@@ -138,9 +140,9 @@ class SpanExchange:
 
     def flush(self) -> None:
         """Return when all notes have been sent and the device has done the work that they report."""
-        self._teller.flush(wait=True)
+        self._event_sender.flush(wait=True)
 
-    def spread(self, job_id: str, span: Span, mailbox: Mailbox) -> None:
+    def spread(self, job_id: str, span: ReplicaPlacement, mailbox: Mailbox) -> None:
         """One more job spans, through a mailbox of its own."""
         self._spans[job_id], self._boxes[job_id] = span, mailbox
 
@@ -165,7 +167,7 @@ class SpanExchange:
         else:
             self._when_read(job_id, partial(self._boxes[job_id].write, job_id, _slot(span, step, replica), gradient_P))
 
-    def send(self, job_id: str, step: int, passed: Passed) -> None:
+    def send(self, job_id: str, step: int, passed: BatchLosses) -> None:
         width, tokens = 2 + len(passed.metrics), passed.tokens
 
         def make(values: list[float]) -> Sent:
@@ -173,7 +175,7 @@ class SpanExchange:
             return Sent(job_id, step, parts, tokens)
 
         def tell() -> None:
-            self._teller.tell_when(ToHost(torch.stack(passed.values)) if passed.parts else mark_on(self._boxes[job_id].device), make)
+            self._event_sender.tell_when(ToHost(torch.stack(passed.values)) if passed.parts else mark_on(self._boxes[job_id].device), make)
 
         self._when_read(job_id, tell)
 
@@ -184,7 +186,7 @@ class SpanExchange:
         else:
             do()
 
-    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> Whole | None:
+    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> SummedGradient | None:
         span = self._spans.get(job_id)
         if span is None:
             return self._sums.take(job_id, step, replicas)
@@ -205,7 +207,7 @@ class SpanExchange:
         heard = [sent.pop((rank, step)) for rank in others]
         del self._added[job_id]
         gradient_P = self._sums.take(job_id, step, replicas).gradient_P
-        return Whole(gradient_P, [part for each in heard for part in each.parts], sum(each.tokens for each in heard))
+        return SummedGradient(gradient_P, [part for each in heard for part in each.parts], sum(each.tokens for each in heard))
 
     def publish(self, job_id: str, state: AdapterState) -> None:
         span = self._spans.get(job_id)
@@ -215,7 +217,7 @@ class SpanExchange:
             self._boxes[job_id].write(job_id, slot, flat_P)
         self._unread[job_id] = set(span.peers)
         published = Published(job_id, state.step, state.updates, state.skipped)
-        self._teller.tell_when(mark_on(self._boxes[job_id].device), lambda _: published)
+        self._event_sender.tell_when(mark_on(self._boxes[job_id].device), lambda _: published)
 
     def fetch(self, job_id: str, state: AdapterState) -> bool:
         published, span = self._published.get(job_id), self._spans.get(job_id)
@@ -225,7 +227,7 @@ class SpanExchange:
             self._boxes[job_id].read(job_id, span.home, slot, flat_P)
         del self._published[job_id]
         state.step, state.updates, state.skipped = published.step, published.updates, published.skipped
-        self._teller.tell_when(mark_on(self._boxes[job_id].device), lambda _: Fetched(job_id))
+        self._event_sender.tell_when(mark_on(self._boxes[job_id].device), lambda _: Fetched(job_id))
         return True
 
     @property
@@ -253,6 +255,6 @@ def _flats(state: AdapterState) -> tuple[Tensor, Tensor, Tensor]:
     return state.params, state.exp_avg, state.exp_avg_sq
 
 
-def _slot(span: Span, step: int, replica: int) -> int:
+def _slot(span: ReplicaPlacement, step: int, replica: int) -> int:
     """Of its gradient, in the region of its rank."""
     return 2 * span.at(span.rank_of(replica)).index(replica) + step % 2

@@ -20,12 +20,12 @@ from tlora.libraries import begin_imports, end_imports
 if __name__ == "__main__":
     begin_imports()
 
+from tlora.engine.backoff import Backoff
+from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Broken, Bye, Enter, Stop, ToRank
-from tlora.engine.patience import Patience
-from tlora.engine.pulse import Pulse
 from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.rank import hello
-from tlora.engine.team.parts import Seat
+from tlora.engine.team.spanning_jobs import RankContext
 from tlora.engine.worker import open_trainer
 from tlora.errors import TloraError
 from tlora.link.flight import flight_name
@@ -39,24 +39,24 @@ BEAT_SECONDS = 1.0
 def serve(address: str, number: int, count: int) -> int:
     """Train for the worker at `address` until it sends a stop. Returns the exit status."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    pulse = Pulse("loading")
-    patience = Patience(pulse, note)
+    heartbeat = Heartbeat("loading")
+    backoff = Backoff(heartbeat, note)
 
     def hear(command: ToRank | None) -> None:
         if command is None:  # what it would write now, its successor may be reading
             os._exit(1)
         if isinstance(command, Stop):
-            patience.end()
+            backoff.end()
         inbox.put(command)
 
     line = connect(address, hear)(hello(number))
     try:
         entered = inbox.get()
         assert isinstance(entered, Enter), entered
-        threading.Thread(target=_beat, args=(line, pulse), name="pulse", daemon=True).start()
-        seat = Seat(number, count, entered.store, flight_name(entered.worker_pid, number))
+        threading.Thread(target=_beat, args=(line, heartbeat), name="pulse", daemon=True).start()
+        rank_context = RankContext(number, count, entered.store, flight_name(entered.worker_pid, number))
         load = replace(entered.load, device=entered.device)
-        trainer = open_trainer(load, inbox, line.send, patience, seat, entered.expected)
+        trainer = open_trainer(load, inbox, line.send, backoff, rank_context, entered.expected)
         trainer.go_on()
         line.send(Bye())
     except BaseException as error:
@@ -67,10 +67,10 @@ def serve(address: str, number: int, count: int) -> int:
     return 0
 
 
-def _beat(line: RankLine, pulse: Pulse) -> None:
+def _beat(line: RankLine, heartbeat: Heartbeat) -> None:
     last_beat = None
     while True:
-        beat = Alive(0, pulse.phase, pulse.count, pulse.in_flight)
+        beat = Alive(0, heartbeat.phase, heartbeat.count, heartbeat.in_flight)
         if beat != last_beat:
             line.send(beat)
         last_beat = beat

@@ -25,11 +25,11 @@ _TEXT = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 def show_cluster(request: Request) -> ClusterView:
     """Groups on their GPUs and the queue. Of other tenants' jobs only numbers are shown."""
     services, tenant = services_of(request), caller_of(request).tenant
-    picture = services.live.picture
+    snapshot = services.live.snapshot
     query = select(jobs.c.id, jobs.c.name, jobs.c.status).where(jobs.c.tenant == tenant, jobs.c.ended.is_(None)).order_by(jobs.c.serial)
     rows = services.read(lambda connection: connection.execute(query).all())
     own = {row.id for row in rows}
-    in_groups = {job for group in picture.groups for job in group.job_ids}
+    in_groups = {job for group in snapshot.groups for job in group.job_ids}
     groups = [
         GroupView(
             id=group.group_id,
@@ -39,21 +39,21 @@ def show_cluster(request: Request) -> ClusterView:
             jobs=[job for job in group.job_ids if job in own],
             other_jobs=sum(job not in own for job in group.job_ids),
         )
-        for group in picture.groups
+        for group in snapshot.groups
     ]
     waiting: list[WaitingView] = []
     for row in rows:
         if (reason := services.live.waiting_for(row.id, row.status)) is not None:
             place, starts = services.live.queue_place(row.id, row.status)
             waiting.append(WaitingView(job=row.id, name=row.name, reason=reason, place=place, estimated_start=starts))
-    behind = len(picture.waiting) + 1  # those that have no place yet; those whose group loads their base are the first
+    behind = len(snapshot.waiting) + 1  # those that have no place yet; those whose group loads their base are the first
     waiting.sort(key=lambda one: one.place or (0 if one.job in in_groups else behind))
     return ClusterView(
-        device=picture.device,
-        gpus=list(picture.gpus),
+        device=snapshot.device,
+        gpus=list(snapshot.gpus),
         groups=groups,
         waiting=waiting,
-        others_waiting=len({*picture.waiting, *picture.reading} - own - in_groups),
+        others_waiting=len({*snapshot.waiting, *snapshot.reading} - own - in_groups),
         draining=services.live.draining,
     )
 
@@ -109,10 +109,10 @@ def _numbers(services: Services) -> bytes:
     query = select(jobs.c.status, func.count()).group_by(jobs.c.status)
     for status, count in services.read(lambda connection: connection.execute(query).all()):
         by_status.labels(status).set(count)
-    picture = services.live.picture
+    snapshot = services.live.snapshot
     plain = {
-        "tlora_gpus": ("GPUs, or processes on a CPU.", len(picture.gpus)),
-        "tlora_groups": ("Groups that share a base.", len(picture.groups)),
+        "tlora_gpus": ("GPUs, or processes on a CPU.", len(snapshot.gpus)),
+        "tlora_groups": ("Groups that share a base.", len(snapshot.groups)),
         "tlora_connections": ("Open connections.", services.connections.count),
         "tlora_streams": ("Open streams.", sum(services.streams.values())),
         "tlora_ready": ("1 while jobs are accepted and scheduled, as /readyz says.", int(_fault(services) is None)),

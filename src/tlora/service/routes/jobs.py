@@ -21,7 +21,7 @@ from tlora.service.keys import new_id
 from tlora.service.order_reader import Accepted, start_path
 from tlora.service.orders import describe, expand_sweep
 from tlora.service.problems import ErrorBody, RefusedError
-from tlora.service.services import Desk, Services, services_of
+from tlora.service.services import JobController, Services, services_of
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 503)
@@ -127,7 +127,7 @@ def _done(asked: _Asked, rows: Sequence[Row[Any]]) -> _Done:
 def announce(services: Services, made: Sequence[Accepted]) -> None:
     """Tell the controller of jobs that were committed; a repeated request has made none."""
     if made:
-        services.desk.accepted(made)
+        services.job_controller.accepted(made)
 
 
 def check_order(services: Services, order: OrderSpec) -> None:
@@ -144,7 +144,7 @@ def check_order(services: Services, order: OrderSpec) -> None:
     there = services.live.gpus
     if order.gpus > there:
         raise RefusedError(400, "too_many_gpus", f"gpus: {order.gpus} is more than this server's {there}. Set at most {there}", "gpus")
-    services.desk.check(order)
+    services.job_controller.check(order)
 
 
 def check_checkpoint(services: Services, tenant: str, order: OrderSpec) -> None:
@@ -182,28 +182,28 @@ def show_job(job_id: JobId, request: Request) -> JobView:
 Change = Callable[[Connection, str, str], Row[Any]]
 
 
-async def _change(request: Request, job_id: str, change: Change, tell: Callable[[Desk], Callable[[str], None]]) -> JobView:
+async def _change(request: Request, job_id: str, change: Change, tell: Callable[[JobController], Callable[[str], None]]) -> JobView:
     services, tenant = services_of(request), caller_of(request).tenant
-    row = await services.write(lambda connection: change(connection, tenant, job_id), lambda _: tell(services.desk)(job_id))
+    row = await services.write(lambda connection: change(connection, tenant, job_id), lambda _: tell(services.job_controller)(job_id))
     return services.view(row)
 
 
 @router.post("/jobs/{job_id}/pause")
 async def pause_job(job_id: JobId, request: Request) -> JobView:
     """The job checkpoints, leaves its GPU and waits for `resume`. One that is paused stays so."""
-    return await _change(request, job_id, job_rows.pause, lambda desk: desk.paused)
+    return await _change(request, job_id, job_rows.pause, lambda job_controller: job_controller.paused)
 
 
 @router.post("/jobs/{job_id}/resume")
 async def resume_job(job_id: JobId, request: Request) -> JobView:
     """A paused job goes on from its checkpoint."""
-    return await _change(request, job_id, job_rows.resume, lambda desk: desk.resumed)
+    return await _change(request, job_id, job_rows.resume, lambda job_controller: job_controller.resumed)
 
 
 @router.post("/jobs/{job_id}/cancel")
 async def cancel_job(job_id: JobId, request: Request) -> JobView:
     """The job ends; its checkpoints stay."""
-    return await _change(request, job_id, job_rows.cancel, lambda desk: desk.cancelled)
+    return await _change(request, job_id, job_rows.cancel, lambda job_controller: job_controller.cancelled)
 
 
 @router.post("/jobs/{job_id}/clone", status_code=201, response_model=JobView)

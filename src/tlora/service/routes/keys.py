@@ -70,12 +70,12 @@ async def add_base(order: BaseOrder, request: Request) -> BaseView:
 
     def announce(_: None) -> None:
         services.bases[order.name] = order.path
-        services.desk.base_added(order.name, order.path)
+        services.job_controller.base_added(order.name, order.path)
 
     await services.write(insert, announce)
     return _view(services, order.name)
 
 
 def _view(services: Services, name: str) -> BaseView:
-    status, problem, size = services.desk.base_status(name)
+    status, problem, size = services.job_controller.base_status(name)
     return BaseView.model_validate({"name": name, "status": status, "problem": problem, "bytes": size})

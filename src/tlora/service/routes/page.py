@@ -20,6 +20,7 @@ from sqlalchemy import Connection, Row, select
 
 from tlora.api import ENDED, JobView, LoginLink
 from tlora.service.access import caller_of
+from tlora.service.browser_sessions import COOKIE_SECONDS, LINK_SECONDS
 from tlora.service.database import job_rows
 from tlora.service.database.tables import jobs
 from tlora.service.live_state import PAUSED
@@ -29,7 +30,6 @@ from tlora.service.problems import RefusedError, answer
 from tlora.service.routes.cluster import show_cluster
 from tlora.service.routes.jobs import REFUSALS, JobId
 from tlora.service.services import Services, services_of
-from tlora.service.visits import COOKIE_SECONDS, LINK_SECONDS
 from tlora.version import __version__
 from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
 
@@ -54,7 +54,7 @@ _LAST_EVENTS = 30
 def make_login_link(request: Request) -> LoginLink:
     """For a browser to see the page as the tenant of this key, with the right to read, for as long as the key is valid."""
     caller = caller_of(request)
-    return LoginLink(path=services_of(request).visits.make_link(caller.key_id, caller.tenant), expires_in=LINK_SECONDS)
+    return LoginLink(path=services_of(request).browser_sessions.make_link(caller.key_id, caller.tenant), expires_in=LINK_SECONDS)
 
 
 @router.get("/login", response_class=Response, responses=_HTML)
@@ -66,13 +66,13 @@ def show_login(request: Request) -> HTMLResponse:
 @router.post("/login", status_code=204, response_class=Response)
 def log_in(request: Request, token: Annotated[str, Body(embed=True, max_length=100)] = "") -> Response:
     """A cookie for the token of a link."""
-    visits = services_of(request).visits
-    cookie = visits.use_link(token)
+    browser_sessions = services_of(request).browser_sessions
+    cookie = browser_sessions.use_link(token)
     if cookie is None:
         return answer(401, "invalid_link", "this link is unknown, used or too old. `tlora login --page` makes another")
     found, path = Response(status_code=204), request.scope.get("root_path", "") or "/"
     secure = request.url.scheme == "https"
-    found.set_cookie(visits.cookie_name, cookie, COOKIE_SECONDS, path=path, secure=secure, httponly=True, samesite="strict")
+    found.set_cookie(browser_sessions.cookie_name, cookie, COOKIE_SECONDS, path=path, secure=secure, httponly=True, samesite="strict")
     return found
 
 

@@ -114,7 +114,7 @@ async def _server_sent(services: Services, caller: Caller, job: str | None, afte
                 return
             continue  # it has ended between the two looks
         if not rows:
-            await services.bell.wait(_ALIVE_SECONDS)
+            await services.notifier.wait(_ALIVE_SECONDS)
             looks += 1
             if looks % _COMMENT_EVERY == 0:
                 yield ": alive\n\n"

@@ -1,0 +1,248 @@
+"""Listeners for workers: the unix socket, where the kernel identifies the peer, and a TCP port with TLS, where a token and a proof do.
+
+A door yields connections, each with the function that admits it, which runs in a thread of its own: a slow peer delays no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from tlora import durable
+from tlora.cluster.credentials import WorkerToken, WorkerTokens, open_certificate
+from tlora.errors import ConfigError
+from tlora.link.address import listen, tcp_address
+from tlora.link.authentication import (
+    AdmissionError,
+    AuthOk,
+    AuthRequest,
+    AuthResponse,
+    Entry,
+    admission_line,
+    answer_path,
+    read_admission,
+    read_number,
+    write_number,
+)
+from tlora.link.lines import Connection, Line, peer_pid
+from tlora.link.process_identity import ProcessIdentity, identify
+from tlora.link.tls import TlsStream
+
+ADMISSION_SECONDS = 10.0  # for each of: the handshake, the token, the proof
+TCP_ADDRESS_FILE = "tcp-address"
+_MOST_STRANGERS = 64  # connections that are being admitted at a time; more are closed
+_BACKLOG = 128
+_PROOFS = ".proof-"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process at the other end of a connection: `pid` 0 and no `identity` where a unix socket does not tell. Over TCP `token` let it
+    in.
+    """
+
+    pid: int
+    identity: ProcessIdentity | None
+    token: WorkerToken | None = None
+
+
+Admit = Callable[[Line], Peer]
+"""Raises AdmissionError, whose reason is sent to the peer; OSError for a connection that is closed silently."""
+
+
+class Listener(Protocol):
+    address: str
+
+    def accept(self) -> tuple[Connection, Admit]:
+        """The next connection. Raises OSError."""
+        ...
+
+    @property
+    def is_closed(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+class UnixListener:
+    """See `link/address.py`. Raises ConfigError where no socket can be made."""
+
+    def __init__(self, directory: Path) -> None:
+        self._listener, self.address = listen(directory)
+
+    def accept(self) -> tuple[Connection, Admit]:
+        connection, _ = self._listener.accept()
+        connection.settimeout(None)
+        return connection, lambda _: admit_unix(connection)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._listener.fileno() < 0
+
+    def close(self) -> None:
+        _close(self._listener)
+
+
+def admit_unix(connection: socket.socket) -> Peer:
+    pid = peer_pid(connection)
+    if pid is None:
+        raise AdmissionError("a connection of another user")
+    return Peer(pid, identify(pid) if pid else None)
+
+
+class TlsListener:
+    """A TCP port. `directory` is the store's `workers/`, which gets the certificate; `address` is where it listens, `fingerprint` the
+    certificate's.
+    """
+
+    def __init__(self, directory: Path, place: tuple[str, int]) -> None:
+        """`place` is host and port. Raises ConfigError, CheckpointError."""
+        durable.make_directory(directory)
+        self._directory, self._tokens = directory.absolute(), WorkerTokens(directory)
+        self._context, self.fingerprint = open_certificate(directory)
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        for left_behind in directory.glob(f"{_PROOFS}*"):
+            left_behind.unlink(missing_ok=True)
+        self._listener = _listen(*place)
+        self.address = tcp_address(*self._listener.getsockname()[:2])
+        durable.write_file(directory / TCP_ADDRESS_FILE, self.address + "\n")
+
+    def accept(self) -> tuple[Connection, Admit]:
+        while True:
+            connection, (host, port, *_) = self._listener.accept()
+            if self._strangers.acquire(blocking=False):
+                break
+            connection.close()
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = TlsStream(connection, self._context, server_side=True)
+        except BaseException:
+            connection.close()
+            self._strangers.release()
+            raise
+        return stream, lambda line: self._admit(stream, line, f"a connection from {host}:{port}")
+
+    @property
+    def is_closed(self) -> bool:
+        return self._listener.fileno() < 0
+
+    def close(self) -> None:
+        _close(self._listener)
+
+    def __enter__(self) -> TlsListener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _admit(self, stream: TlsStream, line: Line, who: str) -> Peer:
+        try:
+            return self._get_acquainted(stream, line, who)
+        finally:
+            self._strangers.release()
+
+    def _get_acquainted(self, stream: TlsStream, line: Line, who: str) -> Peer:
+        try:
+            stream.handshake(ADMISSION_SECONDS)
+        except TimeoutError:
+            raise ConnectionError(f"{who} without a TLS handshake for {ADMISSION_SECONDS:g} s") from None
+        except OSError as error:
+            why = getattr(error, "reason", None) or error.strerror or error
+            raise ConnectionError(f"{who} that does not speak TLS 1.3 ({why})") from None
+        entry = _read(line, Entry, f"{who} without a token; a worker that was given another fingerprint ends it so")
+        token = self._check_token(entry.token, who)
+        identity = ProcessIdentity(entry.pid, entry.start_ticks, entry.boot)
+        if not identity.is_this_users:
+            raise AdmissionError(
+                f"the worker with {token.id} says that it is process {entry.pid}, and this user has no such process on this host. Workers "
+                "of other hosts, of containers and of other users are not supported yet. Start it where the controller runs, as its user"
+            )
+        self._check_directory(line, who, f"the worker that is process {entry.pid}")
+        line.send(admission_line(AuthOk()))
+        return Peer(entry.pid, identity, token)
+
+    def _check_token(self, secret: str, who: str) -> WorkerToken:
+        try:
+            token = self._tokens.find(secret)
+        except ConfigError as error:
+            raise ConnectionError(f"{who}: {error}") from None
+        if token is None:
+            raise AdmissionError(f"{who} with a token that is unknown here. `tlora worker-token` makes one for this controller's store")
+        if token.revoked is not None:
+            raise AdmissionError(f"{who} with {token.id}, which was revoked. `tlora worker-token` makes a new one")
+        return token
+
+    def _check_directory(self, line: Line, who: str, worker: str) -> None:
+        """Check that the worker reads and writes the same store."""
+        path, number = self._directory / f"{_PROOFS}{secrets.token_hex(16)}", secrets.token_hex(32)
+        try:
+            try:
+                write_number(path, number)
+            except OSError as error:
+                raise ConnectionError(f"{who}: {path} cannot be written ({error.strerror}), which admitting a worker needs") from None
+            line.send(admission_line(AuthRequest(str(path))))
+            proof = _read(line, AuthResponse, f"{who} that ended before it had shown that it sees {self._directory}")
+            problem = proof.problem[:200]
+            if not problem:
+                problem = _disprove(number, proof, answer_path(path))
+        finally:
+            for file in (path, answer_path(path)):
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+        if problem:
+            raise AdmissionError(
+                f"{worker} does not see {self._directory} as this controller does ({problem}). Workers of other hosts and of containers "
+                "are not supported yet. Start it where that directory can be read and written"
+            )
+
+
+def _disprove(number: str, proof: AuthResponse, path: Path) -> str:
+    """What is wrong with the worker's answer; "" if nothing is."""
+    try:
+        answer = read_number(path)
+    except OSError as error:
+        return f"its answer: {error.strerror or error}"
+    same = hmac.compare_digest(number.encode(), proof.number.encode()) & hmac.compare_digest(answer.encode(), proof.answer.encode())
+    return "" if same else "it read or wrote another file"
+
+
+def _read(line: Line, kind: type[T], otherwise: str) -> T:
+    """Read a message. Raises ConnectionError, whose text does not quote what was received."""
+    try:
+        message = read_admission(line, ADMISSION_SECONDS)
+    except OSError:
+        raise ConnectionError(otherwise) from None
+    if not isinstance(message, kind):
+        raise ConnectionError(otherwise)
+    return message
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # workers dial again while connections of before linger
+            listener.bind(place)
+            listener.listen(_BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+    except OSError as error:
+        raise ConfigError(
+            f"tcp://{host}:{port}: cannot listen there for workers: {error.strerror}. Choose another port, or end what listens there"
+        ) from None
+
+
+def _close(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    listener.close()

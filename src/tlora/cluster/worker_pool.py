@@ -1,0 +1,331 @@
+"""Starts, adopts, hears, watches and ends the workers of one machine for their controller.
+
+The reconciler decides what each worker gets. A worker's connection may end and begin again; a worker is lost when its process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora.cluster.credentials import WorkerTokens
+from tlora.cluster.listeners import Listener, TlsListener, UnixListener
+from tlora.cluster.refusals import Refusals
+from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
+from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
+from tlora.cluster.worker_process import file_stem, launch, read_records, supervise, write_record
+from tlora.link.address import forget
+from tlora.link.flight import read_flight
+from tlora.link.process_identity import ProcessIdentity
+from tlora.link.supervisor import SupervisedProcess
+from tlora.version import __version__
+from tlora.worker_protocol import REFUSED, Alive, Load, Report
+
+_FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
+AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
+_WATCH_SECONDS = 1.0
+_ACCEPT_SECONDS = 0.05  # after a connection that could not be had
+_GONE_SECONDS = 60.0  # for the kernel to end a killed process
+_LAST_WORDS_SECONDS = 10.0  # to read what an ended process has sent before
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """For how many seconds a worker may be silent: stopped, silent although it runs, and at one thing in a phase. `lease`: for how long it
+    trains on when it hears nothing of a controller.
+    """
+
+    stopped: float = 20.0
+    silent: float = 60.0
+    starting: float = 600.0
+    loading: float = 3600.0
+    compiling: float = 3600.0
+    training: float = 900.0
+    lease: float = LEASE_SECONDS
+
+
+@dataclass(frozen=True)
+class _Ended:
+    worker: RemoteWorker
+
+
+class WorkerPool:
+    """`workers` by the first of their GPUs. Putting None into `inbox` wakes the thread in `listen`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        epoch: int,
+        loads: Callable[[str], Load],
+        gpus: tuple[int, ...],
+        limits: Limits,
+        note: Callable[[str], None],
+    ) -> None:
+        """`directory` gets logs and records; the caller holds the store's lock. `loads`: what a worker of a base loads. Raises ConfigError
+        where no socket can be made.
+        """
+        self._directory, self._epoch, self._loads = directory, epoch, loads
+        self._gpus, self._limits, self._note = gpus, limits, note
+        self._not_before: dict[tuple[int, ...], float] = {}  # when a worker is started again on GPUs whose last one was refused
+        self._of_strangers, self._of_workers = Refusals(note), Refusals(note)  # apart: no flood of strangers hides a worker's refusal
+        self.workers: dict[int, RemoteWorker] = {}
+        self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
+        self._unheard: list[Heard | _Ended] = []  # what came before the first `listen`
+        self._sessions: dict[Session, RemoteWorker] = {}
+        self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
+        self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or entered a new phase
+        self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
+        self._watched = self._asked_tokens = time.monotonic()
+        self._listeners: list[Listener] = []
+        self._open(UnixListener(directory))
+        self.address = self._listeners[0].address
+
+    def listen_on(self, listener: TlsListener) -> None:
+        """Accept workers that a user starts there too. Closed with this crew."""
+        self._open(listener)
+
+    def _open(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+        threading.Thread(target=self._accept, args=(listener,), name="crew", daemon=True).start()
+
+    # -- beginning and end ---------------------------------------------------------------------------------------------
+
+    def find(self, records: Mapping[tuple[int, ...], ProcessIdentity]) -> None:
+        """Wait for the workers of an earlier controller to dial again; those that do not are killed. Their reports are kept for
+        `listen`: the caller cannot act on them yet.
+        """
+        deadline = time.monotonic() + _FOUND_SECONDS
+        waiting = dict(records)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                heard = self.inbox.get(timeout=min(left, _WATCH_SECONDS))
+                if isinstance(heard, Arrived) or (isinstance(heard, Spoke) and isinstance(heard.message, Alive)):
+                    self._hear(heard)
+                elif heard is not None:
+                    self._unheard.append(heard)
+            waiting = {gpus: identity for gpus, identity in waiting.items() if gpus[0] not in self.workers and identity.is_alive}
+        for gpus, identity in waiting.items():
+            self._note(
+                f"the worker of {called(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
+            )
+            supervise(gpus, self._log(gpus), identity).kill()
+
+    def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
+        """Start a worker on those GPUs. None if the system has no process or file to spare now, and for a while after a worker that was
+        started here was refused: the caller tries again later.
+        """
+        if time.monotonic() < self._not_before.get(gpus, 0.0):
+            return None
+        load = self._loads(base_model)
+        try:
+            process = launch(gpus, load.device, self.address, self._log(gpus))
+        except OSError as error:
+            self._note(f"no worker can be started for {called(gpus)} now: {error}")
+            return None
+        return self._take_on(gpus, load, process)
+
+    def abandon(self) -> None:
+        """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
+        for listener in self._listeners:
+            listener.close()
+        for session in list(self._sessions):
+            session.close()
+        for refusals in (self._of_strangers, self._of_workers):
+            refusals.tell_rest()
+
+    def close(self, stop_seconds: float) -> None:
+        """Let all workers checkpoint their jobs and exit; kill those that take longer than the timeout."""
+        for worker in self.workers.values():
+            worker.stop()
+        deadline = time.monotonic() + stop_seconds
+        for worker in self.workers.values():
+            if not worker.process.wait(max(0.0, deadline - time.monotonic())):
+                worker.process.kill(_GONE_SECONDS)
+        self.workers.clear()
+        self.abandon()
+        forget(self.address)
+
+    # -- what is heard -------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Make `listen` return."""
+        self.inbox.put(None)
+
+    def listen(self, timeout_seconds: float) -> list[tuple[RemoteWorker, Report | None]]:
+        """The workers' reports since the last call, waiting at most `timeout_seconds` for one. None: the worker has ended."""
+        unheard, self._unheard = self._unheard, []
+        found = [report for heard in unheard for report in self._hear(heard)]
+        deadline = time.monotonic() + timeout_seconds
+        woken = False
+        while not (found or woken):
+            left = deadline - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                heard = self.inbox.get(timeout=max(0.0, min(left, _WATCH_SECONDS)))
+                while True:
+                    woken |= heard is None
+                    found += self._hear(heard)
+                    heard = self.inbox.get_nowait()
+            self._watch()
+            self._stop_revoked()
+            if left <= 0:
+                break
+        return found
+
+    def acknowledge(self) -> None:
+        """The consequences of all that `listen` has returned so far are recorded."""
+        for worker in self.workers.values():
+            worker.acknowledge()
+
+    def _hear(self, heard: Heard | _Ended | None) -> list[tuple[RemoteWorker, Report | None]]:
+        match heard:
+            case Arrived():
+                self._arrive(heard)
+            case Spoke(session, message):
+                worker = self._sessions.get(session)
+                if worker is not None:
+                    self._heard_at[worker] = time.monotonic()
+                    if isinstance(message, Alive):
+                        worker.hear_alive(message)
+                    elif (report := worker.take(message)) is not None:
+                        return [(worker, report)]
+            case Gone(session, reason):
+                self._let_in_by.pop(session, None)
+                worker = self._sessions.pop(session, None)
+                if worker is not None:
+                    worker.detach(session.send)
+                if reason:
+                    (self._of_strangers if worker is None else self._of_workers).see(reason)
+            case _Ended(worker):
+                if self.workers.get(worker.gpu) is worker:
+                    self._heard_at.pop(worker, None)
+                    self._moved_at.pop(worker, None)
+                    if worker.incarnation is None and worker.process.exit_status == REFUSED:  # none of its jobs is to blame
+                        worker.doomed, self._not_before[worker.gpus] = True, time.monotonic() + AGAIN_SECONDS
+                    if worker.load is not None:
+                        worker.in_flight = read_flight(Path(worker.load.output_dir), worker.process.pid)
+                    return [(worker, None)]
+            case None:
+                pass
+        return []
+
+    def _arrive(self, arrived: Arrived) -> None:
+        session, hello = arrived.session, arrived.hello
+        reason = self._why_not(arrived)
+        if reason:
+            self._of_workers.see(reason)
+            session.refuse(reason)
+            return
+        gpus = hello.gpus
+        worker = self.workers.get(gpus[0])
+        if worker is None:
+            worker = self._take_on(gpus, hello.load, supervise(gpus, self._log(gpus), arrived.peer.identity))
+        self._sessions[session] = worker
+        if arrived.peer.token is not None:
+            self._let_in_by[session] = arrived.peer.token.id
+        self._heard_at[worker] = time.monotonic()
+        worker.attach(hello, session.send)
+
+    def _why_not(self, arrived: Arrived) -> str:
+        """Why a worker that sends Hello is refused; "" if it is accepted."""
+        hello, pid, token = arrived.hello, arrived.peer.pid, arrived.peer.token
+        who = f"the worker that is process {pid}"
+        if (version := hello.versions.get("tlora")) != __version__:
+            updated = "The program was updated while this process ran: stop it and start it again. Jobs wait"
+            remedy = updated if self._started_here(pid) else "Start it with the same version"
+            return f"{who} is of tlora {version}, and this is {__version__}. {remedy}"
+        if not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus):
+            there = list(self._gpus)
+            return f"{who} has GPUs {list(hello.gpus)}, and a worker here has some of {there}, in ascending order. Start it with such"
+        if hello.epoch > self._epoch:
+            return f"{who} has heard of a later controller (epoch {hello.epoch}) than this one ({self._epoch}). Stop this one"
+        if token is not None and token.has_expired and read_records(self._directory).get(hello.gpus) != arrived.peer.identity:
+            return f"{who} comes with {token.id}, which has expired, and was not here before. `tlora worker-token` makes a new one"
+        for worker in self.workers.values():
+            known = worker.gpus == hello.gpus and not worker.given_up and pid in (0, worker.process.pid)
+            if worker.overlaps(hello.gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
+                what = f"comes for {called(hello.gpus)}, and there is a worker already that has {worker.called}"
+                return f"{who} {what} (process {worker.process.pid}). End one of the two"
+        return ""
+
+    def _started_here(self, pid: int) -> bool:
+        """Whether that process is a worker that has not been let in yet."""
+        return any(worker.process.pid == pid and worker.incarnation is None for worker in self.workers.values())
+
+    def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: SupervisedProcess) -> RemoteWorker:
+        worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)
+        write_record(self._directory, gpus, process.identity)
+        self._heard_at[worker] = time.monotonic()
+        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpus[0]}", daemon=True).start()
+        return worker
+
+    def _await_end(self, worker: RemoteWorker) -> None:
+        """Queue the worker's end after everything that it sent before."""
+        worker.process.wait()
+        for session, owner in list(self._sessions.items()):
+            if owner is worker:
+                session.ended.wait(_LAST_WORDS_SECONDS)
+        self.inbox.put(_Ended(worker))
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Kill workers that are silent, or without progress, for too long; `listen` reports their ends."""
+        now = time.monotonic()
+        late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
+        for refusals in (self._of_strangers, self._of_workers):
+            refusals.look()
+        for worker in self.workers.values():
+            if late:  # this process itself was stopped and could not look
+                self._heard_at[worker] = now
+            if not worker.given_up and (reason := self._why_lost(worker, now)):
+                worker.given_up = reason
+                self._note(f"the worker of {worker.called} {reason}: it is killed")
+                threading.Thread(target=worker.process.kill, args=(_GONE_SECONDS,), daemon=True).start()
+
+    def _stop_revoked(self) -> None:
+        """Stop workers whose token was revoked; at most once a second, as it reads a file."""
+        if not self._let_in_by or time.monotonic() - self._asked_tokens < _WATCH_SECONDS:
+            return
+        self._asked_tokens = time.monotonic()
+        for session, token_id in self._let_in_by.items():
+            worker = self._sessions[session]
+            if not worker.stopping and self._tokens.is_revoked(token_id):
+                self._note(f"the worker of {worker.called} saves its jobs and ends: {token_id} was revoked")
+                worker.stop()
+
+    def _why_lost(self, worker: RemoteWorker, now: float) -> str:
+        limits, heartbeat = self._limits, worker.heartbeat
+        silent = now - self._heard_at.get(worker, now)
+        if silent > limits.stopped and worker.process.is_stopped:
+            return f"was stopped for {silent:.0f} s"
+        if worker.incarnation is None:
+            return f"has said nothing for {silent:.0f} s since its start" if silent > limits.starting else ""
+        if silent > (limits.silent if heartbeat is None or heartbeat.phase == "training" else limits.loading):
+            return f"has given no sign of life for {silent:.0f} s"
+        if heartbeat is None or heartbeat.phase == "waiting":
+            return ""
+        place = (heartbeat.phase, heartbeat.count)
+        if self._moved_at.get(worker, (None, 0.0))[0] != place:
+            self._moved_at[worker] = (place, now)
+        still = now - self._moved_at[worker][1]
+        return f"has been {heartbeat.phase} for {still:.0f} s without getting further" if still > getattr(limits, heartbeat.phase) else ""
+
+    def _log(self, gpus: tuple[int, ...]) -> Path:
+        return self._directory / f"{file_stem(gpus)}.log"
+
+    def _accept(self, listener: Listener) -> None:
+        while not listener.is_closed:
+            try:
+                connection, admit = listener.accept()
+            except OSError:  # closed, or too many open files for a while
+                time.sleep(_ACCEPT_SECONDS)
+                continue
+            try:
+                Session(connection, admit, self.inbox)  # type: ignore[arg-type]
+            except RuntimeError:  # no more threads: it will dial again
+                connection.close()

@@ -1,0 +1,211 @@
+"""The ranks of a run as its owner has them: started, spoken to, heard, and ended for good when they can no longer be counted on."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tlora.engine.messages import Broken, Bye, Found, FromRank, Go, Hello, Ready, Stop, ToRank
+from tlora.engine.ranks.external import Launched, tell_ranks
+from tlora.engine.ranks.link import Meeting
+from tlora.errors import ConfigError, RankError
+from tlora.link.process_identity import identify
+from tlora.link.supervisor import LOOK_SECONDS, SupervisedProcess, start_process
+from tlora.sharing.multicast import NO_MULTICAST
+
+RANK = "tlora.engine.ranks.rank"
+_MOST_AHEAD = 64  # ranks that are started before the number of GPUs is known
+_HELLO_SECONDS = 600.0  # for a rank's first word: its libraries may come over a slow network
+_GONE_SECONDS = 60.0  # for a rank to exit after its last word
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The rank's process has ended, and will write nothing more. `broken`: what it said of that itself."""
+
+    reason: str
+    broken: Broken | None = None
+
+    @property
+    def by_another(self) -> bool:
+        """It has ended because it could not reach another rank."""
+        return self.broken is not None and self.broken.error == RankError.__name__
+
+
+class RankGroup:
+    """`count` ranks, of which those in `hellos` have connected, those in `found` have reported their device, and those in `ready` have
+    loaded the base.
+    """
+
+    def __init__(self, count: int, own: Sequence[int] | None = None, member: str | None = None) -> None:
+        """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher. With
+        `member`, the module of a rank of a worker, they are in this process' session.
+        """
+        self._member = member
+        self.count, self._own = count, range(count) if own is None else own
+        self._meeting = Meeting()
+        self._processes: dict[int, SupervisedProcess] = {}
+        self.hellos: dict[int, Hello] = {}
+        self.lost: dict[int, Lost] = {}
+        self._broken: dict[int, Broken] = {}
+        self._out: set[int] = set()  # said Bye, or were ended before they had anything to save
+        self.found: dict[int, Found] = {}
+        self.ready: dict[int, Ready] = {}
+        self.going: set[int] = set()  # they write
+        self._looked, self._began = 0.0, time.monotonic()
+        self.rendezvous: object = None  # kept open for the ranks of a launcher
+
+    @property
+    def address(self) -> str:
+        """Where ranks find this process."""
+        return self._meeting.address
+
+    @property
+    def store(self) -> str:
+        """A file by which ranks that share a base find each other."""
+        return str(self._meeting.directory / "store")
+
+    @property
+    def launched_elsewhere(self) -> bool:
+        """Whether a launcher watches the ranks too, and ends all when one is lost."""
+        return len(self._own) < self.count
+
+    def start(self) -> None:
+        self._began = time.monotonic()
+        for rank in self._own:
+            environment = {**NO_MULTICAST, "WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank), "RANK": str(rank)}
+            log, address = self._meeting.directory / f"gpu{rank}.log", self._meeting.address
+            module, own_session = self._member or RANK, self._member is None
+            self._processes[rank] = start_process(module, log, (), environment, address, own_session=own_session)
+
+    @property
+    def living(self) -> list[int]:
+        return [rank for rank in range(self.count) if rank not in self.lost and rank not in self._out]
+
+    def send(self, rank: int, command: ToRank) -> None:
+        self._meeting.send(rank, command)
+
+    def hand(self, rank: int, go: Go, lock: int) -> None:
+        """With `go` a copy of the open file whose lock keeps other runs out of the run's directory: from now on the rank may write."""
+        self.going.add(rank)
+        self._meeting.send_file(rank, go, lock)
+
+    def wake(self) -> None:
+        """`listen` returns."""
+        self._meeting.inbox.put(None)
+
+    def listen(self, timeout_seconds: float) -> list[tuple[int, FromRank | Lost]]:
+        """What ranks have said since the last call; waits for it so long at most."""
+        heard: list[tuple[int, FromRank | Lost]] = []
+        try:
+            item = self._meeting.inbox.get(timeout=timeout_seconds)
+            while True:
+                if item is not None:
+                    heard += self._heard(*item)
+                item = self._meeting.inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            for rank in self.living:
+                process = self._processes.get(rank)
+                if (reason := process.why_lost() if process is not None else "") or (reason := self._why_silent(rank)):
+                    heard += self._lose(rank, reason)
+        return heard
+
+    def _why_silent(self, rank: int) -> str:
+        """Why a rank that has not said Hello is not waited for any longer; "" while it is."""
+        if rank in self.hellos or time.monotonic() - self._began <= _HELLO_SECONDS:
+            return ""
+        return f"has said nothing for {_HELLO_SECONDS:g} s since its start"
+
+    def _heard(self, rank: int, report: FromRank | None) -> list[tuple[int, FromRank | Lost]]:
+        if rank in self.lost:  # it is lost, and its jobs are elsewhere
+            return []
+        match report:
+            case None:
+                return [] if rank in self._out else self._lose(rank, "")
+            case Hello():
+                self.hellos[rank] = report
+                if rank not in self._processes:
+                    self._processes[rank] = SupervisedProcess(identify(report.pid))
+            case Broken():
+                self._broken[rank] = report
+                return []
+            case Found():
+                self.found[rank] = report
+            case Ready():
+                self.ready[rank] = report
+            case Bye():
+                self._out.add(rank)
+            case _:
+                pass
+        return [(rank, report)]
+
+    def _lose(self, rank: int, reason: str) -> list[tuple[int, FromRank | Lost]]:
+        """Its connection or its process has ended, or it hangs."""
+        process = self._processes.get(rank)
+        if process is None:  # a launcher's, which never came
+            self.lost[rank] = Lost(reason)
+            return [(rank, self.lost[rank])]
+        if not reason:
+            process.wait(_GONE_SECONDS if rank in self._broken else 1.0)  # it is about to exit
+            reason = process.how_it_ended()
+        process.kill()
+        if rank not in self.hellos and self._meeting.problem:
+            reason = f"{reason}; {self._meeting.problem}"
+        broken = self._broken.get(rank)
+        self.lost[rank] = Lost(broken.reason if broken is not None else reason, broken)
+        return [(rank, self.lost[rank])]
+
+    def stop(self) -> None:
+        """Ranks save their jobs and end; those that have nothing to save end at once."""
+        for rank in self.living:
+            if rank in self.going:
+                self.send(rank, Stop())
+                continue
+            self._out.add(rank)
+            if rank in self._processes:
+                self._processes[rank].kill()
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+
+    def close(self) -> None:
+        """May be called twice. Ranks that are still there save their jobs and end, and are waited for."""
+        self.stop()
+        self._meeting.end_lines()
+        for process in self._processes.values():
+            if not process.wait(_GONE_SECONDS):
+                process.kill()
+        self._meeting.close(keep_logs=bool(self.lost))
+
+
+@contextmanager
+def start_ranks(gpus: str | None, launch: Launched | None = None) -> Iterator[RankGroup | None]:
+    """The ranks of `--gpus`, started before this process has loaded its libraries, or those of a launcher. None where nothing says how
+    many.
+
+    Raises ConfigError where the two disagree.
+    """
+    text = (gpus or "").strip()
+    count = int(text) if text.isdecimal() else len([part for part in text.split(",") if part.strip()]) if "," in text else 0
+    if launch is not None:
+        if count not in (0, launch.count):
+            raise ConfigError(f"--gpus {text}, and {launch.count} ranks are launched. Leave --gpus out, or launch {count}")
+        rank_group = RankGroup(launch.count, own=[0])
+        rank_group.rendezvous = tell_ranks(rank_group.address, launch)
+    elif 1 < count <= _MOST_AHEAD:
+        rank_group = RankGroup(count)
+    else:
+        yield None
+        return
+    rank_group.start()
+    try:
+        yield rank_group
+    finally:
+        rank_group.close()

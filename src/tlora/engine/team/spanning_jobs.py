@@ -1,0 +1,159 @@
+"""The jobs of one rank that other ranks of its worker compute too: those that have their home here, and those that have a part here.
+
+A job begins when all of its ranks have opened it and met: each then has memory that the others read. Who trains what is decided
+elsewhere; what a rank does with a job of its own alone is the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import FileStore, PrefixStore, Store
+
+from tlora.batching.replicas import ReplicaPlacement
+from tlora.engine import driver
+from tlora.engine.messages import Faulty, Mail, Meet, Note, Opened, Spread, Unfollow
+from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
+from tlora.planning.plan import PlannedJob
+from tlora.sharing.peers import Peers, Sharing
+
+_MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a late rank may be compiling, for an hour at most
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Rank `number` of the `count` of a worker. `store`: a file by which they find each other."""
+
+    number: int = 0
+    count: int = 1
+    store: str = ""
+    flight: str = ""  # the name of its flight record, by default its process'
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The data of a job that has a part here is open, or cannot be had."""
+
+    follow: Spread
+    planned: PlannedJob
+
+
+Together = Planned | Unfollow | Meet | Mail
+
+
+class SpanningJobs:
+    """`exchange` is that of the rank's group."""
+
+    def __init__(self, rank_context: RankContext, tell: Callable[[Note | Opened], None]) -> None:
+        self._rank_context, self._tell = rank_context, tell
+        self.exchange = SpanExchange(rank_context.number, {}, tell)
+        self._spans: dict[str, ReplicaPlacement] = {}  # of the jobs that have their home here
+        self._waiting: dict[str, driver.Opened] = {}  # those of them whose other ranks have not come
+        self._follows: dict[str, Spread] = {}
+        self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
+        self._store: Store | None = None
+
+    def sharing(self, about: str) -> Sharing:
+        """With the other ranks, once for each thing that it is about."""
+        rank_context = self._rank_context
+        self._store = self._store or FileStore(rank_context.store, rank_context.count)
+        return Sharing(PrefixStore(about, self._store), rank_context.number, rank_context.count, timeout_seconds=_MEETING_SECONDS)
+
+    def obey(self, command: Together, group: driver.Driver) -> driver.Opened | None:
+        """Returns a job that has its home here, and can begin. Raises RankError."""
+        match command:
+            case Planned(follow, planned):
+                self.planned(follow, planned)
+            case Unfollow(name):
+                self.unfollow(name, group)
+            case Meet():
+                return self.meet(command, group)
+            case Mail(sender, note):
+                self.exchange.hear(sender, note)
+        return None
+
+    # -- jobs at home --------------------------------------------------------------------------------------------------
+
+    def spread(self, job_id: str, span: ReplicaPlacement) -> None:
+        """The job is on its way in, and shall span those ranks."""
+        self._spans[job_id] = span
+
+    def span_of(self, job_id: str) -> ReplicaPlacement | None:
+        return self._spans.get(job_id)
+
+    def waits(self, opened: driver.Opened) -> bool:
+        """Whether a job that could begin here has to wait for other ranks, which get a message. A job that had ended before has not."""
+        run = opened.run
+        name = run.spec.name
+        if name not in self._spans or run.progress.finished:
+            return False
+        self._waiting[name] = opened
+        eval_set = str(run.evaluation.directory) if run.evaluation is not None else None
+        self._tell(Opened(name, opened.state.layout.numel, str(run.train.directory), eval_set))
+        return True
+
+    def give_up(self, job_id: str) -> driver.Opened | None:
+        """A job that waits for other ranks shall not begin."""
+        return self._waiting.pop(job_id, None)
+
+    def is_here(self, job_id: str) -> bool:
+        return job_id in self._waiting or job_id in self._follows
+
+    @property
+    def expects_jobs(self) -> bool:
+        """Whether a job is on its way in, or has a part here."""
+        return bool(self._waiting or self._follows)
+
+    def end(self, job_id: str) -> None:
+        """The job has ended here or left: no more messages about it are sent."""
+        if self._spans.pop(job_id, None) is not None:
+            self.exchange.flush()
+            self.exchange.dissolve(job_id)
+
+    # -- jobs that have a part here ------------------------------------------------------------------------------------
+
+    def is_home(self, span: ReplicaPlacement) -> bool:
+        return span.home == self._rank_context.number
+
+    def follow(self, follow: Spread) -> None:
+        """The job is on its way in."""
+        self._follows[follow.join.job.name] = follow
+
+    def planned(self, follow: Spread, planned: PlannedJob) -> None:
+        """Its data is open."""
+        name = follow.join.job.name
+        if self._follows.get(name) is not follow:  # it has left meanwhile
+            return
+        if planned.problems or planned.layout is None or planned.data is None:
+            self._tell(Faulty(name, "; ".join(planned.problems)))
+            return
+        planned.span = follow.span
+        self._planned[name] = planned
+        self._tell(Opened(name, planned.layout.numel, str(planned.data.train.directory)))
+
+    def unfollow(self, job_id: str, group: driver.Driver) -> None:
+        if self._follows.pop(job_id, None) is None:
+            return
+        self._planned.pop(job_id, None)
+        if job_id in group.group.runs:
+            group.group.leave(job_id)
+        self.exchange.flush()  # nothing that is said of it may come in a later life of it
+        self.exchange.dissolve(job_id)
+
+    # -- together ------------------------------------------------------------------------------------------------------
+
+    def meet(self, meet: Meet, group: driver.Driver) -> driver.Opened | None:
+        """With all ranks: they wait for each other, as long as the longest micro-batch takes. A job that follows begins. Returns one that
+        has its home here, and can begin. Raises RankError.
+        """
+        name, model = meet.job_id, group.group.model
+        sharing, place = self.sharing(f"meeting {meet.number}"), torch.device(model.device)
+        mailbox = open_mailbox({name: meet.span}, {name: meet.numel}, model.bank.sum_dtype, Peers(sharing), place)
+        opened, planned = self._waiting.pop(name, None), self._planned.pop(name, None)
+        if opened is not None or planned is not None:
+            self.exchange.spread(name, meet.span, mailbox)
+        if planned is not None:
+            group.follow(planned)
+        return opened

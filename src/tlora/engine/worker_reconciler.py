@@ -1,0 +1,135 @@
+"""Turns a worker's desired state into commands for its trainer, one step at a time, and accounts for the trainer's reports.
+
+Starts nothing, reads no clock and does not wait. Which job trains where is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tlora.engine.messages import Command, Leave, SetPlan, Stop
+from tlora.link.outbox import with_attempt
+from tlora.worker_protocol import (
+    DesiredState,
+    Ending,
+    HeldJob,
+    JobEnd,
+    JobReport,
+    Joined,
+    Loaded,
+    Measured,
+    Memory,
+    Report,
+    Settled,
+    Stepped,
+)
+
+Membership = Literal["joining", "resident", "leaving"]
+
+
+@dataclass(slots=True)
+class _Here:
+    attempt: int
+    steps: int = 0
+    state: Membership = "joining"
+
+
+class WorkerReconciler:
+    """`want` is the last desired state; the caller takes `reports` and `commands`."""
+
+    def __init__(self) -> None:
+        self.want: DesiredState | None = None
+        self.loaded = self.stopping = False
+        self.reports: list[Report] = []
+        self.commands: list[Command] = []
+        self._here: dict[str, _Here] = {}
+        self._over: dict[str, int] = {}  # the last attempt of each job that is over here
+        self._shared: SetPlan | None = None
+        self._found: dict[type, Measured | Memory] = {}  # of the base and the GPUs, which each controller hears
+        self._settled = (0, 0)  # epoch and generation that were reported as settled
+
+    def hear_want(self, want: DesiredState) -> bool:
+        """Take in a desired state. Returns False, without effect, if it comes from an older controller."""
+        known = self.want
+        if known is not None and want.epoch < known.epoch:
+            return False
+        if known is None or (want.epoch, want.generation) > (known.epoch, known.generation):
+            self.want = want
+            if known is not None and want.epoch > known.epoch:
+                self.reports += self._found.values()
+            self._step()
+        return True
+
+    def hear_report(self, report: Report) -> None:
+        """Take in the trainer's report and pass it on with the job's attempt."""
+        if isinstance(report, Loaded):
+            self.loaded = True
+        if isinstance(report, Measured | Memory):
+            self._found[type(report)] = report
+        if isinstance(report, JobReport):
+            here = self._here.get(report.job_id)
+            if here is None:
+                return
+            report = with_attempt(report, here.attempt)
+            self._see(report, here)
+        self.reports.append(report)
+        self._step()
+
+    def stop(self, reason: str) -> None:
+        """All jobs leave, and the state is no longer settled. So a controller that finds the worker then blames no job for its end."""
+        if not self.stopping:
+            self.stopping = True
+            self.reports.append(Ending(reason))
+            self.commands.append(Stop())
+
+    @property
+    def held(self) -> list[HeldJob]:
+        return [HeldJob(name, here.attempt, here.steps, here.state == "resident") for name, here in self._here.items()]
+
+    def _see(self, report: Report, here: _Here) -> None:
+        match report:
+            case Joined(_, steps):
+                here.steps = steps
+                here.state = "resident" if here.state == "joining" else here.state
+            case Stepped(_, steps):
+                here.steps = steps
+            case _ if isinstance(report, JobEnd):
+                self._over[report.job_id] = here.attempt
+                del self._here[report.job_id]
+            case _:
+                pass
+
+    def _step(self) -> None:
+        want = self.want
+        if want is None or self.stopping:
+            return
+        if want.stop:
+            self.stop("its controller wants no more of it")
+            return
+        if want.group is not None:
+            plan, group = want.group.plan, want.group
+            share = SetPlan(plan.token_budget, dict(zip(group.job_ids, group.weights, strict=True)))
+            if share != self._shared:
+                self._shared = share
+                self.commands.append(share)
+        wanted = {join.job.name: join.attempt for join in want.jobs}
+        for name, here in self._here.items():
+            if here.state != "leaving" and wanted.get(name) != here.attempt:
+                here.state = "leaving"
+                self.commands.append(Leave(name))
+        others = any(name not in wanted for name in self._here)
+        for join in want.jobs:
+            name = join.job.name
+            if name not in self._here and join.attempt > self._over.get(name, 0) and not (want.alone and others):
+                self._here[name] = _Here(join.attempt)
+                self.commands.append(join)
+        self._tell_settled(want, wanted)
+
+    def _tell_settled(self, want: DesiredState, wanted: dict[str, int]) -> None:
+        now = want.epoch, want.generation
+        residents = {name: here.attempt for name, here in self._here.items() if here.state == "resident"}
+        through = all(name in residents or self._over.get(name) == attempt for name, attempt in wanted.items())
+        if self.loaded and now > self._settled and through and len(residents) == len(self._here):
+            self._settled = now
+            self.reports.append(Settled(want.generation, residents))

@@ -1,0 +1,74 @@
+"""Where a server's jobs are trained and their data is read, as the controller knows it: the border that tests put fakes behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tlora.cluster.controller import Backend
+from tlora.cluster.reconciler import LocalJob
+from tlora.protocol import JobSubmitted
+from tlora.service.config import ServerConfig
+from tlora.service.intake import Answer, Intake
+from tlora.service.intake_requests import IntakeSettings
+from tlora.service.machine import Devices
+
+_INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
+
+
+class Cluster(Backend, Protocol):
+    """What the controller needs of `cluster.local.LocalBackend`; tests give one whose workers are fake."""
+
+    @property
+    def began_at_seconds(self) -> float: ...
+    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None: ...
+    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None: ...
+    def hold(self, job_id: str, at_seconds: float = 0.0) -> None: ...
+    def release(self, job_id: str, at_seconds: float = 0.0) -> None: ...
+    def forget(self, job_id: str) -> None: ...
+    def expect(self, base_model: str) -> None: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class ReadsData(Protocol):
+    """What the controller needs of `intake.Intake`."""
+
+    def start(self) -> None: ...
+    def put(self, key: str, line: bytes) -> None: ...
+    def forget(self, key: str) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def pid(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class BackendFactory:
+    """Where jobs are trained. `make` gives the cluster over base models, name -> directory or hub id, a mapping that may grow;
+    `intake` what reads their data, from its settings, its log and what to call with its answers.
+    """
+
+    places: Devices
+    make: Callable[[Mapping[str, str]], Cluster]
+    intake: Callable[[IntakeSettings, Path, Callable[[Answer], None]], ReadsData] = Intake
+
+
+def intake_settings(config: ServerConfig, device: str) -> IntakeSettings:
+    """Of the intake process, on a machine with that device."""
+    limits = config.limits
+    return IntakeSettings(
+        str(config.directory / "bases"),
+        config.dtype,
+        config.base_precision,
+        _INTAKE_SLOTS,
+        limits.intake_memory_bytes,
+        limits.intake_cpu_seconds,
+        limits.intake_seconds,
+        limits.line_bytes,
+        limits.file_rows,
+        device,
+        config.unused_weights,
+        config.layout,
+    )

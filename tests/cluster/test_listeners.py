@@ -1,0 +1,371 @@
+"""Who comes in over TCP: real TLS on loopback, workers that may, and all that may not, each with one message and nothing given away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster.test_crew import HELLO, Station
+
+from tlora.cluster import listeners
+from tlora.cluster.credentials import CERTIFICATE, TOKENS, WorkerTokens
+from tlora.cluster.listeners import Admit, Peer, TlsListener
+from tlora.cluster.worker_process import write_record
+from tlora.errors import ConfigError
+from tlora.link.address import tcp_place
+from tlora.link.authentication import (
+    AdmissionError,
+    AuthOk,
+    AuthRequest,
+    AuthResponse,
+    Entry,
+    admission_line,
+    answer_path,
+    prove,
+    read_admission,
+    read_number,
+)
+from tlora.link.endpoint import Endpoint, dial
+from tlora.link.lines import Line
+from tlora.link.process_identity import ProcessIdentity, identify
+from tlora.link.tls import connect_tls
+from tlora.worker_protocol import Hello, Refusal, worker_line
+
+OWN = identify(os.getpid())
+assert OWN is not None
+
+
+class TcpStation(Station):
+    """One whose crew also listens on a TCP port, and a token for it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.directory = directory
+        self.listener = TlsListener(directory, ("127.0.0.1", 0))
+        self.worker_pool.listen_on(self.listener)
+        self.tokens = WorkerTokens(directory)
+        self.token, self.secret = self.tokens.create(3600)
+
+    def dial(self, secret: str | None = None) -> Line:
+        return dial(Endpoint(self.listener.address, self.listener.fingerprint, secret or self.secret), 0)
+
+    def say_hello(self, hello: Hello = HELLO, secret: str | None = None) -> tuple[Line, bytes]:
+        """The line, which stays open, and the answer."""
+        line = self.dial(secret)
+        line.send(worker_line(hello))
+        return line, line.read_line(60) or b""
+
+    def by_hand(self) -> Line:
+        """After the handshake."""
+        return Line(connect_tls(tcp_place(self.listener.address), self.listener.fingerprint))
+
+    def enter(self, line: Line, entry: Entry) -> Any:
+        line.send(admission_line(entry))
+        return read_admission(line, 60)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.secret, OWN.pid, OWN.start_ticks, OWN.boot)
+
+    def note(self) -> str:
+        """The one that there is, once there is one."""
+        wait_for(lambda: bool(self.notes))
+        (note,) = self.notes
+        assert self.secret not in note
+        return note
+
+    def is_empty(self) -> bool:
+        """Nobody is in, and nothing is left of who tried."""
+        return not self.worker_pool.workers and not list(self.directory.glob(".proof-*"))
+
+
+def wait_for(fact: Callable[[], bool]) -> None:
+    """A test that waits in vain ends by pytest's own limit."""
+    while not fact():
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def station(tmp_path: Path) -> Iterator[TcpStation]:
+    made = TcpStation(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_worker_with_a_token_comes_in(station: TcpStation) -> None:
+    line, answer = station.say_hello()
+    assert (
+        b'"taken"' in answer
+        and station.worker_pool.workers[0].process.pid == os.getpid()
+        and station.worker_pool.workers[0].jobs["a"].attempt == 7
+    )
+    assert not list(station.directory.glob(".proof-*")) and not station.notes
+    assert (station.directory / "tcp-address").read_text() == station.listener.address + "\n"
+    line.close()
+    line, answer = station.say_hello()
+    assert b'"taken"' in answer, "it may dial again"
+    line.close()
+    line, answer = station.say_hello(replace(HELLO, incarnation="another's"))
+    assert b"there is a worker already" in answer
+    line.close()
+
+
+def test_tokens_that_let_nobody_in(station: TcpStation) -> None:
+    """The message tells what is wrong with the token, and neither the message nor the note tells the token."""
+    revoked, secret = station.tokens.create(3600)
+    assert station.tokens.revoke(revoked.id)
+    with pytest.raises(AdmissionError, match=rf"{revoked.id}, which was revoked. `tlora worker-token` makes a new one"):
+        station.dial(secret)
+    unknown = "tlw-" + "u" * 43
+    with pytest.raises(AdmissionError, match="with a token that is unknown here"):
+        station.dial(unknown)
+    path = station.directory / TOKENS
+    path.write_text(path.read_text().replace('"purpose": "worker"', '"purpose": "something else"'))
+    with pytest.raises(AdmissionError, match="with a token that is unknown here"):
+        station.dial()
+    wait_for(lambda: len(station.notes) == 3)
+    assert all(word not in note for note in station.notes for word in (secret, unknown, station.secret)) and station.is_empty()
+
+
+def test_an_expired_token_lets_in_whom_it_has_let_in_before(station: TcpStation) -> None:
+    _, secret = station.tokens.create(-1)
+    line, answer = station.say_hello(secret=secret)
+    assert b"has expired, and was not here before" in answer and station.is_empty()
+    line.close()
+    write_record(station.directory, (0,), OWN)  # by this controller or an earlier one
+    line, answer = station.say_hello(secret=secret)
+    assert b'"taken"' in answer
+    line.close()
+
+
+def test_a_revoked_token_stops_its_workers(station: TcpStation) -> None:
+    line, answer = station.say_hello()
+    assert b'"taken"' in answer
+    other = station.worker_pool.workers[0]
+    station.tokens.revoke(station.token.id)
+    assert b'"stop":true' in (line.read_line(60) or b"")
+    assert other.stopping and f"{station.token.id} was revoked" in station.note()
+    line.close()
+
+
+def test_plain_text_on_the_port_is_no_worker(station: TcpStation) -> None:
+    with socket.create_connection(tcp_place(station.listener.address)) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + worker_line(HELLO))
+        plain.settimeout(60)
+        answer = b""
+        try:
+            while chunk := plain.recv(1000):
+                answer += chunk
+        except ConnectionResetError:
+            pass
+    assert len(answer) < 16, "an alert of TLS at most"
+    note = station.note()
+    assert "does not speak TLS 1.3" in note and "127.0.0.1:" in note and station.is_empty()
+
+
+def test_who_dawdles_is_shown_out_and_keeps_nobody_waiting(station: TcpStation, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tcp_place(station.listener.address)
+    with socket.create_connection(place) as slow:
+        line, answer = station.say_hello()  # while the slow one is waited for
+        assert b'"taken"' in answer
+        line.close()
+        monkeypatch.setattr(listeners, "ADMISSION_SECONDS", 0.2)
+        with socket.create_connection(place) as slower:
+            slower.sendall(b"\x16\x03\x01")
+            slower.settimeout(60)
+            assert not slower.recv(100)
+        slow.close()
+    wait_for(lambda: len(station.notes) == 2)
+    assert any("without a TLS handshake for 0.2 s" in note for note in station.notes)
+    station.notes.clear()
+    line = station.by_hand()
+    assert line.read_line(60) is None, "it shook hands and showed no token"
+    line.close()
+    assert "without a token" in station.note()
+
+
+def test_more_strangers_than_there_is_room_for_are_shut_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "_MOST_STRANGERS", 1)
+    station = TcpStation(tmp_path)
+    with socket.create_connection(tcp_place(station.listener.address)) as first:
+        with socket.create_connection(tcp_place(station.listener.address)) as second:
+            second.settimeout(60)
+            assert not second.recv(1)
+        first.shutdown(socket.SHUT_RDWR)
+        assert "does not speak TLS" in station.note()
+    for _ in range(3):  # room is given back, by those who were let in too
+        line, answer = station.say_hello()
+        assert b'"taken"' in answer
+        line.close()
+    station.close()
+
+
+def test_a_worker_with_another_fingerprint_says_nothing(station: TcpStation) -> None:
+    with pytest.raises(ConfigError, match="Nothing was sent"):
+        dial(Endpoint(station.listener.address, "sha256:" + "0" * 64, station.secret), 0)
+    assert "without a token; a worker that was given another fingerprint" in station.note() and station.is_empty()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"kind":"entry","token":["SECRET"],"pid":1,"start_ticks":1,"boot":""}\n',
+        b'{"kind":"entry","token":"SECRET","pid":"x"}\n',
+        b"SECRET" * 2000,
+        admission_line(AuthOk()),
+        worker_line(HELLO),
+    ],
+)
+def test_what_is_no_entry_ends_the_connection_and_is_not_repeated(station: TcpStation, content: bytes) -> None:
+    line = station.by_hand()
+    line.send(content)
+    assert line.read_line(60) is None
+    line.close()
+    note = station.note()
+    assert "without a token" in note and "SECRET" not in note and station.is_empty()
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"start_ticks": OWN.start_ticks - 1}, {"boot": "of another host"}])
+def test_a_process_that_is_not_here_is_refused(station: TcpStation, change: dict[str, Any]) -> None:
+    line = station.by_hand()
+    answer = station.enter(line, replace(station.entry, **change))
+    line.close()
+    assert isinstance(answer, Refusal) and "other hosts, of containers and of other users are not supported yet" in answer.reason
+    assert station.note() == f"refused: {answer.reason}" and station.is_empty()
+
+
+def test_another_users_process_is_not_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OWN.is_this_users and not replace(OWN, start_ticks=1).is_this_users and not ProcessIdentity(2**22 + 1, 1, OWN.boot).is_this_users
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not OWN.is_this_users
+
+
+def _elsewhere(path: Path) -> AuthResponse:
+    return AuthResponse(problem="No such file or directory")
+
+
+def _guess(path: Path) -> AuthResponse:
+    return replace(prove(path), number="0" * 64)
+
+
+def _no_answer(path: Path) -> AuthResponse:
+    return AuthResponse(read_number(path), "0" * 64)
+
+
+def _other_answer(path: Path) -> AuthResponse:
+    return replace(prove(path), answer="0" * 64)
+
+
+def _public_answer(path: Path) -> AuthResponse:
+    proof = prove(path)
+    answer_path(path).chmod(0o644)
+    return proof
+
+
+@pytest.mark.parametrize(
+    ("answer", "fact"),
+    [
+        (_elsewhere, "(No such file or directory)"),
+        (_guess, "(it read or wrote another file)"),
+        (_no_answer, "(its answer: No such file or directory)"),
+        (_other_answer, "(it read or wrote another file)"),
+        (_public_answer, "(its answer: its file is not this user's alone)"),
+    ],
+)
+def test_a_worker_that_does_not_see_the_store_is_refused(station: TcpStation, answer: Callable[[Path], AuthResponse], fact: str) -> None:
+    line = station.by_hand()
+    challenge = station.enter(line, station.entry)
+    assert isinstance(challenge, AuthRequest) and Path(challenge.path).parent == station.directory
+    line.send(admission_line(answer(Path(challenge.path))))
+    refusal = read_admission(line, 60)
+    line.close()
+    assert isinstance(refusal, Refusal) and fact in refusal.reason and "not supported yet" in refusal.reason
+    assert station.note() == f"refused: {refusal.reason}" and station.is_empty()
+
+
+def test_a_worker_that_ends_within_its_proof_leaves_nothing(station: TcpStation) -> None:
+    line = station.by_hand()
+    challenge = station.enter(line, station.entry)
+    prove(Path(challenge.path))
+    line.end()
+    assert "ended before it had shown that it sees" in station.note() and station.is_empty()
+    line.close()
+
+
+def test_trouble_of_the_controllers_own_refuses_nobody(station: TcpStation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends without a refusal, which would end the worker: it dials again."""
+
+    def full(path: Path, number: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(listeners, "write_number", full)
+        with pytest.raises(ConnectionError):
+            station.dial()
+    assert "cannot be written (No space left on device)" in station.note()
+    station.notes.clear()
+    kept = (station.directory / TOKENS).read_text()
+    (station.directory / TOKENS).write_text("{")
+    with pytest.raises(ConnectionError):
+        station.dial()
+    assert "is damaged" in station.note()
+    (station.directory / TOKENS).write_text(kept)
+    line, answer = station.say_hello()
+    assert b'"taken"' in answer
+    line.close()
+
+
+def test_an_answer_out_of_turn_is_no_admission(station: TcpStation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "Challenge", lambda _: AuthOk())
+    with pytest.raises(ConnectionError, match="out of turn"):
+        station.dial()
+
+
+def test_a_port_that_cannot_be_had_is_one_error(station: TcpStation, tmp_path: Path) -> None:
+    host, port = tcp_place(station.listener.address)
+    with pytest.raises(ConfigError, match=f"tcp://127.0.0.1:{port}: cannot listen there for workers: Address already in use"):
+        TlsListener(tmp_path, (host, port))
+    with pytest.raises(ConfigError, match="cannot listen there for workers"):
+        TlsListener(tmp_path, ("192.0.2.1", port))  # of no machine
+
+
+def test_the_next_controller_has_the_same_port_and_certificate_and_clears_up(tmp_path: Path) -> None:
+    left_behind = tmp_path / f".proof-{'a' * 32}"
+    with TlsListener(tmp_path, ("127.0.0.1", 0)) as first:
+        place, fingerprint = tcp_place(first.address), first.fingerprint
+        left_behind.touch()
+    assert first.is_closed
+    with TlsListener(tmp_path, place) as second:
+        assert second.fingerprint == fingerprint and not left_behind.exists()
+    (tmp_path / CERTIFICATE).unlink()
+    with TlsListener(tmp_path, place) as third:
+        assert third.fingerprint != fingerprint
+
+
+def test_a_door_that_fails_for_a_while_is_not_given_up(station: TcpStation) -> None:
+    class Flaky:
+        address, calls, is_closed = "flaky", 0, False
+
+        def accept(self) -> tuple[socket.socket, Admit]:
+            self.calls += 1
+            if self.calls == 2:
+                return ours, lambda _: Peer(os.getpid(), OWN)
+            self.is_closed = self.calls > 2
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    ours, theirs = socket.socketpair()
+    station.worker_pool.listen_on(Flaky())  # type: ignore[arg-type]
+    theirs.sendall(worker_line(HELLO))
+    assert station.answer(theirs)["kind"] == "taken"
+    theirs.close()

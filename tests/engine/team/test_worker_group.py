@@ -1,0 +1,260 @@
+"""What the process of a wide worker tells its ranks, and what it makes of their answers: with ranks that do nothing by themselves."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.full_stream import FullStream
+from tlora.batching.replicas import ReplicaPlacement
+from tlora.engine.heartbeat import Heartbeat
+from tlora.engine.messages import (
+    Enter,
+    Faulty,
+    Hello,
+    Leave,
+    Mail,
+    Meet,
+    Opened,
+    Published,
+    Sent,
+    SetPlan,
+    Spread,
+    Stop,
+    Unfollow,
+)
+from tlora.engine.ranks.rank_group import Lost
+from tlora.engine.team import worker_group as leader_room
+from tlora.engine.team.worker_group import WorkerGroup
+from tlora.errors import RankError
+from tlora.job import JobSpec
+from tlora.link.flight import FlightRecorder, flight_name, read_flight
+from tlora.protocol import BaseSpeed
+from tlora.worker_protocol import Alive, Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Memory, Refused, Report, Stepped
+
+
+class Ranks:
+    """Stands in for `Crew`: `sent` is what was told to which rank."""
+
+    store = "the store"
+
+    def __init__(self, count: int, member: str) -> None:
+        self.living = list(range(count))
+        self.hellos: dict[int, Any] = {}
+        self.going: set[int] = set()
+        self.sent: list[tuple[int, Any]] = []
+        self.is_killed = self.is_stopped = False
+
+    def send(self, rank: int, command: object) -> None:
+        self.sent.append((rank, command))
+
+    def wake(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def take(self) -> list[tuple[int, Any]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[WorkerGroup, Ranks, list[Report]]]]:
+    def make(count: int = 2, deterministic: bool = True) -> tuple[WorkerGroup, Ranks, list[Report]]:
+        monkeypatch.setattr(leader_room, "Crew", Ranks)
+        told: list[Report] = []
+        load = Load("base", str(tmp_path), "cpu", 0.0, deterministic)
+        worker_group = WorkerGroup(load, tuple(range(4, 4 + count)), queue.SimpleQueue(), told.append, Heartbeat(), (order("first").job,))
+        return worker_group, worker_group._rank_group, told  # type: ignore[return-value]
+
+    yield make
+
+
+def order(name: str, gpus: int = 2) -> Join:
+    return Join(JobSpec.model_validate({"name": name, "data": "d.jsonl", "gpus": gpus, "batch_size": 4}), "train", None, 3)
+
+
+def spread(worker_group: WorkerGroup, ranks: Ranks, join: Join) -> None:
+    """The job is on both ranks, and has met."""
+    name = join.job.name
+    worker_group._obey(join)
+    worker_group._hear(0, Opened(name, 100, "train"))
+    worker_group._hear(1, Opened(name, 100, "train"))
+    assert [type(command) for _, command in ranks.take()] == [Spread, Spread, Meet, Meet]
+
+
+def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None:
+    worker_group, ranks, told = made()
+    worker_group._load = replace(worker_group._load, calibrate=True)
+    for rank in (1, 0):
+        worker_group._hear(rank, Hello(rank, 1, "here", {}))
+    entered = [(rank, command.device, command.store, command.load.calibrate, command.expected) for rank, command in ranks.take()]
+    expected = (order("first").job,)
+    assert entered == [(1, "cpu", "the store", False, expected), (0, "cpu", "the store", True, expected)]
+    assert ranks.going == {0, 1}
+    worker_group._hear(0, Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0)))
+    worker_group._hear(0, Memory((30,)))
+    worker_group._hear(0, Loaded())
+    assert told == [Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0))]
+    worker_group._hear(1, Memory((20,)))
+    worker_group._hear(1, Loaded())
+    assert told[1:] == [Memory((30, 20)), Loaded()]
+
+
+def test_ranks_on_gpus_have_one_each(made: Callable[..., Any], tmp_path: Path) -> None:
+    worker_group, ranks, _ = made()
+    worker_group._load = Load("base", str(tmp_path), "cuda", 0.0)
+    worker_group._hear(1, Hello(1, 1, "here", {}))
+    ((_, command),) = ranks.take()
+    assert isinstance(command, Enter) and command.device == "cuda:1"
+
+
+def test_a_job_that_spans_is_opened_at_home_then_elsewhere_and_begins_together(made: Callable[..., Any]) -> None:
+    worker_group, ranks, told = made()
+    join = order("a")
+    worker_group._obey(join)
+    assert ranks.take() == [(0, Spread(join, ReplicaPlacement(2, (0, 1))))]
+    worker_group._hear(0, Opened("a", 100, "its set", "its other set"))
+    ((rank, follow),) = ranks.take()
+    assert rank == 1 and isinstance(follow, Spread) and (follow.join.train_set, follow.join.eval_set) == ("its set", "its other set")
+    worker_group._hear(0, Published("a", 0))  # of an earlier attempt: it has not met
+    assert not ranks.take()
+    worker_group._hear(1, Opened("a", 100, "its set"))
+    assert ranks.take() == [(rank, Meet("a", ReplicaPlacement(2, (0, 1)), 100, 1)) for rank in (0, 1)]
+    worker_group._hear(0, Published("a", 0))
+    worker_group._hear(1, Sent("a", 0, ((1.0, 2.0),), 30))
+    assert ranks.take() == [(1, Mail(0, Published("a", 0))), (0, Mail(1, Sent("a", 0, ((1.0, 2.0),), 30)))]
+    worker_group._hear(0, Joined("a", 0))
+    worker_group._hear(0, Stepped("a", 1, 0.5))
+    assert told == [Joined("a", 0), Stepped("a", 1, 0.5)]
+
+
+def test_jobs_of_one_replica_are_spread_over_the_ranks(made: Callable[..., Any]) -> None:
+    worker_group, ranks, _ = made()
+    joins = [order(name, 1) for name in "abc"]
+    for join in joins:
+        worker_group._obey(join)
+    assert ranks.take() == [(0, joins[0]), (1, joins[1]), (0, joins[2])]
+
+
+@pytest.mark.parametrize("end", [Finished("a", {}), Failed("a", "why"), Left("a", 3, None), Refused("a", "no memory")])
+def test_an_end_at_home_is_one_everywhere(made: Callable[..., Any], end: Report) -> None:
+    worker_group, ranks, told = made()
+    spread(worker_group, ranks, order("a"))
+    worker_group._hear(0, end)
+    assert ranks.take() == [(1, Unfollow("a"))] and told == [end]
+    worker_group._hear(1, Sent("a", 0, (), 0))  # too late
+    worker_group._obey(Leave("a"))
+    assert not ranks.take()
+    spread(worker_group, ranks, order("a"))  # its next attempt
+
+
+def test_a_job_leaves_through_its_home(made: Callable[..., Any]) -> None:
+    worker_group, ranks, told = made()
+    spread(worker_group, ranks, order("a"))
+    worker_group._obey(Leave("a")), worker_group._obey(Leave("a"))
+    assert ranks.take() == [(0, Leave("a"))]
+    worker_group._hear(0, Left("a", 2, "there"))
+    assert told == [Left("a", 2, "there")]
+
+
+def test_a_part_that_cannot_be_computed_makes_the_job_go_on_in_one_place(
+    made: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker_group, ranks, told = made()
+    join = order("a")
+    spread(worker_group, ranks, join)
+    worker_group._hear(1, Faulty("a", "no memory"))
+    worker_group._hear(1, Faulty("a", "no memory"))
+    assert ranks.take() == [(0, Leave("a"))] and "rank 1 cannot compute its part (no memory)" in capsys.readouterr().err
+    worker_group._hear(0, Left("a", 2, "there"))
+    assert ranks.take() == [(1, Unfollow("a")), (0, join)] and not told, "nobody else is to notice"
+    worker_group._hear(0, Finished("a", {}))
+    assert told == [Finished("a", {})]
+
+
+def test_a_part_is_given_up_where_the_log_takes_nothing(made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_group, ranks, _ = made()
+    spread(worker_group, ranks, order("a"))
+    monkeypatch.setattr(sys, "stdout", FullStream())
+    monkeypatch.setattr(sys, "stderr", FullStream())
+    worker_group._hear(1, Faulty("a", "no memory"))
+    assert ranks.take() == [(0, Leave("a"))]
+
+
+def test_a_part_that_cannot_be_opened_is_no_part(made: Callable[..., Any]) -> None:
+    worker_group, ranks, _ = made()
+    join = order("a")
+    worker_group._obey(join)
+    worker_group._hear(0, Opened("a", 100, "train"))
+    ranks.take()
+    worker_group._hear(1, Faulty("a", "no such set"))
+    assert ranks.take() == [(0, Leave("a"))]
+    worker_group._hear(0, Left("a", 0, None))
+    assert ranks.take() == [(1, Unfollow("a")), (0, join)]
+
+
+@pytest.mark.parametrize("wanted_first", [True, False])
+def test_a_job_that_goes_on_in_one_place_may_leave_meanwhile(made: Callable[..., Any], wanted_first: bool) -> None:
+    worker_group, ranks, told = made()
+    spread(worker_group, ranks, order("a"))
+    steps: list[Callable[[], None]] = [lambda: worker_group._obey(Leave("a")), lambda: worker_group._hear(1, Faulty("a", "why"))]
+    for step in steps if wanted_first else steps[::-1]:
+        step()
+    assert ranks.take() == [(0, Leave("a"))]
+    worker_group._hear(0, Left("a", 2, None))
+    assert ranks.take() == [(1, Unfollow("a"))] and told == [Left("a", 2, None)]
+
+
+def test_a_share_is_divided(made: Callable[..., Any]) -> None:
+    worker_group, ranks, _ = made()
+    worker_group._obey(SetPlan(1025, {"a": 1.0}))
+    assert ranks.take() == [(rank, SetPlan(512, {"a": 1.0})) for rank in (0, 1)]
+
+
+def test_nothing_begins_after_a_stop(made: Callable[..., Any]) -> None:
+    worker_group, ranks, _ = made()
+    worker_group._obey(order("a"))
+    worker_group._hear(0, Opened("a", 100, "train"))
+    worker_group._obey(Stop())
+    ranks.take()
+    worker_group._hear(1, Opened("a", 100, "train"))
+    assert ranks.is_stopped and not ranks.take()
+
+
+def test_the_pulse_is_that_of_the_rank_that_has_not_moved(made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_group, _, _ = made()
+    clock = iter(range(100))
+    monkeypatch.setattr(leader_room.time, "monotonic", lambda: float(next(clock)))
+    worker_group._hear(0, Alive(0, "training", 5, ("a",)))
+    worker_group._hear(1, Alive(0, "training", 7, ("b",)))
+    stuck = worker_group._heartbeat.count
+    assert worker_group._heartbeat.phase == "training" and set(worker_group._heartbeat.in_flight) == {"a", "b"}
+    worker_group._hear(1, Alive(0, "training", 8))
+    assert worker_group._heartbeat.count == stuck, "rank 0 has not moved"
+    worker_group._hear(0, Alive(0, "waiting", 6))
+    assert worker_group._heartbeat.count != stuck and worker_group._heartbeat.phase == "training"
+    worker_group._hear(1, Alive(0, "waiting", 9))
+    assert worker_group._heartbeat.phase == "waiting"
+
+
+def test_with_a_rank_all_is_lost_and_it_alone_is_suspected(
+    made: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker_group, ranks, _ = made()
+    monkeypatch.setattr(leader_room.os, "getpid", lambda: 77)
+    for rank, jobs in enumerate((("a",), ("b",))):
+        FlightRecorder(tmp_path, flight_name(77, rank)).begin(jobs)
+    with pytest.raises(RankError, match=r"rank 1 \(GPU 5\) is lost: was stopped"):
+        worker_group._hear(1, Lost("was stopped for 5 s"))
+    assert ranks.is_killed and read_flight(tmp_path, 77) == {"b"}
