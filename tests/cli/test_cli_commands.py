@@ -27,6 +27,7 @@ from tlora.engine.check import SourceCheck
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, ModelError
 from tlora.job import RunSpec
+from tlora.link.supervisor import SupervisedProcess
 from tlora.store.job_result import JobResult
 
 JOBS = "base_model: some/base\njobs:\n  - {name: polite, data: p.jsonl}\n  - {name: sql, data: s.jsonl}\n"
@@ -46,11 +47,11 @@ class FakeEngine:
         self.results.signal_number = signal_number
         self.run: RunSpec | None = None
         self.options: dict[str, Any] = {}
-        self.data_worker: subprocess.Popen[bytes] | None = None
+        self.data_worker: SupervisedProcess | None = None
 
     def train(self, run: RunSpec, *, watcher: Watcher, data_worker: DataWorker, crew: object, **options: Any) -> Results:
         self.run, self.options, self.data_worker = run, options, data_worker.process
-        assert self.data_worker.poll() is None, "the process that prepares data is not running"
+        assert not self.data_worker.has_ended, "the process that prepares data is not running"
         if self.error:
             raise self.error
         watcher.note("a notable line")
@@ -188,7 +189,7 @@ def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callab
     assert code == 0
     assert engine.run and engine.run.output_dir == "other" and [job.r for job in engine.run.jobs] == [16, 3]
     assert engine.options == {"resume": True, "overwrite": False, "device": "cpu", "gpus": None}
-    assert engine.data_worker is not None and engine.data_worker.poll() is not None, "the process that prepares data outlives the command"
+    assert engine.data_worker is not None and engine.data_worker.has_ended, "the process that prepares data outlives the command"
     assert "a notable line" in out and "[1.0 s] polite: training, step 1/5, train loss 2.0000" in out
     assert "out/sql" in out and "report: out/report.html" in out and "\x1b" not in out
 

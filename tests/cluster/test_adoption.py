@@ -52,7 +52,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Local
     def make(*hellos: tuple[JobGroup | None, tuple[HeldJob, ...]], said: tuple[Report | None, ...] = ()) -> LocalBackend:
         monkeypatch.setattr(FoundCrew, "hellos", hellos)
         monkeypatch.setattr(FoundCrew, "said", said)
-        monkeypatch.setattr(local, "Crew", FoundCrew)
+        monkeypatch.setattr(local, "WorkerPool", FoundCrew)
         monkeypatch.setattr(local, "read_records", lambda _: dict.fromkeys(range(len(hellos))))
         return LocalBackend(machine(tmp_path))
 

@@ -19,7 +19,7 @@ from tlora.worker_protocol import Joined, Report, Stepped
 
 @pytest.fixture
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalBackend:
-    monkeypatch.setattr(local, "Crew", FakeCrew)
+    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
     made = LocalBackend(machine(tmp_path))
     submit_all(made, {name: job(name) for name in "ab"}, [(0.0, submitted(name)) for name in "ab"])
     made.poll(), made.poll()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cluster.test_crew import HELLO, Station
 
+from tests.cluster.test_worker_pool import HELLO, Station
 from tlora.cluster import listeners
 from tlora.cluster.credentials import CERTIFICATE, TOKENS, WorkerTokens
 from tlora.cluster.listeners import Admit, Peer, TlsListener
@@ -102,7 +102,7 @@ def station(tmp_path: Path) -> Iterator[TcpStation]:
 def test_a_worker_with_a_token_comes_in(station: TcpStation) -> None:
     line, answer = station.say_hello()
     assert (
-        b'"taken"' in answer
+        b'"ack"' in answer
         and station.worker_pool.workers[0].process.pid == os.getpid()
         and station.worker_pool.workers[0].jobs["a"].attempt == 7
     )
@@ -110,7 +110,7 @@ def test_a_worker_with_a_token_comes_in(station: TcpStation) -> None:
     assert (station.directory / "tcp-address").read_text() == station.listener.address + "\n"
     line.close()
     line, answer = station.say_hello()
-    assert b'"taken"' in answer, "it may dial again"
+    assert b'"ack"' in answer, "it may dial again"
     line.close()
     line, answer = station.say_hello(replace(HELLO, incarnation="another's"))
     assert b"there is a worker already" in answer
@@ -141,13 +141,13 @@ def test_an_expired_token_lets_in_whom_it_has_let_in_before(station: TcpStation)
     line.close()
     write_record(station.directory, (0,), OWN)  # by this controller or an earlier one
     line, answer = station.say_hello(secret=secret)
-    assert b'"taken"' in answer
+    assert b'"ack"' in answer
     line.close()
 
 
 def test_a_revoked_token_stops_its_workers(station: TcpStation) -> None:
     line, answer = station.say_hello()
-    assert b'"taken"' in answer
+    assert b'"ack"' in answer
     other = station.worker_pool.workers[0]
     station.tokens.revoke(station.token.id)
     assert b'"stop":true' in (line.read_line(60) or b"")
@@ -174,7 +174,7 @@ def test_who_dawdles_is_shown_out_and_keeps_nobody_waiting(station: TcpStation, 
     place = tcp_place(station.listener.address)
     with socket.create_connection(place) as slow:
         line, answer = station.say_hello()  # while the slow one is waited for
-        assert b'"taken"' in answer
+        assert b'"ack"' in answer
         line.close()
         monkeypatch.setattr(listeners, "ADMISSION_SECONDS", 0.2)
         with socket.create_connection(place) as slower:
@@ -202,7 +202,7 @@ def test_more_strangers_than_there_is_room_for_are_shut_out(tmp_path: Path, monk
         assert "does not speak TLS" in station.note()
     for _ in range(3):  # room is given back, by those who were let in too
         line, answer = station.say_hello()
-        assert b'"taken"' in answer
+        assert b'"ack"' in answer
         line.close()
     station.close()
 
@@ -319,12 +319,12 @@ def test_trouble_of_the_controllers_own_refuses_nobody(station: TcpStation, monk
     assert "is damaged" in station.note()
     (station.directory / TOKENS).write_text(kept)
     line, answer = station.say_hello()
-    assert b'"taken"' in answer
+    assert b'"ack"' in answer
     line.close()
 
 
 def test_an_answer_out_of_turn_is_no_admission(station: TcpStation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "Challenge", lambda _: AuthOk())
+    monkeypatch.setattr(listeners, "AuthRequest", lambda _: AuthOk())
     with pytest.raises(ConnectionError, match="out of turn"):
         station.dial()
 
@@ -367,5 +367,5 @@ def test_a_door_that_fails_for_a_while_is_not_given_up(station: TcpStation) -> N
     ours, theirs = socket.socketpair()
     station.worker_pool.listen_on(Flaky())  # type: ignore[arg-type]
     theirs.sendall(worker_line(HELLO))
-    assert station.answer(theirs)["kind"] == "taken"
+    assert station.answer(theirs)["kind"] == "ack"
     theirs.close()

@@ -66,7 +66,7 @@ def machine(directory: Path, **changes: Any) -> LocalMachine:
 
 @pytest.fixture(autouse=True)
 def fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "Crew", FakeCrew)
+    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
 
 
 def test_workers_are_told_the_options_of_the_machine(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ def controller(world: World, directory: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def lossy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(local, "Crew", LossyCrew)
+    monkeypatch.setattr(local, "WorkerPool", LossyCrew)
     yield
     with suppress(AttributeError):
         del LossyCrew.world

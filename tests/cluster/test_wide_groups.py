@@ -39,7 +39,7 @@ def wide(name: str, gpus: tuple[int, ...], *jobs: str) -> JobGroup:
 @pytest.fixture
 def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBackend]:
     """Of three GPUs, with a, b and c just submitted; the first asks for two GPUs."""
-    monkeypatch.setattr(local, "Crew", FakeCrew)
+    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
     with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as made:
         arrivals = [(0.0, submitted("a", gpus=2)), (0.0, submitted("b")), (0.0, submitted("c"))]
         submit_all(made, {name: job(name) for name in "abc"}, arrivals)
@@ -136,7 +136,7 @@ def test_a_job_that_kills_wide_workers_fails(backend: LocalBackend) -> None:
 
 
 def test_a_job_wider_than_the_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "Crew", FakeCrew)
+    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
     with (
         LocalBackend(machine(tmp_path)) as backend,
         pytest.raises(ConfigError, match="'a' asks for 3 GPUs, and there are 2 here. Ask for at most 2"),
@@ -152,7 +152,7 @@ def test_two_groups_cannot_have_one_gpu(backend: LocalBackend) -> None:
 
 def test_a_group_that_was_moving_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One job had arrived on the new GPUs and the other not yet, when the controller was killed."""
-    monkeypatch.setattr(local, "Crew", FakeCrew)
+    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
     with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as backend:
         for gpus, held in (((0,), {"a": Held(5), "b": Held(6)}), ((1, 2), {"b": Held(7)})):
             worker = backend._worker_pool.start(gpus, "models/base")

@@ -83,7 +83,7 @@ def station(tmp_path: Path) -> Iterator[Station]:
     ("line", "facts"),
     [
         (worker_line(replace(HELLO, versions={"tlora": "0.0.1"})), ("tlora 0.0.1", __version__, "same version")),
-        (worker_line(replace(HELLO, protocol=3)), ("protocol 3", "controller's version")),
+        (worker_line(replace(HELLO, protocol=2)), ("protocol 2", "controller's version")),
         (b'{"kind":"hello"}\n', ("protocol None",)),
         (worker_line(replace(HELLO, gpus=(7,))), ("GPUs [7]", "[0, 1]")),
         (worker_line(replace(HELLO, gpus=(1, 0))), ("GPUs [1, 0]", "ascending")),
@@ -102,7 +102,7 @@ def test_a_hello_that_is_none_of_ours_is_refused_with_one_message(station: Stati
         assert answer["kind"] == "refusal" and all(fact in answer["reason"] for fact in facts), answer
         assert not station.worker_pool.workers
     else:  # the first of two is in order, the second ends the connection
-        assert answer["kind"] == "taken" or "second Hello" in answer["reason"]
+        assert answer["kind"] == "ack" or "second Hello" in answer["reason"]
     deadline = time.monotonic() + 60
     while not station.notes:
         assert time.monotonic() < deadline
@@ -182,11 +182,11 @@ def test_a_gpu_has_one_worker(station: Station) -> None:
     """Who claims to be it, and is another process or another incarnation, is refused; a worker that was given up is too."""
     with connect(station.worker_pool.address) as connection:
         connection.sendall(worker_line(HELLO))
-        assert station.answer(connection)["kind"] == "taken"
+        assert station.answer(connection)["kind"] == "ack"
         worker = station.worker_pool.workers[0]
         assert worker.jobs["a"].attempt == 7 and worker.process.pid == os.getpid()
         assert "there is a worker already" in station.say(worker_line(replace(HELLO, incarnation="another's")))["reason"]
-        assert station.say(worker_line(HELLO))["kind"] == "taken", "it may dial again"
+        assert station.say(worker_line(HELLO))["kind"] == "ack", "it may dial again"
         worker.given_up = "was stopped"
         assert "there is a worker already" in station.say(worker_line(HELLO))["reason"]
 
@@ -297,7 +297,7 @@ def test_what_a_worker_reports_while_another_is_waited_for_is_kept(tmp_path: Pat
 def test_a_worker_may_not_have_some_of_the_gpus_of_another(station: Station) -> None:
     with connect(station.worker_pool.address) as wide, connect(station.worker_pool.address) as narrow:
         wide.sendall(worker_line(replace(HELLO, gpus=(0, 1))))
-        assert station.answer(wide)["kind"] == "taken"
+        assert station.answer(wide)["kind"] == "ack"
         narrow.sendall(worker_line(replace(HELLO, incarnation="another", gpus=(1,))))
         reason = station.answer(narrow)["reason"]
     assert "comes for GPU 1, and there is a worker already that has GPUs 0, 1" in reason and station.worker_pool.workers[0].gpus == (0, 1)
@@ -333,7 +333,7 @@ def test_a_controller_without_files_for_a_while_is_dialled_again(station: Statio
             for handle in spare:
                 os.close(handle)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert station.answer(dialling)["kind"] == "taken"
+        assert station.answer(dialling)["kind"] == "ack"
 
 
 def test_a_worker_that_cannot_be_started_now_is_started_later(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,4 +33,4 @@ def test_a_worker_that_ends_first_says_again_what_was_not_taken() -> None:
         drained.join()
         said = json.loads(heard.readline())
         dialer._ended = True
-    assert said["kind"] == "said" and said["seq"] == told.seq and said["report"]["job_id"] == "a"
+    assert said["kind"] == "envelope" and said["seq"] == told.seq and said["report"]["job_id"] == "a"

@@ -30,7 +30,7 @@ from tlora.engine.messages import (
     Unfollow,
 )
 from tlora.engine.ranks.rank_group import Lost
-from tlora.engine.team import worker_group as leader_room
+from tlora.engine.team import worker_group as worker_group_module
 from tlora.engine.team.worker_group import WorkerGroup
 from tlora.errors import RankError
 from tlora.job import JobSpec
@@ -71,7 +71,7 @@ class Ranks:
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[WorkerGroup, Ranks, list[Report]]]]:
     def make(count: int = 2, deterministic: bool = True) -> tuple[WorkerGroup, Ranks, list[Report]]:
-        monkeypatch.setattr(leader_room, "Crew", Ranks)
+        monkeypatch.setattr(worker_group_module, "RankGroup", Ranks)
         told: list[Report] = []
         load = Load("base", str(tmp_path), "cpu", 0.0, deterministic)
         worker_group = WorkerGroup(load, tuple(range(4, 4 + count)), queue.SimpleQueue(), told.append, Heartbeat(), (order("first").job,))
@@ -235,7 +235,7 @@ def test_nothing_begins_after_a_stop(made: Callable[..., Any]) -> None:
 def test_the_pulse_is_that_of_the_rank_that_has_not_moved(made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     worker_group, _, _ = made()
     clock = iter(range(100))
-    monkeypatch.setattr(leader_room.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(worker_group_module.time, "monotonic", lambda: float(next(clock)))
     worker_group._hear(0, Alive(0, "training", 5, ("a",)))
     worker_group._hear(1, Alive(0, "training", 7, ("b",)))
     stuck = worker_group._heartbeat.count
@@ -252,7 +252,7 @@ def test_with_a_rank_all_is_lost_and_it_alone_is_suspected(
     made: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker_group, ranks, _ = made()
-    monkeypatch.setattr(leader_room.os, "getpid", lambda: 77)
+    monkeypatch.setattr(worker_group_module.os, "getpid", lambda: 77)
     for rank, jobs in enumerate((("a",), ("b",))):
         FlightRecorder(tmp_path, flight_name(77, rank)).begin(jobs)
     with pytest.raises(RankError, match=r"rank 1 \(GPU 5\) is lost: was stopped"):
