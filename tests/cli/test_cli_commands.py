@@ -49,7 +49,7 @@ class FakeEngine:
         self.options: dict[str, Any] = {}
         self.data_worker: SupervisedProcess | None = None
 
-    def train(self, run: RunSpec, *, watcher: Watcher, data_worker: DataWorker, crew: object, **options: Any) -> Results:
+    def train(self, run: RunSpec, *, watcher: Watcher, data_worker: DataWorker, rank_group: object, **options: Any) -> Results:
         self.run, self.options, self.data_worker = run, options, data_worker.process
         assert not self.data_worker.has_ended, "the process that prepares data is not running"
         if self.error:

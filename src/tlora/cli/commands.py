@@ -129,13 +129,13 @@ def train(
         if launch is not None and launch.rank > 0:
             raise typer.Exit(_obey_rank_0(run, launch))
         # the data worker and the ranks import their libraries while this process imports its own
-        with watching(None if quiet else console) as watcher, start_worker() as data_worker, start_ranks(gpus, launch) as crew:
+        with watching(None if quiet else console) as watcher, start_worker() as data_worker, start_ranks(gpus, launch) as rank_group:
             with keep_interrupts():
                 _load_libraries()
                 from tlora.engine.train import train as train_run
 
             options = {"resume": resume, "overwrite": overwrite, "device": device, "gpus": gpus}
-            results = train_run(run, **options, watcher=watcher, data_worker=data_worker, crew=crew)
+            results = train_run(run, **options, watcher=watcher, data_worker=data_worker, rank_group=rank_group)
         from tlora.cli.result_view import exit_code, print_end
 
         print_end(console, results, ["train", *_again(jobs_file, output_dir, device, gpus, settings), "--resume"])

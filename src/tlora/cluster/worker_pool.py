@@ -91,7 +91,7 @@ class WorkerPool:
 
     def _open(self, listener: Listener) -> None:
         self._listeners.append(listener)
-        threading.Thread(target=self._accept, args=(listener,), name="crew", daemon=True).start()
+        threading.Thread(target=self._accept, args=(listener,), name="worker-pool", daemon=True).start()
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 

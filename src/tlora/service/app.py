@@ -145,7 +145,7 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
     welcome = page.login_page(services.config.root_path)
-    parts = {"ring": services.ring, "visits": services.browser_sessions, "see": services.see}
+    parts = {"ring": services.ring, "browser_sessions": services.browser_sessions, "see": services.see}
     app.add_middleware(Guard, config=services.config, welcome=welcome, **parts)
     app.openapi = lambda: _document(app, services.config.root_path)
     return app

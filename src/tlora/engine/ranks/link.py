@@ -169,7 +169,7 @@ def connect(address: str, hear: Callable[[ToRank | None], None]) -> Callable[[He
     def begin(hello: Hello) -> RankLine:
         made = RankLine(line)
         made.send(hello)
-        threading.Thread(target=read, name="owner", daemon=True).start()
+        threading.Thread(target=read, name="coordinator", daemon=True).start()
         return made
 
     return begin

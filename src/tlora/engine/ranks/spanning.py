@@ -36,7 +36,7 @@ class EventSender:
     def __init__(self, tell: Callable[[Note], None]) -> None:
         """`tell` is called here by one thread at a time, the caller's or another."""
         self._tell = tell
-        self._thread = ThreadPoolExecutor(1, "teller")
+        self._thread = ThreadPoolExecutor(1, "event-sender")
         self._untold: deque[Future[None]] = deque()
 
     def tell_when(self, done: ToHost, make: Callable[[list[float]], Note]) -> None:

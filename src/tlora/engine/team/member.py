@@ -53,7 +53,7 @@ def serve(address: str, number: int, count: int) -> int:
     try:
         entered = inbox.get()
         assert isinstance(entered, Enter), entered
-        threading.Thread(target=_beat, args=(line, heartbeat), name="pulse", daemon=True).start()
+        threading.Thread(target=_beat, args=(line, heartbeat), name="heartbeat", daemon=True).start()
         rank_context = RankContext(number, count, entered.store, flight_name(entered.worker_pid, number))
         load = replace(entered.load, device=entered.device)
         trainer = open_trainer(load, inbox, line.send, backoff, rank_context, entered.expected)
