@@ -118,7 +118,7 @@ class FakeWorker:
 
 
 class FakeCrew:
-    """Stands in for `Crew`."""
+    """Stands in for `WorkerPool`."""
 
     address = "unix:/nowhere"
 

@@ -211,7 +211,7 @@ class World:
 
 
 class LossyCrew:
-    """Stands in for `Crew`. A worker is told and heard through the world."""
+    """Stands in for `WorkerPool`. A worker is told and heard through the world."""
 
     world: World
     address = "unix:/nowhere"

@@ -113,7 +113,7 @@ def test_answers_of_earlier_rounds_are_the_prompts() -> None:
         ({"messages": [USER, GOOD], "rejected_messages": [BAD]}, "column 'rejected_messages' is .*the same prompt"),
         ({"messages": [USER, GOOD], "rejected_messages": [USER, USER]}, "column 'rejected_messages' is .*an answer of the assistant"),
         ({"messages": [USER, GOOD | {"loss": False}], "rejected_response": "bad"}, "the row's own answer is .*an answer of the assistant"),
-        ({"input_ids": [1, 2], "rejected_response": "bad"}, "column 'rejected_response' is 'bad' .*a chat beside it"),
+        ({"input_ids": [1, 2], "rejected_response": "bad"}, "column 'rejected_response' is 'bad' .*a chat next to it"),
         ({"prompt": "q", "system": "s", "chosen": "a", "rejected": "b"}, "the system prompt is 's' .*write it into 'prompt'"),
     ],
 )

@@ -161,14 +161,15 @@ def test_containers_and_progress(name: str, tmp_path: Path, tokenizer_path: Path
 
 
 def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    next_event, begun = prepare_module._next_event, [""]
-
-    def hurry_once_it_hangs(lines: Any) -> dict[str, object] | None:
+    class HurryOnceItHangs:
         """A worker may take long to start on a busy machine, so the wait is short only after the hanging job has begun."""
-        monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if begun[-1] == "hangs" else 180.0)
-        event = next_event(lines)
-        begun.append(str(event["key"]) if event else "")
-        return event
+
+        encode = staticmethod(PREPARE_MESSAGES.encode)
+
+        def decode(self, line: bytes) -> Any:
+            event = PREPARE_MESSAGES.decode(line)
+            monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event == PrepareStarted("hangs") else 180.0)
+            return event
 
     run_worker = prepare_module._run_worker
 
@@ -176,7 +177,7 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
         monkeypatch.setattr(prepare_module, "STALL_SECONDS", 180.0)
         return run_worker(*arguments)
 
-    monkeypatch.setattr(prepare_module, "_next_event", hurry_once_it_hangs)
+    monkeypatch.setattr(prepare_module, "PREPARE_MESSAGES", HurryOnceItHangs())
     monkeypatch.setattr(prepare_module, "_run_worker", start_without_hurry)
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "hangs.jinja").write_text(HANGS)

@@ -101,7 +101,7 @@ STEPS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "end": (checkpoint, "save", lambda path, *_: path.parent.name == "victim"),
     "export": (checkpoint, "export", lambda _, path: path.name == "victim"),
     "leaving": (AdapterState, "on_host", lambda state: state.layout.largest_rank == 5 and state.step > 0),
-    "download": (recorder_room.Moment, "on_host", lambda moment: moment.state.layout.largest_rank == 5),
+    "download": (recorder_room.Snapshot, "on_host", lambda moment: moment.state.layout.largest_rank == 5),
 }
 
 
@@ -139,7 +139,7 @@ def others(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return {name: sha256(out / name) for name in ("left", "right")}
 
 
-@pytest.mark.parametrize("step", ["_moment", "_write_checkpoint"])
+@pytest.mark.parametrize("step", ["_snapshot", "_write_checkpoint"])
 def test_writing_a_failure_may_fail_too(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, str], step: str
 ) -> None:

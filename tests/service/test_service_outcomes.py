@@ -31,7 +31,7 @@ from tlora.protocol import (
     StepsDone,
     StopGroup,
 )
-from tlora.service.controller import Hall
+from tlora.service.backend_factory import BackendFactory
 from tlora.service.job_status_writer import JobStatusWriter
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Devices
@@ -186,7 +186,7 @@ def test_a_server_that_is_ended_while_it_looks_for_workers_ends(tmp_path: Path) 
         found.wait()
         return FakeCluster(tmp_path)
 
-    backend_factory = Hall(Devices("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    backend_factory = BackendFactory(Devices("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
     opened = open_server(config_of(tmp_path / "server"), backend_factory)
     opened.controller.start({})
     looking.wait()
@@ -216,7 +216,7 @@ def test_what_ran_before_is_shown_so_until_its_worker_is_known_to_be_gone(tmp_pa
         found.wait()
         return FakeCluster(tmp_path, eager=False)
 
-    backend_factory = Hall(Devices("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    backend_factory = BackendFactory(Devices("cpu", (0, 1)), make, lambda _, __, on_answer: FakeIntake(on_answer))
     opened = open_server(config_of(place), backend_factory)
     with TestClient(opened.app) as client:
         served = Served(opened, client, [], [], {"alice ()": key})

@@ -21,7 +21,7 @@ from tests.service.served import Served, config_of, until
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.json_file import read_object
 from tlora.link.process_identity import ProcessIdentity
-from tlora.service.controller import Hall
+from tlora.service.backend_factory import BackendFactory
 from tlora.service.job_status_writer import JobStatusWriter
 from tlora.service.machine import Devices
 from tlora.service.server import open_server
@@ -37,7 +37,7 @@ def training(directory: Path, failpoint: Any = lambda _: None) -> Iterator[Serve
     def make(bases: Mapping[str, str]) -> LocalBackend:
         return LocalBackend(LocalMachine((0,), "cpu", bases, directory, deterministic=True))
 
-    backend_factory = Hall(Devices("cpu", (0,)), make, lambda _, __, on_answer: FakeIntake(on_answer))
+    backend_factory = BackendFactory(Devices("cpu", (0,)), make, lambda _, __, on_answer: FakeIntake(on_answer))
     opened = open_server(config_of(directory, base_models={"base": str(BASE)}), backend_factory, failpoint)
     with TestClient(opened.app) as client:
         until(lambda: opened.services.live.fault is None)

@@ -37,10 +37,10 @@ while True:
 """
 OWNER = """
 import time
-from tlora.engine.ranks.rank_group import Crew
-crew = Crew(1, member="stuck_rank")
-crew.start()
-print(crew._processes[0].pid, crew._meeting.directory, flush=True)
+from tlora.engine.ranks.rank_group import RankGroup
+rank_group = RankGroup(1, member="stuck_rank")
+rank_group.start()
+print(rank_group._processes[0].pid, rank_group._meeting.directory, flush=True)
 time.sleep(3600)
 """
 

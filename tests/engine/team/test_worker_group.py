@@ -40,7 +40,7 @@ from tlora.worker_protocol import Alive, Failed, Finished, Join, Joined, Left, L
 
 
 class Ranks:
-    """Stands in for `Crew`: `sent` is what was told to which rank."""
+    """Stands in for `RankGroup`: `sent` is what was told to which rank."""
 
     store = "the store"
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tests.engine.tiny_runs import job, rows, sha256, train
 from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.engine import job_opening
 from tlora.job import JobSpec
-from tlora.planning import start
+from tlora.planning import job_plan, start
 from tlora.supermodel import losses, supermodel
 from tlora.supermodel.supermodel import SuperModel
 
@@ -132,7 +133,7 @@ def _start_at(value: float) -> Iterator[None]:
             state.params.fill_(value)
         return state
 
-    with patch.object(start, "start_state", spoil):
+    with patch.object(job_plan, "start_state", spoil), patch.object(job_opening, "start_state", spoil):
         yield
 
 
