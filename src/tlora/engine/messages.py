@@ -271,7 +271,7 @@ class RowMade:
 
 
 @message
-class Said:
+class LogLine:
     line: str
 
 
@@ -316,7 +316,7 @@ class Opened:
 
 
 ToRank = Command | Open | Assign | Go | Take | Unfollow | Mail | BaseKnown | Enter | Spread | Meet
-ReportOfRun = Hello | Found | Ready | Shown | RowMade | Said | Joined | Room | Full | Left | Ended | Broken | Bye | Note
+ReportOfRun = Hello | Found | Ready | Shown | RowMade | LogLine | Joined | Room | Full | Left | Ended | Broken | Bye | Note
 ReportOfWorker = Memory | Loaded | Measured | Alive | Opened | Stepped | Finished | Failed | Refused
 FromRank = ReportOfRun | ReportOfWorker
 

@@ -32,12 +32,12 @@ from tlora.engine.messages import (
     Full,
     Go,
     Hello,
+    LogLine,
     Mail,
     Open,
     Published,
     Room,
     RowMade,
-    Said,
     Sent,
     Shown,
     addressees,
@@ -326,7 +326,7 @@ class Coordinator:
             case Lost():
                 if dispatcher is not None:
                     self._lose(rank, report)
-            case Said(line):
+            case LogLine(line):
                 self._order.watcher.note(f"GPU {rank}: {line}")
             case RowMade(row):
                 self._rows.write({**row, "gpu": rank})

@@ -40,12 +40,12 @@ from tlora.engine.messages import (
     Go,
     Hello,
     Leave,
+    LogLine,
     Mail,
     Open,
     Ready,
     Room,
     RowMade,
-    Said,
     Shown,
     Stop,
     Take,
@@ -136,7 +136,7 @@ class Rank:
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
         self._line.send(Found(name_of(place), memory_limit(place, run.memory_limit)))
-        watcher = Watcher(self._show, lambda line: self._line.send(Said(line)))
+        watcher = Watcher(self._show, lambda line: self._line.send(LogLine(line)))
         monitor = RunMonitor(
             Path(run.output_dir),
             {job.name: job.r for job in run.jobs},
