@@ -20,10 +20,10 @@ FOR_EVER = 1e6  # a test that is not woken ends by pytest's own limit
 def test_a_watcher_is_woken_by_each_change_and_asks_for_nothing_meanwhile(tmp_path: Path) -> None:
     with listening(tmp_path / "server", eager=False, held=True) as (served, url):
         job = served.submit("alice", name="watched")["id"]
-        with Connection(Access(url, served.key("alice"), "x", "x")) as connection, EventStream(connection, FOR_EVER) as notifier:
-            until(lambda: notifier.is_open)
+        with Connection(Access(url, served.key("alice"), "x", "x")) as connection, EventStream(connection, FOR_EVER) as event_stream:
+            until(lambda: event_stream.is_open)
             seen: list[str] = []
-            for sight in watch(connection, [job], every_seconds=FOR_EVER, notifier=notifier):
+            for sight in watch(connection, [job], every_seconds=FOR_EVER, event_stream=event_stream):
                 if sight.jobs[0].status in seen[-1:]:
                     continue
                 seen.append(sight.jobs[0].status)
@@ -43,10 +43,10 @@ def test_without_a_stream_it_only_waits(status: int) -> None:
     body = {"error": {"message": "no stream", "type": "x", "code": "too_many_streams"}}
     transport = httpx.MockTransport(lambda _: httpx.Response(status, json=body, headers={"tlora-version": __version__}))
     with Connection(Access("https://host.example", "tml-secret-key", "x", "x"), transport) as connection:
-        notifier = EventStream(connection, FOR_EVER, slept.append)
-        notifier._listen()  # returns: it does not ask again
-        notifier.wait(1.5, moves=False)
-    assert slept == [1.5] and not notifier.is_open
+        event_stream = EventStream(connection, FOR_EVER, slept.append)
+        event_stream._listen()  # returns: it does not ask again
+        event_stream.wait(1.5, moves=False)
+    assert slept == [1.5] and not event_stream.is_open
 
 
 def test_a_stream_that_is_cut_off_wakes_the_watcher_and_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
