@@ -38,7 +38,7 @@ from tlora.job import JobSpec
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.reference import Segment
-from tlora.store.disk_reserve import DiskReserve
+from tlora.store.full_disk import DiskReserve
 from tlora.store.metrics import Tracker
 from tlora.store.recorder import Recorder, RunContext
 from tlora.supermodel.load import make_base

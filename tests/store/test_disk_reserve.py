@@ -17,8 +17,8 @@ from tests.small_disks import mounted
 from tlora import durable
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
-from tlora.store import disk_reserve as reserve
-from tlora.store.disk_reserve import DiskReserve
+from tlora.store import full_disk as reserve
+from tlora.store.full_disk import DiskReserve
 
 FULL = CheckpointError("cannot write there: No space left on device. Remedy: free some")
 

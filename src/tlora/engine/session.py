@@ -35,7 +35,7 @@ from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
 from tlora.sharing.peers import Sharing
 from tlora.store import checkpoint
-from tlora.store.disk_reserve import DiskReserve
+from tlora.store.full_disk import DiskReserve
 from tlora.store.recorder import RunContext
 from tlora.store.run_directory import check_tiles
 from tlora.store.run_recovery import base_facts, write_base_file

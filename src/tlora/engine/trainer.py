@@ -21,7 +21,6 @@ from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import BackgroundCalibration
-from tlora.engine.backoff import Backoff
 from tlora.engine.calibration import device_name, find_deadly, key_of, recall
 from tlora.engine.driver import Driver, Opened, RunPaths
 from tlora.engine.heartbeat import Heartbeat
@@ -41,8 +40,7 @@ from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import plan_job, prepare_requests
 from tlora.planning.plan import gib
-from tlora.store.disk_reserve import DiskReserve
-from tlora.store.disk_retry import retry_when_disk_full
+from tlora.store.full_disk import Backoff, DiskReserve, retry_when_disk_full
 from tlora.store.job_result import JobResult
 from tlora.store.lease import HeldError, JobLease, take_claim
 from tlora.store.recorder import RunContext
@@ -91,11 +89,11 @@ class Trainer:
         load: Load,
         inbox: queue.SimpleQueue[Any],
         send: Callable[[Any], None],
-        backoff: Backoff | None = None,
+        heartbeat: Heartbeat | None = None,
         rank_context: RankContext | None = None,
         expected: Sequence[JobSpec] = (),
     ) -> None:
-        """`backoff` is to be ended with the worker; its heartbeat gets what this is at. `rank_context`: among the ranks of a worker; `send`
+        """`heartbeat` gets what this is at, and says when the process is to end. `rank_context`: among the ranks of a worker; `send`
         then also gets what is for these. For `expected`, the jobs that will join first, kernels are compiled while the base is loaded.
         """
         rank_context = rank_context or RankContext()
@@ -105,8 +103,8 @@ class Trainer:
         load = replace(load, dtype=dtype)
         self._load, self._inbox, self._send = load, inbox, send
         self._parts = SpanningJobs(rank_context, send)
-        self._backoff = backoff or Backoff(Heartbeat(), note)
-        self._heartbeat = self._backoff.heartbeat
+        self._heartbeat = heartbeat or Heartbeat()
+        self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note)
         self._directory = Path(load.output_dir)
         began = time.monotonic()
         model, bound = load_base(load, expected, self._parts.sharing(_BASE) if rank_context.count > 1 else None, note)

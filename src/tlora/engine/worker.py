@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora.cache_directory import open_caches
-from tlora.engine.backoff import Backoff
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.errors import ConfigError
@@ -54,7 +53,6 @@ class Worker:
     def __init__(self, gpus: tuple[int, ...], endpoint: Endpoint) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.heartbeat = Heartbeat()
-        self.backoff = Backoff(self.heartbeat, note)
         self._gpus, self._incarnation = gpus, uuid.uuid4().hex
         self._worker_reconciler, self._lock = WorkerReconciler(), threading.RLock()
         self._load: Load | None = None
@@ -137,7 +135,7 @@ class Worker:
             self.inbox.put(command)
         worker_reconciler.commands.clear()
         if worker_reconciler.stopping:
-            self.backoff.end()
+            self.heartbeat.ending.set()
         reports, worker_reconciler.reports = worker_reconciler.reports, []
         if reports:
             self.dialer.put(reports, worker_reconciler.want.generation if worker_reconciler.want is not None else 0)
@@ -196,14 +194,14 @@ def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
 
         WorkerGroup(load, gpus, worker.inbox, worker.report, worker.heartbeat, worker.expected).go_on()
     else:
-        open_trainer(load, worker.inbox, worker.report, worker.backoff, expected=worker.expected).go_on()
+        open_trainer(load, worker.inbox, worker.report, worker.heartbeat, expected=worker.expected).go_on()
 
 
 def open_trainer(
     load: Load,
     inbox: queue.SimpleQueue[Any],
     send: Callable[[Any], None],
-    backoff: Backoff,
+    heartbeat: Heartbeat,
     rank_context: RankContext | None = None,
     expected: Sequence[JobSpec] = (),
 ) -> Trainer:
@@ -219,7 +217,7 @@ def open_trainer(
         torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is reported for a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, inbox, send, backoff, rank_context, expected)
+    return Trainer(load, inbox, send, heartbeat, rank_context, expected)
 
 
 def main() -> None:

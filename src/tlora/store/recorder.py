@@ -20,8 +20,7 @@ from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.job import BasePrecision
 from tlora.store import checkpoint, not_finite
 from tlora.store.best_checkpoint import settle_best
-from tlora.store.disk_reserve import DiskReserve
-from tlora.store.disk_retry import WaitsForRoom, retry_when_disk_full
+from tlora.store.full_disk import DiskReserve, WaitsForRoom, retry_when_disk_full
 from tlora.store.job_result import JobResult, result_of, write_result
 from tlora.store.metrics import RowWriter, Tracker, finite_mean, means
 from tlora.store.model_card import is_unedited, model_card
@@ -290,31 +289,7 @@ class Recorder:
         self._write_durably(lambda: checkpoint.save_alone(self._directory, state, run.spec, self._context.base_model, self._fence), size)
 
     def _write_durably(self, write: Callable[[], None], needed_bytes: int) -> None:
-        """`write`; on a full disk, with `needed_bytes`, again with as much of the reserve, and again as long as older checkpoints can go.
-        Raises CheckpointError.
-        """
-        reserve, name = self._context.reserve, self._run.spec.name
-        try:
-            with reserve.saving():
-                write()
-            return
-        except CheckpointError as error:
-            if not (durable.is_full(error) and needed_bytes):
-                raise
-            full = error
-        with reserve.saving_alone():
-            for make_room in (partial(reserve.release, name, needed_bytes), reserve.remove_older, reserve.remove_older):
-                if not (what := make_room()):
-                    continue
-                self._context.note(f"{name}: the disk is full; {what}")
-                try:
-                    write()
-                    return
-                except CheckpointError as error:
-                    if not durable.is_full(error):
-                        raise
-                    full = error
-        raise full
+        self._context.reserve.write(self._run.spec.name, write, needed_bytes)
 
     def drop(self) -> None:
         """The job has not begun: write nothing."""

@@ -20,7 +20,6 @@ from tlora.libraries import begin_imports, end_imports
 if __name__ == "__main__":
     begin_imports()
 
-from tlora.engine.backoff import Backoff
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Broken, Bye, Enter, Stop, ToRank
 from tlora.engine.ranks.link import RankLine, connect
@@ -40,13 +39,12 @@ def serve(address: str, number: int, count: int) -> int:
     """Train for the worker at `address` until it sends a stop. Returns the exit status."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     heartbeat = Heartbeat("loading")
-    backoff = Backoff(heartbeat, note)
 
     def hear(command: ToRank | None) -> None:
         if command is None:  # what it would write now, its successor may be reading
             os._exit(1)
         if isinstance(command, Stop):
-            backoff.end()
+            heartbeat.ending.set()
         inbox.put(command)
 
     line = connect(address, hear)(hello(number))
@@ -56,7 +54,7 @@ def serve(address: str, number: int, count: int) -> int:
         threading.Thread(target=_beat, args=(line, heartbeat), name="heartbeat", daemon=True).start()
         rank_context = RankContext(number, count, entered.store, flight_name(entered.worker_pid, number))
         load = replace(entered.load, device=entered.device)
-        trainer = open_trainer(load, inbox, line.send, backoff, rank_context, entered.expected)
+        trainer = open_trainer(load, inbox, line.send, heartbeat, rank_context, entered.expected)
         trainer.go_on()
         line.send(Bye())
     except BaseException as error:

@@ -1,4 +1,8 @@
-"""Reserves disk space for the last save of each job, and removes older checkpoints when it is needed.
+"""What happens when the disk is full, in one place; `durable.is_full` recognises it.
+
+- A save that a later one can replace is left out, noted once, and tried when the next is due (`DiskReserve.full`).
+- A save that no later one can replace gets the space that was kept for it, then that of older checkpoints (`DiskReserve.write`).
+- A caller that can wait, as a worker, keeps the job's state in memory and tries again (`retry_when_disk_full` with a `Backoff`).
 
 The reserve is a file next to the jobs' directories, as large as what the jobs will write at their ends; it shrinks as they end. It is
 named like a leftover, so that the next run removes it after a kill. Only older checkpoints are removed. What a save writes is decided
@@ -11,11 +15,55 @@ import contextlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tlora import durable
+from tlora.errors import CheckpointError
+from tlora.group.isolation import Failure, try_call
+
+_Result = TypeVar("_Result")
+
+WaitsForRoom = Callable[[str, OSError], bool]
+"""Takes a job and the error of its write that found no space, and returns after a while: True to try again, False to give up."""
+
+
+def retry_when_disk_full(job: str, step: Callable[[], _Result], wait: WaitsForRoom | None) -> _Result | Failure:
+    """`try_call(step)`, repeated while the disk is full and `wait` returns True; once without `wait`."""
+    while True:
+        result = try_call(step)
+        error = result.error if isinstance(result, Failure) else None
+        if wait is None or not durable.is_full(error) or not wait(job, error):
+            return result
+
+
+_LOOK_SECONDS = 2.0
+_NOTE_SECONDS = 600.0  # between two notes of one job
+
+
+class Backoff:
+    """A `WaitsForRoom` that waits until the process is to exit. Safe in several threads."""
+
+    def __init__(self, beat: Callable[[], None], ending: threading.Event, note: Callable[[str], None]) -> None:
+        """`beat` is called at each look, so that a wait for a writer is not taken for a hang; `ending` stops all waits; `note` gets a line
+        now and then.
+        """
+        self._beat, self._ending, self._note = beat, ending, note
+        self._noted: dict[str, float] = {}  # by job
+
+    def __call__(self, job: str, error: OSError) -> bool:
+        now = time.monotonic()
+        if now - self._noted.get(job, float("-inf")) >= _NOTE_SECONDS and not self._ending.is_set():
+            self._noted[job] = now
+            self._note(f"{job}: {error}. What is to be written waits until there is room")
+        gone = self._ending.wait(_LOOK_SECONDS)
+        self._beat()
+        return not gone
+
 
 # Kept at most, unless a single job needs more: where a file system cannot allocate without writing, a block at a time is written.
 _MOST_BYTES = 1 << 30
@@ -65,6 +113,32 @@ class DiskReserve:
         with self._changed:
             self._changed.wait_for(lambda: not self._saves)
             yield
+
+    def write(self, name: str, write: Callable[[], None], needed_bytes: int) -> None:
+        """Call `write`, a save of the job. On a full disk, with `needed_bytes`, again with as much of the reserve, and again as long as
+        older checkpoints can go. Raises CheckpointError.
+        """
+        try:
+            with self.saving():
+                write()
+            return
+        except CheckpointError as error:
+            if not (durable.is_full(error) and needed_bytes):
+                raise
+            full = error
+        with self.saving_alone():
+            for make_room in (partial(self.release, name, needed_bytes), self.remove_older, self.remove_older):
+                if not (what := make_room()):
+                    continue
+                self._note(f"{name}: the disk is full; {what}")
+                try:
+                    write()
+                    return
+                except CheckpointError as error:
+                    if not durable.is_full(error):
+                        raise
+                    full = error
+        raise full
 
     def keep(self, directory: Path, checkpoints: set[str], *, ended: bool = False) -> None:
         """Keep only these checkpoints of the job; once it has `ended`, they too may be removed, but last."""
