@@ -262,10 +262,10 @@ def mixed_jobs(count: int, seed: int) -> tuple[list[Job], int]:
 
 
 @BOTH_ORDERS
-@pytest.mark.parametrize("count", [4, 5, 8, 12])
+@pytest.mark.parametrize("count", [4, 12])
 def test_padding_is_at_most_2_percent_at_the_default_budget(count: int, in_order: bool) -> None:
     """Ends of batches included: all micro-batches, each in its prepared size."""
-    for seed in range(8):
+    for seed in range(3):
         jobs, budget = mixed_jobs(count, seed)
         batches = run(jobs, budget, 150, in_order=in_order)
         computed = [prepared_budget(batch.tokens, budget) for batch in batches]

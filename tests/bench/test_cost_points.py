@@ -8,26 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench import cost_points
-from bench.cost_points import POINTS, USUAL
 
 
-def test_points_tell_launch_slope_member_and_fill_apart_and_some_are_held_out():
-    usual = [point for point in POINTS if point.name in USUAL]
-    assert len({point.name for point in POINTS}) == len(POINTS)
-    alone = {point.batch_size * point.length for point in usual if point.jobs == 1 and isinstance(point.length, int)}
-    assert {128, 512, 2048} <= alone
-    assert {point.rank for point in usual} == {8, 16, 64}
-    assert {point.jobs for point in usual if not point.held_out} == {1, 4, 8}
-    assert sum(point.held_out for point in usual) * 3 <= 24 - 2 * 3  # of three bases
-
-
-@pytest.mark.parametrize("wrong", [["--points", "128,none"], ["--systems", "ours,none"]])
-def test_unknown_points_and_systems_are_one_error(wrong: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        cost_points.read_options(["--data", "bench/data", *wrong])
-    assert "there is no 'none'; there are" in capsys.readouterr().err
-
-
+@pytest.mark.slow
 def test_tokens_and_seconds_of_a_micro_batch(tmp_path: Path):
     out = tmp_path / "points.json"
     options = ["--shape", "tiny", "--device", "cpu", "--seconds", "0.01", "--points", "128,1024-of-4", "--systems", "ours"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.fidelity import KEPT, Compared, Kept, Times, compare, features_of, job_seconds, kept_in, run_simulated, verdict
+from bench.fidelity import Times, compare, run_simulated, verdict
 from bench.fidelity_calibration import Calibration, Point, _fitted
-from bench.fidelity_work import BASE, OPENING_SECONDS, OPENING_STARTS, SIZES, Work, draw_arrivals, draw_orders
-from bench.machine import write
+from bench.fidelity_work import BASE, SIZES
 from tlora.cluster.local import LocalMachine
 from tlora.protocol import JobProfile, JobSubmitted
 from tlora.shape.cost import BaseConstants, CostModel
@@ -52,32 +51,6 @@ def test_the_simulated_side_counts_starts_and_what_a_job_takes_beside_its_steps(
     assert later.makespan_seconds == pytest.approx(30 + own + 0.5)
 
 
-def test_arrivals_make_the_load() -> None:
-    cost = CALIBRATION.cost
-    orders = draw_orders(12, 4.0, SIZES["cpu"], cost, 0)
-    submitted = {o.name: JobSubmitted(o.name, BASE, 1, JobProfile(float(o.mean_tokens * o.batch_size), o.steps, 99, 9)) for o in orders}
-    drawn = draw_arrivals(Work({}, submitted), 0.8, 2, cost, CALIBRATION.start_seconds, 1)
-    alone = sum(cost.alone_step_seconds(BASE, s.profile.tokens_per_step, 1) * s.profile.steps for s in submitted.values())
-    assert (
-        drawn[0][0] == 0.0 and drawn[-1][0] == pytest.approx(alone / (0.8 * 2)) and [at for at, _ in drawn] == sorted(at for at, _ in drawn)
-    )
-    assert draw_orders(12, 4.0, SIZES["cpu"], cost, 0) == orders != draw_orders(12, 4.0, SIZES["cpu"], cost, 1)
-    openers = {f"opener{k}": JobSubmitted(f"opener{k}", BASE, 1, JobProfile(256.0, 20, 99, 9), max_slowdown=1.0) for k in range(2)}
-    opened = draw_arrivals(Work({}, submitted | openers), 0.8, 2, cost, CALIBRATION.start_seconds, 1)
-    lead = OPENING_SECONDS + OPENING_STARTS * CALIBRATION.start_seconds
-    assert opened == [(0.0, event) for event in openers.values()] + [(lead + at, event) for at, event in drawn]
-
-
-@pytest.mark.parametrize("policy", ["fifo", "sjf", "residual_capacity"])
-def test_workers_that_openers_started_cost_nobody_else_a_start(tmp_path: Path, policy: str) -> None:
-    machine = LocalMachine((0, 1), "cpu", {BASE: "b"}, tmp_path)
-    openers = [(0.0, replace(event, job_id=f"opener{k}", max_slowdown=1.0)) for k, (_, event) in enumerate(arrivals(2))]
-    later = [(at + 20.0, event) for at, event in arrivals(4)]  # both openers end after 9.5 s
-    times = run_simulated(machine, [*openers, *later], policy, CALIBRATION)
-    own = 50 * (0.02 + 500 / 5000) + 0.5
-    assert times.mean_jct_seconds == pytest.approx(own) and times.makespan_seconds == pytest.approx(30 + own)
-
-
 def judged(real: dict[str, list[float]], simulated: dict[str, float]) -> str:
     times = {policy: [Times(value, 2 * value) for value in values] for policy, values in real.items()}
     return "\n".join(verdict(compare(times, {policy: Times(value, 2 * value) for policy, value in simulated.items()})))
@@ -100,31 +73,6 @@ def test_the_verdict_says_what_the_numbers_say() -> None:
     held = compare({"a": [Times(10.0, 20.0)] * 3}, {"a": Times(10.0, 20.0)})
     assert verdict(held)[-1] == "the simulator holds"
     assert "workers were up 1.5 s after the first job had come, so that this run cannot decide" in verdict(held, 1.5)[0]
-
-
-def test_jobs_are_long_beside_a_start_and_the_features_are_said() -> None:
-    assert job_seconds(5.0, replace(CALIBRATION, start_seconds=1.0)) == 5.0
-    assert job_seconds(5.0, replace(CALIBRATION, start_seconds=15.0)) == 60.0
-    told = features_of(["fifo", "residual_capacity"], CALIBRATION, 2)
-    assert told == "residual_capacity with sharing on, growth on, preemption on, groups of several GPUs on"
-    alone = features_of(["residual_capacity"], CALIBRATION, 1)
-    assert alone == "residual_capacity with sharing on, growth off, preemption on, groups of several GPUs off"
-    assert features_of(["fifo"], CALIBRATION, 2) == "residual_capacity was not compared"
-
-
-def test_a_directory_keeps_calibration_and_repeats_for_runs_with_the_same_settings(tmp_path: Path) -> None:
-    assert kept_in(tmp_path, {"jobs": "3"}) is None
-    kept = Kept({"jobs": "3"}, replace(CALIBRATION, points=(Point(1, 64.0, 1024, 0.1),)), {"fifo": [Times(1.5, 2.5, times_grown=1)]})
-    write(tmp_path / KEPT, asdict(kept))
-    assert kept_in(tmp_path, {"jobs": "3"}) == kept
-    with pytest.raises(SystemExit, match="other settings, {'jobs': '3'}"):
-        kept_in(tmp_path, {"jobs": "4"})
-
-
-def test_spread_and_error_are_shares() -> None:
-    found = Compared((9.0, 10.0, 11.0), 10.5)
-    assert found.spread == pytest.approx(0.2) and found.error == pytest.approx(0.05)
-    assert replace(found, simulated=9.5).error == pytest.approx(-0.05)
 
 
 @pytest.mark.parametrize(("tokens", "grown"), [(500.0, 0), (5000.0, 1)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from bench import peft_baseline
-from bench.peft_baseline import IGNORED, Setting, Target, measure, middle_rank, settings_for
+from bench.peft_baseline import IGNORED, Setting, Target, measure
 from bench.shapes import make_model
 from bench.workload import Job, Order, make_jobs
 from tlora.data.dataset import Dataset, Sample, Writer
@@ -50,35 +49,6 @@ def test_packed_and_padded_batches_have_the_loss_of_the_samples_alone():
     assert _loss(packed) == pytest.approx(alone / targets, rel=1e-5)
 
 
-def test_equal_samples_need_no_mask():
-    batch, useful = peft_baseline._collate(_samples((16, 16)), Setting(), CPU)
-    assert set(batch) == {"input_ids", "labels"} and useful == 32
-
-
-def test_settings(tmp_path: Path):
-    small = make_jobs(Order(2, (4,), 2, 16), 512, None, tmp_path / "small")
-    large = make_jobs(Order(1, (4,), 2, 2048), 512, None, tmp_path / "large")
-    assert any(s.graphs for s in settings_for(small)) and not any(s.graphs for s in settings_for(large))
-    for settings in (settings_for(small), settings_for(large), settings_for([*small, *large])):
-        ligers = [s.liger for s in settings]
-        assert ligers == sorted(ligers), "Liger patches classes for good: a setting without it would run with it"
-        assert len({s.name for s in settings}) == len(settings)
-    assert any(s.packed for s in settings_for([*small, *large])), "lengths differ, and nobody tries without padding"
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_liger_leaves_to_inductor_what_it_fuses_itself(compiled: bool, monkeypatch: pytest.MonkeyPatch):
-    given: dict[str, bool] = {}
-    liger = SimpleNamespace(apply_liger_kernel_to_llama=given.update)
-    monkeypatch.setattr(peft_baseline.importlib, "import_module", lambda _name: liger)
-    peft_baseline._apply_liger("llama", Setting(compiled, liger=True))
-    assert given == {"rope": not compiled, "rms_norm": not compiled, "swiglu": not compiled}  # by default head and loss are replaced too
-
-
-def test_middle_rank_is_not_above_the_mean(tmp_path: Path):
-    assert middle_rank(make_jobs(Order(8, (8, 16, 32, 64), 1, 8), 512, None, tmp_path)) == 16
-
-
 def _target(seconds: float = 1e6) -> Target:
     return Target("tiny", CPU, torch.float32, 2, time.perf_counter() + seconds)
 
@@ -96,12 +66,6 @@ def test_the_best_is_marked_and_a_setting_that_breaks_says_why(tmp_path: Path, m
     assert [row["setting"] for row in rows if row.get("best")] == ["compiled"]
     assert [row["error"] for row in rows if "error" in row] == ["RuntimeError: capture failed"]
     assert all("not installed" in row["skipped"] for row in rows if row["liger"])
-
-
-def test_no_setting_is_begun_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peft_baseline, "_train", _made)
-    rows = measure(make_jobs(Order(1, (4,), 2, 16), 512, None, tmp_path), _target(-1.0), {"job0": 1})
-    assert rows and all("skipped" in row for row in rows) and not any(row.get("best") for row in rows)
 
 
 def test_different_jobs_are_each_measured_and_weighed_by_their_tokens(tmp_path: Path):
@@ -137,14 +101,6 @@ def test_every_shape_is_trained_once_before_any_is_timed(tmp_path: Path, monkeyp
     warmed, timed = order[: order.index("timed from here")], order[order.index("timed from here") + 1 :]
     assert len(timed) == found["steps_per_job"] == 6 and len(set(timed)) > 1
     assert set(timed) <= set(warmed) and found["shapes_warmed"] == len(set(timed))
-
-
-def test_only_the_settings_asked_for_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peft_baseline, "_train", _made)
-    jobs = make_jobs(Order(1, (4,), 2, 16), 512, None, tmp_path)
-    assert [row["setting"] for row in measure(jobs, _target(), {"job0": 1}, ["plain"])] == ["plain"]
-    with pytest.raises(SystemExit, match="no such setting"):
-        measure(jobs, _target(), {"job0": 1}, ["packed"])
 
 
 def _mixed_job(tmp_path: Path) -> Job:

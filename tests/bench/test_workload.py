@@ -6,19 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bench.workload import Job, Order, describe, make_jobs
 from tlora.group.job_run import JobRun
-
-
-def test_random_jobs_have_the_ranks_in_turn_and_samples_of_one_length(tmp_path: Path):
-    jobs = make_jobs(Order(5, (4, 8), 2, 24), 100, None, tmp_path)
-    assert [job.spec.r for job in jobs] == [4, 8, 4, 8, 4]
-    assert all(set(job.data.lengths) == {24} for job in jobs)
-    assert all(job.batch_tokens == 48 and job.spec.weight == 1 for job in jobs)
-    assert not np.array_equal(jobs[0].data[0].input_ids, jobs[1].data[0].input_ids), "two jobs train on the same tokens"
 
 
 def test_a_batch_holds_the_samples_that_the_engine_takes(tmp_path: Path):
@@ -55,10 +46,3 @@ def test_real_jobs_take_the_files_in_turn_and_share_by_their_tokens(texts: Path,
 
 def _sample_of(job: Job):
     return job.batch(0)[0]
-
-
-def test_real_jobs_need_a_directory_with_texts(tmp_path: Path):
-    with pytest.raises(SystemExit, match="--data"):
-        make_jobs(Order(1, (4,), 2, "real"), 400, None, tmp_path)
-    with pytest.raises(SystemExit, match=r"no \.json"):
-        make_jobs(Order(1, (4,), 2, "real"), 400, tmp_path, tmp_path)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.messages import Command, Leave, SetPlan, Stop
 from tlora.engine.worker_reconciler import WorkerReconciler
@@ -122,6 +125,10 @@ class FakeCrew:
 
     address = "unix:/nowhere"
 
+    @classmethod
+    def read_records(cls, directory: Path) -> dict[tuple[int, ...], Any]:
+        return {}
+
     def __init__(self, directory: Path, epoch: int, loads: Any, gpus: tuple[int, ...], limits: Any, note: Any) -> None:
         self._epoch, self._loads = epoch, loads
         self.workers: dict[int, RemoteWorker] = {}
@@ -166,5 +173,13 @@ class FakeCrew:
         self.workers.clear()
 
 
+def local_backend(
+    directory: Path, pool: type[Any] = FakeCrew, note: Callable[[str], None] = lambda _: None, **changes: Any
+) -> LocalBackend:
+    """Of two GPUs, two bases and workers that do nothing by themselves."""
+    machine = LocalMachine((0, 1), "cpu", {"base": "models/base", "other": "models/other"}, directory)
+    return LocalBackend(replace(machine, **changes), note, pool=pool)
+
+
 STARTED: list[FakeWorker] = []
-__all__ = ["STARTED", "FakeCrew", "FakeWorker", "Stop"]
+__all__ = ["STARTED", "FakeCrew", "FakeWorker", "Stop", "local_backend"]

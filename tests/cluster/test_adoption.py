@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.fake_workers import FakeCrew, FakeProcess
-from tests.cluster.test_local import group, job, machine, poll_until, submitted
-from tlora.cluster import local
+from tests.cluster.fake_workers import FakeCrew, FakeProcess, local_backend
+from tests.cluster.test_local import group, job, poll_until, submitted
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.reconciler import Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
@@ -37,6 +36,10 @@ class FoundCrew(FakeCrew):
     hellos: tuple[tuple[JobGroup | None, tuple[HeldJob, ...]], ...] = ()
     said: tuple[Report | None, ...] = ()  # by the first; None: it has ended
 
+    @classmethod
+    def read_records(cls, directory: Path) -> dict[tuple[int, ...], Any]:
+        return {(gpu,): None for gpu in range(len(cls.hellos))}
+
     def find(self, records: Any) -> None:
         for gpu, (found, jobs) in enumerate(self.hellos):
             load = self._loads("models/base")
@@ -48,13 +51,9 @@ class FoundCrew(FakeCrew):
 
 
 @pytest.fixture
-def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LocalBackend]:
+def find(tmp_path: Path) -> Callable[..., LocalBackend]:
     def make(*hellos: tuple[JobGroup | None, tuple[HeldJob, ...]], said: tuple[Report | None, ...] = ()) -> LocalBackend:
-        monkeypatch.setattr(FoundCrew, "hellos", hellos)
-        monkeypatch.setattr(FoundCrew, "said", said)
-        monkeypatch.setattr(local, "WorkerPool", FoundCrew)
-        monkeypatch.setattr(local, "read_records", lambda _: dict.fromkeys(range(len(hellos))))
-        return LocalBackend(machine(tmp_path))
+        return local_backend(tmp_path, type("Found", (FoundCrew,), {"hellos": hellos, "said": said}))
 
     return make
 
@@ -69,7 +68,7 @@ def test_a_job_that_failed_as_it_was_paused_has_failed(find: Callable[..., Local
     events = poll_until(backend, JobFailed)
     told = [event for event in events if isinstance(event, GroupFound | JobSubmitted | JobHeld | JobFailed)]
     assert [type(event) for event in told] == [GroupFound, JobSubmitted, JobHeld, JobFailed] and told[-1] == JobFailed("a", "its data")
-    assert backend._reconciler.open == {"b"}
+    assert backend.reconciler.open == {"b"}
 
 
 def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..., LocalBackend]) -> None:
@@ -79,7 +78,7 @@ def test_an_end_that_was_recorded_and_not_acknowledged_is_void(find: Callable[..
     backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
     events = poll_until(backend, JobFinished)
     assert [event.job_id for event in events if isinstance(event, JobFinished)] == ["b"]
-    assert backend._worker_pool.workers[0].jobs == {} and not backend._reconciler.open
+    assert backend.worker_pool.workers[0].jobs == {} and not backend.reconciler.open
 
 
 def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Callable[..., LocalBackend]) -> None:
@@ -97,7 +96,7 @@ def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Calla
         backend.submit(submitted(name), job(name), at_seconds=-1.0)
     events = [*backend.poll(), *backend.poll()]
     assert any(isinstance(event, GroupFound) for event in events) and any(isinstance(event, GroupLost) for event in events)
-    assert all(suspect.is_clean for suspect in backend._reconciler.crash_attribution.of.values())
+    assert all(suspect.is_clean for suspect in backend.reconciler.crash_attribution.of.values())
 
 
 @pytest.mark.parametrize("end", [Finished("a", {}, 3), Failed("a", "its data", 3)])
@@ -111,10 +110,10 @@ def test_an_end_that_is_told_before_its_job_is_submitted_is_not_lost(find: Calla
     ended = JobFinished("a") if isinstance(end, Finished) else JobFailed("a", "its data")
     events = poll_until(backend, type(ended))
     assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), ended]
-    assert not backend._reconciler.open
+    assert not backend.reconciler.open
     backend.forget("a")
     backend.submit(submitted("a"), job("a"))  # another of that name
-    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
+    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend.reconciler.open == {"a"}
 
 
 def test_an_end_that_is_told_while_its_job_is_being_submitted_is_not_lost(find: Callable[..., LocalBackend]) -> None:
@@ -122,7 +121,7 @@ def test_an_end_that_is_told_while_its_job_is_being_submitted_is_not_lost(find: 
     backend = find((None, (HeldJob("a", 3, 0, resident=False),)), said=(Finished("a", {}, 3),))
     backend.poll()
     backend.submit(submitted("a"), job("a"), at_seconds=-1.0)
-    backend._listen()
+    backend.advance()
     events = poll_until(backend, JobFinished)
     assert [event for event in events if not isinstance(event, Tick)] == [replace(submitted("a"), submitted_at=-1.0), JobFinished("a")]
 
@@ -135,18 +134,20 @@ def test_an_earlier_end_is_not_that_of_a_new_job_of_its_name(find: Callable[...,
     backend.submit(submitted("b"), job("b"), at_seconds=-1.0)
     poll_until(backend, JobFinished)
     backend.submit(submitted("a"), job("a"))
-    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend._reconciler.open == {"a"}
+    assert [event for event in backend.poll() if not isinstance(event, Tick)] == [submitted("a")] and backend.reconciler.open == {"a"}
 
 
 def test_two_groups_of_one_name_are_not_both_taken_over(find: Callable[..., LocalBackend]) -> None:
-    backend = find((group("g0", 0, "a"), (HeldJob("a", 3, 2, resident=True),)), (group("g0", 1, "b"), (HeldJob("b", 4, 2, resident=True),)))
+    """One job had arrived on the new GPU and the other not yet, when the controller was killed."""
+    held = [HeldJob("a", 3, 2, resident=True), HeldJob("b", 2, 1, resident=True), HeldJob("b", 4, 2, resident=True)]
+    backend = find((group("g0", 0, "a", "b"), tuple(held[:2])), (group("g0", 1, "a", "b"), (held[2],)))
     for name in "ab":
         backend.submit(submitted(name), job(name), at_seconds=-1.0)
     events = backend.poll()
     (found,) = [event for event in events if isinstance(event, GroupFound)]
     assert found.steps == (2,), "what its worker has done of it by now"
-    assert found.group.job_ids == ("b",) and backend._reconciler.groups == {"g0": found.group}, "its attempt is the later one"
-    assert not backend._worker_pool.workers[1].stopping
+    assert found.group.job_ids == ("b",) and backend.reconciler.groups == {"g0": found.group}, "its attempt is the later one"
+    assert not backend.worker_pool.workers[1].stopping
     assert [event.job_id for event in events if isinstance(event, JobSubmitted)] == ["a"], "it waits, and goes on from its checkpoint"
 
 

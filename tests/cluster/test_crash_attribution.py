@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.fake_workers import STARTED, FakeCrew
-from tests.cluster.test_local import group, job, machine, poll_until, submitted
-from tlora.cluster import local
+from tests.cluster.fake_workers import STARTED, local_backend
+from tests.cluster.test_local import group, job, poll_until, submitted
 from tlora.cluster.crash_attribution import FILE, MOST_DEATHS, CrashAttribution
 from tlora.cluster.local import LocalBackend
 from tlora.errors import CheckpointError
@@ -18,9 +17,8 @@ from tlora.worker_protocol import Joined, Report, Stepped
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalBackend:
-    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
-    made = LocalBackend(machine(tmp_path))
+def backend(tmp_path: Path) -> LocalBackend:
+    made = local_backend(tmp_path)
     submit_all(made, {name: job(name) for name in "ab"}, [(0.0, submitted(name)) for name in "ab"])
     made.poll(), made.poll()
     return made
@@ -35,12 +33,43 @@ def lose_worker(backend: LocalBackend, number: int, *said: Report) -> list[Event
     return poll_until(backend, GroupLost)
 
 
-def test_a_job_that_gets_further_between_deaths_does_not_fail_for_them(backend: LocalBackend) -> None:
-    """Each death in company leaves it alone for more steps; it takes one of them at a time, as the other does when it is its turn."""
+def test_a_job_that_gets_further_between_deaths_does_not_fail_for_them() -> None:
+    """Also alone; what was earned before counts no more once it does not get further."""
+    known = CrashAttribution()
     for number in range(10 * MOST_DEATHS):
-        events = lose_worker(backend, number, Stepped("a", 1 + number, 0.1), Stepped("b", 1 + number, 0.1))
-        assert not any(isinstance(event, JobFailed) for event in events), number
-    assert {"a", "b"} <= backend._reconciler.open
+        known.see_steps("a", 1 + number)
+        assert known.die(["a"], together=False) == []
+    assert [known.die(["a"], together=False) for _ in range(MOST_DEATHS - 1)][-1] == ["a"]
+
+
+def test_each_death_in_company_makes_the_time_alone_longer() -> None:
+    """A job that kills only among others, or now and then, costs ever fewer deaths."""
+    known, alone = CrashAttribution(), list[int]()
+    for _ in range(3):
+        assert known.die(["a", "b"], together=True) == []
+        until = known.of["a"].alone_until
+        assert until is not None and known.is_alone("a") and known.is_alone("b")
+        alone.append(until - known.of["a"].furthest)
+        known.see_steps("a", until - 1)
+        assert known.is_alone("a")
+        known.see_steps("a", until)
+        assert not known.is_alone("a")
+    assert alone == [4, 16, 64]
+
+
+def test_a_suspicion_is_forgotten_after_a_long_time_without_another() -> None:
+    """Ten times the steps that it costs alone. Each death is held against the job for as long as its own time alone was."""
+    known = CrashAttribution()
+    known.see_steps("a", 100)
+    known.die(["a", "b"], together=True)
+    for deaths, far, left in ((0, 104 + 39, 1), (0, 104 + 40, 0), (2, 160 + 159, 2), (0, 160 + 160 + 39, 1), (0, 160 + 160 + 40, 0)):
+        for _ in range(deaths):
+            known.die(["a"], together=True)
+        known.see_steps("a", far)
+        assert known.of["a"].suspicions == left
+    assert known.of["a"].is_clean and known.of["a"].trusted_at is None and known.of["b"].suspicions == 1
+    known.die(["a"], together=True)
+    assert known.of["a"].alone_until == 360 + 4, "one that is trusted again is alone for the least time"
 
 
 def test_a_checkpoint_that_is_ahead_of_the_last_report_is_progress(backend: LocalBackend) -> None:
@@ -57,27 +86,17 @@ def test_a_checkpoint_that_is_ahead_of_the_last_report_is_progress(backend: Loca
         assert not any(isinstance(event, JobFailed) for event in events), number
 
 
-def test_three_deaths_without_a_new_step_are_enough(backend: LocalBackend) -> None:
-    """Also after many with one: what was earned before counts no more."""
-    for number in range(3):
-        lose_worker(backend, number, Stepped("a", 1 + number, 0.1))
-    failed: list[JobFailed] = []
-    for number in range(3, 2 + MOST_DEATHS):  # the last of those before is the first
-        failed += [event for event in lose_worker(backend, number, Stepped("a", 3, 0.1)) if isinstance(event, JobFailed)]
-    assert [event.job_id for event in failed] == ["a"] and "3 workers in a row" in failed[0].reason
-
-
 def test_what_is_held_against_jobs_outlives_the_controller(backend: LocalBackend, tmp_path: Path) -> None:
     """Deaths before and after its restart count together, and a suspect is alone until it has got as far as it must."""
     lose_worker(backend, 0, Stepped("a", 9, 0.1), Stepped("b", 2, 0.1))
     lose_worker(backend, 1)
     backend.abandon()
     said: list[str] = []
-    again = LocalBackend(machine(tmp_path), said.append)
-    known = again._reconciler.crash_attribution
+    again = local_backend(tmp_path, note=said.append)
+    known = again.reconciler.crash_attribution
     assert said == [] and known.of["a"].deaths == 2 and known.is_alone("a") and known.is_alone("b")
     submit_all(again, {name: job(name) for name in "ab"}, [(0.0, submitted(name)) for name in "ab"])
-    while not again._reconciler.open >= {"a", "b"}:
+    while not again.reconciler.open >= {"a", "b"}:
         again.poll()
     events = lose_worker(again, 2)
     assert JobFailed in {type(event) for event in events}, "the third death in a row"

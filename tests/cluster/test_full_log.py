@@ -16,6 +16,7 @@ from tlora.live.cluster_run import submit_all
 from tlora.protocol import Action, Event, GroupLost, JobFailed, JobFinished, JobProfile, JobSubmitted
 
 
+@pytest.mark.slow
 def test_jobs_end_and_fail_where_the_log_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is noted: that a job failed, and that one goes on from its checkpoint."""
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))

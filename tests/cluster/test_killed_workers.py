@@ -87,7 +87,7 @@ class Killer:
             case JobFinished(name) if name in self.living:
                 self.living.remove(name)
             case StepsDone("other"):
-                self.others.add(self.backend._reconciler.workers[1].process.pid)
+                self.others.add(self.backend.reconciler.workers[1].process.pid)
             case StepsDone():
                 self.left -= 1
             case _:
@@ -103,7 +103,7 @@ class Killer:
         return StartGroup(JobGroup(name, "tiny", (gpu,), ParallelPlan(1, 256), jobs, tuple(1.0 for _ in jobs)))
 
     def kill_if_due(self) -> None:
-        reconciler = self.backend._reconciler
+        reconciler = self.backend.reconciler
         worker = reconciler.workers.get(0)
         if self.dying or not self.kinds or worker is None or not worker.jobs or self.left > 0:
             return

@@ -95,7 +95,7 @@ class Script:
                 return [StopGroup("g0"), ChangeGroup(self.group("g1", 1))]
             case StepsDone("mover", "g1") if not self.killed:
                 self.killed = True
-                os.kill(self.backend._reconciler.workers[1].process.pid, signal.SIGKILL)
+                os.kill(self.backend.reconciler.workers[1].process.pid, signal.SIGKILL)
                 return []
             case GroupLost("g1"):
                 self.members["g2"] = [name for name in self.members.pop("g1") if name not in self.ended]

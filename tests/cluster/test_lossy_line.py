@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.fake_workers import FakeProcess
-from tests.cluster.test_local import job, machine
-from tlora.cluster import local
+from tests.cluster.fake_workers import FakeProcess, local_backend
+from tests.cluster.test_local import job
 from tlora.cluster.controller import run
-from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.messages import Leave, Stop
 from tlora.engine.worker_reconciler import WorkerReconciler
@@ -225,6 +221,11 @@ class LossyCrew:
     def sender(self, far: FarWorker, near: RemoteWorker) -> Any:
         return lambda message: self.world.send(far, near, message)
 
+    @classmethod
+    def read_records(cls, directory: Path) -> dict[tuple[int, ...], Any]:
+        """What is on the disk of a real worker tells a later controller that there is one."""
+        return {far.gpus: None for far in cls.world.far.values()}
+
     def find(self, records: Any) -> None:
         """Those that live have dialled again: a connection begins with a Hello, or is none."""
         for gpu, far in self.world.far.items():
@@ -331,12 +332,12 @@ class KilledError(Exception):
     """The controller's end."""
 
 
-def controller(world: World, directory: Path) -> None:
+def controller(world: World, directory: Path, pool: type[LossyCrew]) -> None:
     """One controller's time, over the jobs that have not ended: to the end of all, or to its own."""
     world.controllers += 1
     dies_at = world.random.randint(1, 60) if world.controllers <= 2 and world.random.random() < 0.5 else 10**9
     events = 0
-    backend = LocalBackend(machine(directory, base_models={BASE: "models/base"}))
+    backend = local_backend(directory, pool, base_models={BASE: "models/base"})
     for name in NAMES:
         if not world.disk.ended[name]:
             profile = JobProfile(100.0, STEPS, 30, 1000)
@@ -357,22 +358,12 @@ def controller(world: World, directory: Path) -> None:
     except KilledError:
         backend.abandon()
         world.worker_pool = None
-        controller(world, directory)
+        controller(world, directory, pool)
 
 
-@pytest.fixture(autouse=True)
-def lossy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(local, "WorkerPool", LossyCrew)
-    yield
-    with suppress(AttributeError):
-        del LossyCrew.world
-
-
-def obey_schedule(seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    world = LossyCrew.world = World(seed)
-    # what is on the disk of a real worker tells a later controller that there is one
-    monkeypatch.setattr(local, "read_records", lambda _: dict.fromkeys(world.far))
-    controller(world, directory)
+def obey_schedule(seed: int, directory: Path) -> World:
+    world = World(seed)
+    controller(world, directory, type("Lossy", (LossyCrew,), {"world": world}))
     return world
 
 
@@ -382,12 +373,12 @@ REST = [pytest.param((first + SOME, ALL - SOME), marks=pytest.mark.soak) for fir
 
 
 @pytest.mark.parametrize("seeds", [*SEEDS, *REST], ids=str)
-def test_every_job_ends_exactly_once(seeds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_job_ends_exactly_once(seeds: tuple[int, int], tmp_path: Path) -> None:
     first, count = seeds
     kills = controllers = 0
     shapes = Counter[int]()
     for seed in range(first, first + count):
-        world = obey_schedule(seed, tmp_path / str(seed), monkeypatch)
+        world = obey_schedule(seed, tmp_path / str(seed))
         assert world.disk.ended == Counter(NAMES), f"schedule {seed}: {world.disk.ended}"
         assert not world.disk.writer or all(writer.alive for writer in world.disk.writer.values())
         kills += world.kills
@@ -397,7 +388,7 @@ def test_every_job_ends_exactly_once(seeds: tuple[int, int], tmp_path: Path, mon
     assert controllers and kills, "nothing was killed: nothing was tested"
 
 
-def test_a_schedule_of_before_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_of_before_comes_again(tmp_path: Path) -> None:
     """Else a failure could not be looked at."""
-    states = [obey_schedule(7, tmp_path / str(number), monkeypatch).random.random() for number in range(2)]
+    states = [obey_schedule(7, tmp_path / str(number)).random.random() for number in range(2)]
     assert states[0] == states[1]

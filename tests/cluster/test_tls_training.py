@@ -49,7 +49,7 @@ def test_a_worker_over_tls_that_is_killed_or_stopped(tmp_path: Path, monkeypatch
     ):
 
         def submit() -> None:
-            while not backend._worker_pool.workers:
+            while not backend.worker_pool.workers:
                 time.sleep(0.01)
             submit_all(backend, {"a": LocalJob(spec)}, [(0.0, JobSubmitted("a", "tiny", 1, JobProfile(100.0, 120, 30, 1000)))])
 
@@ -57,7 +57,7 @@ def test_a_worker_over_tls_that_is_killed_or_stopped(tmp_path: Path, monkeypatch
             told.append(item)
             log.write(seconds, item)
             if isinstance(item, StepsDone) and sum(isinstance(earlier, StepsDone) for earlier in told) == 1:
-                assert backend._worker_pool.workers[0].process.pid == process.pid
+                assert backend.worker_pool.workers[0].process.pid == process.pid
                 process.send_signal(number)
 
         threading.Thread(target=submit).start()

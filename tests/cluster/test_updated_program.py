@@ -44,10 +44,10 @@ def test_a_worker_that_was_refused_is_not_started_again_at_once(tmp_path: Path, 
     monkeypatch.setattr(worker_pool, "__version__", "0.0.0")
     machine = LocalMachine((0,), "cpu", {"tiny": "models/none"}, tmp_path / "out")
     with LocalBackend(machine) as backend:
-        worker = backend._worker_pool.start((0,), "models/none")
+        worker = backend.worker_pool.start((0,), "models/none")
         assert worker is not None
         ended = list[object]()
         while (worker, None) not in ended:
-            ended += backend._worker_pool.listen(1.0)
-        del backend._worker_pool.workers[0]
-        assert worker.doomed and backend._worker_pool.start((0,), "models/none") is None and not backend._worker_pool.workers
+            ended += backend.worker_pool.listen(1.0)
+        del backend.worker_pool.workers[0]
+        assert worker.doomed and backend.worker_pool.start((0,), "models/none") is None and not backend.worker_pool.workers

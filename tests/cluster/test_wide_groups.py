@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.fake_workers import STARTED, FakeCrew, FakeWorker
-from tests.cluster.test_local import group, job, machine, submitted
-from tlora.cluster import local
+from tests.cluster.fake_workers import STARTED, FakeWorker, local_backend
+from tests.cluster.test_local import group, job, submitted
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.local import LocalBackend
-from tlora.cluster.remote_worker import Held
-from tlora.errors import ConfigError
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import (
     ChangeGroup,
     Event,
-    GroupFound,
     GroupLost,
     GroupReady,
     JobFailed,
@@ -37,20 +33,19 @@ def wide(name: str, gpus: tuple[int, ...], *jobs: str) -> JobGroup:
 
 
 @pytest.fixture
-def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalBackend]:
+def backend(tmp_path: Path) -> Iterator[LocalBackend]:
     """Of three GPUs, with a, b and c just submitted; the first asks for two GPUs."""
-    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
-    with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as made:
+    with local_backend(tmp_path, gpus=(0, 1, 2)) as made:
         arrivals = [(0.0, submitted("a", gpus=2)), (0.0, submitted("b")), (0.0, submitted("c"))]
         submit_all(made, {name: job(name) for name in "abc"}, arrivals)
         made.poll(), made.poll()
         yield made
 
 
-def ready(backend: LocalBackend, group_id: str) -> None:
+def ready(backend: LocalBackend, group_id: str) -> list[Event]:
     for worker in STARTED:
         worker.obey()
-    assert GroupReady(group_id) in until(backend, GroupReady(group_id))
+    return until(backend, GroupReady(group_id))
 
 
 def until(backend: LocalBackend, event: Event) -> list[Event]:
@@ -63,9 +58,8 @@ def until(backend: LocalBackend, event: Event) -> list[Event]:
 def end(backend: LocalBackend, worker: FakeWorker, checkpointed: tuple[str, ...] = ()) -> None:
     """It has let its jobs go, and its process has ended."""
     worker.say(*(Left(name, 1, None) for name in checkpointed), None)
-    while backend._reconciler.workers.get(worker.gpu) is worker.remote:
-        backend._listen()
-        backend._settle()
+    while backend.reconciler.workers.get(worker.gpu) is worker.remote:
+        backend.advance()
 
 
 def test_a_wide_group_is_one_worker(backend: LocalBackend) -> None:
@@ -99,8 +93,7 @@ def test_a_change_of_gpus_is_another_worker(backend: LocalBackend, before: tuple
     old.say(Stepped("a", 4, 0.5))  # its last step before it lets go
     end(backend, old, ("a",))
     assert STARTED[1].remote.gpus == after and STARTED[1].asked == ["+a", "+b"]
-    ready(backend, "g")
-    assert not any(isinstance(event, GroupLost) for event in backend._events)
+    assert not any(isinstance(event, GroupLost) for event in ready(backend, "g"))
 
 
 def test_a_job_waits_until_its_old_worker_of_other_gpus_has_let_go(backend: LocalBackend) -> None:
@@ -113,17 +106,8 @@ def test_a_job_waits_until_its_old_worker_of_other_gpus_has_let_go(backend: Loca
     assert new.remote.gpus == (1, 2) and new.asked == [] and old.asked == ["-a"]
     old.obey()
     while not new.asked:
-        backend._listen()
-        backend._settle()
+        backend.advance()
     assert new.asked == ["+a"]
-
-
-def test_a_lost_wide_worker_is_one_lost_group(backend: LocalBackend) -> None:
-    backend.execute(StartGroup(wide("g", (0, 1), "a")))
-    ready(backend, "g")
-    STARTED[0].say(None)
-    lost = until(backend, GroupLost("g", "the worker of GPUs 0, 1 was killed by signal 9"))
-    assert sum(isinstance(event, GroupLost) for event in lost) == 1
 
 
 def test_a_job_that_kills_wide_workers_fails(backend: LocalBackend) -> None:
@@ -133,35 +117,3 @@ def test_a_job_that_kills_wide_workers_fails(backend: LocalBackend) -> None:
         STARTED[-1].say(None)
         told = until(backend, GroupLost(f"g{number}", "the worker of GPUs 0, 1 was killed by signal 9"))
     assert any(isinstance(event, JobFailed) and event.job_id == "a" for event in told)
-
-
-def test_a_job_wider_than_the_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
-    with (
-        LocalBackend(machine(tmp_path)) as backend,
-        pytest.raises(ConfigError, match="'a' asks for 3 GPUs, and there are 2 here. Ask for at most 2"),
-    ):
-        backend.submit(submitted("a", gpus=3), job("a"))
-
-
-def test_two_groups_cannot_have_one_gpu(backend: LocalBackend) -> None:
-    backend.execute(StartGroup(wide("g0", (0, 1), "a")))
-    with pytest.raises(AssertionError, match="of which g0 has"):
-        backend.execute(StartGroup(wide("g1", (1, 2), "b")))
-
-
-def test_a_group_that_was_moving_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One job had arrived on the new GPUs and the other not yet, when the controller was killed."""
-    monkeypatch.setattr(local, "WorkerPool", FakeCrew)
-    with LocalBackend(machine(tmp_path, gpus=(0, 1, 2))) as backend:
-        for gpus, held in (((0,), {"a": Held(5), "b": Held(6)}), ((1, 2), {"b": Held(7)})):
-            worker = backend._worker_pool.start(gpus, "models/base")
-            worker.found, worker.jobs, worker.loaded = wide("g", gpus, "a", "b"), held, True
-        backend._found = True
-        for name in "ab":
-            backend.submit(submitted(name), job(name), at_seconds=-1.0)
-        found = backend.poll()
-        (group_found,) = [event for event in found if isinstance(event, GroupFound)]
-        assert group_found.group.gpus == (1, 2) and group_found.group.job_ids == ("b",)
-        assert STARTED[0].asked == [] and replace(submitted("a"), submitted_at=-1.0) in found
-        assert backend._reconciler.groups["g"].gpus == (1, 2)

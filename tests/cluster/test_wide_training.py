@@ -176,7 +176,7 @@ def home(out: Path, name: str) -> int:
 
 def worker_pid(script: Script) -> int:
     assert script.backend is not None
-    return script.backend._reconciler.workers[script.gpus[0]].process.pid
+    return script.backend.reconciler.workers[script.gpus[0]].process.pid
 
 
 @pytest.mark.timeout(600)

@@ -87,7 +87,7 @@ def test_ctrl_c_is_answered_and_says_how_to_resume(base: Path, data: Path, tmp_p
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The signal goes to all processes, as that of a terminal does."""
-    rows, cache = 4000, tmp_path / "cache"
+    rows, cache = 1500, tmp_path / "cache"
     talk = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "green"}]
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * rows)
     (tmp_path / "slow.jinja").write_text(CHATML + "{% for a in range(8000) %}{% endfor %}")

@@ -66,6 +66,7 @@ def test_adapters_are_those_over_a_resident_base(
     assert "streamed" not in json.loads((tmp_path / "resident" / "run.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bytes_streamed_or_not(deep: Path, orders: list[dict[str, Any]], tmp_path: Path) -> None:
     train(deep, tmp_path / "whole", orders, deterministic=True)
     for first, then in (("streamed", "streamed"), ("streamed", "auto"), ("auto", "streamed")):

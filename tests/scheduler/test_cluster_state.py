@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tests.scheduler.invariants import check
-from tests.scheduler.mirror import made_cost, made_spec, made_state
+from tests.scheduler.mirror import made_spec, made_state
 from tlora.protocol import JobGroup, ParallelPlan, StepsDone
 from tlora.scheduler.state import ClusterState
 
@@ -60,12 +59,6 @@ def test_need_is_what_the_bound_asks_for() -> None:
     state.submit(made_spec("b", max_slowdown=math.inf))
     assert state.jobs["b"].need == 0 < state.jobs["b"].weight
     assert [job.number for job in state.jobs.values()] == [0, 1]
-
-
-def test_alone_a_job_is_counted_on_as_many_nodes_as_it_would_get() -> None:
-    state = made_state(2, 2)
-    state.submit(made_spec("a", 4, tokens=4000.0))
-    assert state.jobs["a"].alone_step_seconds == pytest.approx(0.5 + 0.2 + 1.0)
 
 
 def test_progress_is_predicted_between_reports() -> None:
@@ -209,23 +202,3 @@ def test_the_check_finds_what_is_wrong(how: str) -> None:
     broken(state, how)
     with pytest.raises((AssertionError, KeyError), match=HOW[how]):
         check(state)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda state: place(state, "g1", (0,), "b"),  # a GPU of g0's
-        lambda state: place(state, "g1", (1,), "a"),  # a job of g0's
-    ],
-)
-def test_what_is_taken_cannot_be_placed(wrong: Callable[[ClusterState], None]) -> None:
-    state = made_state(2)
-    place(state, "g0", (0,), "a")
-    with pytest.raises(AssertionError):
-        wrong(state)
-
-
-def test_an_empty_cluster_is_sound() -> None:
-    state = ClusterState(made_cost())
-    check(state)
-    assert state.node_size == 0 and state.lose_gpus((1,)) == []

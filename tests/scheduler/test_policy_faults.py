@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -120,17 +119,3 @@ def test_what_cannot_be_changes_nothing(wanted: list[JobGroup]) -> None:
     assert scheduler.state.groups == before.groups and scheduler.state.jobs == before.jobs
     assert scheduler.state.group_on == before.group_on and scheduler.state.pending == before.pending
     assert scheduler.handle(GpusLost((0,)), 3.0), "it goes on"
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_our_policies_want_what_can_be(name: str) -> None:
-    """With a check of each decision in between: it raises where there is nobody to tell."""
-    rng = random.Random(name)
-    scheduler = Scheduler(POLICIES[name](), made_cost())
-    scheduler.handle(NodeAdded("n0", tuple(range(8))), 0.0)
-    scheduler.handle(NodeAdded("n1", tuple(range(8, 12))), 0.0)
-    for moment in range(80):
-        known = sorted(scheduler.state.jobs)
-        events = [job(f"j{moment}", rng.choice([1, 1, 2, 4, 8])), Tick()]
-        events += [rng.choice([JobFinished, JobCancelled, JobHeld, JobReleased])(rng.choice(known))] if known else []
-        scheduler.handle(rng.choice(events), 60.0 * moment)

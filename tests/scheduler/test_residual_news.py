@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_scheduler, made_settings, made_spec, started, tell
+from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_settings, made_spec, started, tell
 from tests.scheduler.timeline import made_timeline
 from tlora.protocol import (
     Action,
     Event,
-    GpusLost,
     GroupLost,
     GroupReady,
     JobCancelled,
@@ -54,11 +53,6 @@ def test_what_is_told_of_a_job_or_group_twice_is_told_once(late: int, moves: lis
     assert whole_story(moves, (*ENDS, GroupLost), late) == whole_story(moves, ())
 
 
-@given(moves=MOVES)
-def test_a_report_that_comes_twice_at_once_is_one(moves: list[Move]) -> None:
-    assert whole_story(moves, (StepsDone, GroupReady)) == whole_story(moves, ())
-
-
 def test_a_job_that_ends_while_it_waits_never_starts() -> None:
     for ended in (JobFinished("b"), JobCancelled("b"), JobFailed("b", "out of luck")):
         timeline = made_timeline(1)
@@ -72,46 +66,6 @@ def test_news_of_a_job_before_it_is_submitted_is_lost_and_the_job_runs() -> None
     timeline = made_timeline(1)
     assert timeline.tell(JobFinished("a"), StepsDone("a", "g0", 10.0, 1.0), GroupReady("g0"), GroupLost("g0", "?")) == []
     assert started(timeline.tell(made_spec("a"))) == ["a"] and timeline.job("a").steps_done == 0.0
-
-
-def test_a_job_that_has_ended_does_not_come_back_with_an_order_that_is_late() -> None:
-    timeline = made_timeline(1)
-    timeline.tell(made_spec("a"), JobCancelled("a"))
-    assert timeline.tell(made_spec("a")) == [] and not timeline.scheduler.state.jobs
-
-
-def test_a_report_of_the_group_that_a_job_has_left_says_nothing() -> None:
-    timeline = made_timeline(1, 1)
-    timeline.tell(made_spec("a", steps=LONG))
-    timeline.tell(GpusLost(timeline.gpus_of("a")))
-    group = timeline.group_of("a")
-    assert group is not None and group.group_id == "g1"
-    timeline.tell(StepsDone("a", "g0", 5000.0, 1.0))
-    assert timeline.job("a").steps_done == 0.0
-    timeline.tell(StepsDone("a", "g1", 5000.0, 1.0))
-    assert timeline.job("a").steps_done == 5000.0
-
-
-def test_news_of_a_group_that_has_ended_ends_no_other() -> None:
-    timeline = made_timeline(1)
-    timeline.tell(made_spec("a"), JobFinished("a"), made_spec("b"))
-    before = dict(timeline.mirror.groups)
-    assert timeline.tell(GroupLost("g0", "late"), GroupReady("g0"), JobFinished("a")) == [] and timeline.mirror.groups == before
-
-
-def test_gpus_that_are_lost_before_they_were_there_come_later_all_the_same() -> None:
-    scheduler = made_scheduler(residual_capacity(made_settings()), 1)
-    assert scheduler.handle(GpusLost((1, 2)), 0.0) == []
-    scheduler.handle(NodeAdded("n1", (1, 2), "r0"), 1.0)
-    assert started(scheduler.handle(made_spec("a", 2), 2.0)) == ["a"]
-
-
-def test_a_loss_that_is_told_twice_stops_nobody_who_has_moved() -> None:
-    timeline = made_timeline(1, 1)
-    timeline.tell(made_spec("a", steps=LONG))
-    lost = timeline.gpus_of("a")
-    timeline.tell(GpusLost(lost))
-    assert timeline.tell(GpusLost(lost)) == [] and timeline.gpus_of("a")
 
 
 def test_what_comes_with_an_earlier_time_happens_now() -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scheduler.mirror import MOVES, Mirror, Move, made_scheduler, made_settings, made_spec, started, steps_through, tell
+from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_settings, made_spec, started, steps_through
 from tests.scheduler.timeline import Timeline, made_timeline, rejected, slowdowns
-from tlora.protocol import ChangeGroup, GpusLost, GroupLost, JobFinished, JobSubmitted, NodeAdded, StartGroup, StopGroup, Tick
+from tlora.protocol import ChangeGroup, GpusLost, JobFinished, JobSubmitted, NodeAdded, StartGroup, StopGroup, Tick
 from tlora.scheduler.draft import has_room
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.settings import Settings
@@ -41,14 +41,6 @@ def test_of_nodes_with_room_the_fullest() -> None:
     assert nodes_of(timeline, "another") == nodes_of(timeline, "last") == nodes_of(timeline, "two")
     timeline.tell(made_job("four", 4))
     assert len(timeline.gpus_of("four")) == 4 and len(nodes_of(timeline, "four")) == 1
-
-
-def test_a_job_within_a_nodes_size_is_not_spread_over_two() -> None:
-    timeline = made_timeline(4, 4, settings=made_settings(preemption=False))
-    timeline.tell(made_job("a", 3), made_job("b", 3))
-    assert timeline.tell(made_job("c", 2)) == [] and timeline.scheduler.state.num_free == 2
-    timeline.tell(JobFinished("a"))
-    assert len(nodes_of(timeline, "c")) == 1
 
 
 @pytest.mark.parametrize("settings", [made_settings(), made_settings(elastic=False, preemption=False)], ids=["usual", "rigid"])
@@ -107,30 +99,6 @@ def test_company_is_sought_in_groups_of_its_own_base_alone() -> None:
 
 
 # -- who is refused ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("busy", [True, False])
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ({"base_model": "nowhere"}, "not served here"),
-        ({"gpus": 9}, "9 GPUs and the cluster has 8"),
-        ({"gpus": 0}, "must be positive"),
-        ({"max_slowdown": 0.5}, "a slowdown at least 1"),
-        ({"longest": 20_000}, "Cut its samples"),
-        ({"parameters": 4 * 10**9}, "Cut its samples or its rank"),
-    ],
-)
-def test_who_can_never_run_is_refused_at_once_and_once_with_the_reason(wrong: dict[str, object], reason: str, busy: bool) -> None:
-    timeline = made_timeline(4, 4)
-    if busy:
-        timeline.tell(made_job("a", 8), made_job("waits", 8))
-    before = dict(timeline.scheduler.state.groups)
-    spec = made_spec("never", **wrong)  # type: ignore[arg-type]
-    assert list(rejected(timeline.tell(spec))) == ["never"]
-    assert reason in rejected([action for _, action in timeline.actions])["never"]
-    assert timeline.tell(spec) == [] and timeline.tell(JobFinished("never")) == []
-    assert "never" not in timeline.scheduler.state.jobs and timeline.scheduler.state.groups == before
 
 
 @given(
@@ -212,22 +180,6 @@ def test_gpus_that_are_lost_again_and_again_keep_nobody_from_its_end() -> None:
     assert len(timeline.ended_at) == 12
 
 
-def test_a_wide_job_is_not_refused_while_gpus_are_lost_and_starts_when_they_return() -> None:
-    timeline = made_timeline(4, 4)
-    timeline.tell(GpusLost((4, 5)))
-    assert timeline.tell(made_job("wide", 8)) == []
-    (start,) = timeline.tell(NodeAdded("n1", (4, 5, 6, 7), "r0"))
-    assert isinstance(start, StartGroup) and len(start.group.gpus) == 8
-
-
-def test_a_group_that_is_lost_for_another_reason_starts_again_on_its_gpus() -> None:
-    timeline = made_timeline(2)
-    timeline.tell(made_job("a", 2))
-    (start,) = timeline.tell(GroupLost("g0", "out of luck"))
-    assert isinstance(start, StartGroup) and start.group.group_id == "g1" and start.group.gpus == (0, 1)
-    assert timeline.tell(GroupLost("g0", "out of luck")) == []
-
-
 def test_a_second_node_relieves_those_who_share() -> None:
     """Of four on a GPU some go to the GPUs of a node that is added, once the group has rested."""
     timeline = made_timeline(1)
@@ -240,12 +192,3 @@ def test_a_second_node_relieves_those_who_share() -> None:
     after = slowdowns(timeline.scheduler)
     assert len(before) == len(after) == 4 and all(after[name] < 0.7 * before[name] for name in before)
     assert any(isinstance(action, ChangeGroup) for _, action in timeline.actions)
-
-
-def test_mirror_and_scheduler_agree_when_a_node_comes_twice_and_grows() -> None:
-    scheduler, mirror = made_scheduler(residual_capacity(made_settings())), Mirror()
-    tell(scheduler, mirror, NodeAdded("n0", (0, 1)), 0.0)
-    tell(scheduler, mirror, made_job("a", 2), 0.0)
-    assert tell(scheduler, mirror, NodeAdded("n0", (0, 1)), 1.0) == []
-    tell(scheduler, mirror, NodeAdded("n0", (0, 1, 2, 3)), 2.0)
-    assert started(tell(scheduler, mirror, made_job("b", 2), 3.0)) == ["b"]

@@ -191,7 +191,9 @@ def crowded(wide: int, hours: float) -> Timeline:
     return timeline
 
 
-@pytest.mark.parametrize("wide", [16, *(pytest.param(wide, marks=pytest.mark.soak) for wide in (1, 4, 12))])
+@pytest.mark.parametrize(
+    "wide", [pytest.param(16, marks=pytest.mark.slow), *(pytest.param(wide, marks=pytest.mark.soak) for wide in (1, 4, 12))]
+)
 def test_the_first_who_starves_starts_within_a_rest_at_whatever_width_and_the_next_after_it(wide: int) -> None:
     length = 5000 * (1.5 if wide == 1 else 1.55 if wide == 4 else 1.7)
     due = USUAL.starvation_factor * length

@@ -87,7 +87,7 @@ def test_nobody_is_stopped_for_more_gpus_than_a_job_asks_for() -> None:
     assert len(timeline.gpus_of("wide")) == 8 and sum(bool(timeline.gpus_of(f"j{index}")) for index in range(4)) == 2
 
 
-@pytest.mark.parametrize("waiting", [pytest.param(10, marks=pytest.mark.slow), 300])
+@pytest.mark.parametrize("waiting", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_decision_looks_at_a_bounded_number_of_nodes(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[list[int]] = []
     plain, made = Decision.may_look_at, Decision.__init__

@@ -55,6 +55,7 @@ def test_its_jobs_are_replayed_as_they_came(tmp_path: Path, monkeypatch: pytest.
     assert found["jobs"] == len(jobs) and len(found["rows"]) == 2
 
 
+@pytest.mark.slow
 def test_its_size_is_bounded(tmp_path: Path) -> None:
     place = tmp_path / "server"
     with serving(place, log_file_bytes=1 << 16) as served:

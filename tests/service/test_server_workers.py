@@ -20,6 +20,7 @@ from tlora.service.config import ServerConfig, read_config
 from tlora.service.server import local_hall
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_worker_comes_to_a_server_over_tls(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

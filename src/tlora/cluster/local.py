@@ -25,7 +25,6 @@ from tlora.cluster.listeners import TlsListener
 from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import Limits, WorkerPool
-from tlora.cluster.worker_process import read_records
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
 from tlora.protocol import (
@@ -91,16 +90,22 @@ class LocalBackend:
     those of their jobs that are submitted before the first `poll`. Then its clock goes on from theirs.
     """
 
-    def __init__(self, machine: LocalMachine, note: Callable[[str], None] = lambda _: None, listener: TlsListener | None = None) -> None:
+    def __init__(
+        self,
+        machine: LocalMachine,
+        note: Callable[[str], None] = lambda _: None,
+        listener: TlsListener | None = None,
+        pool: type[WorkerPool] = WorkerPool,
+    ) -> None:
         """`note` gets a line for each refused connection and lost worker. `listener`, of the same store, lets workers in over TCP
-        too, and is closed with this. Raises ConfigError, CheckpointError.
+        too, and is closed with this. `pool` starts and finds the workers. Raises ConfigError, CheckpointError.
         """
         self._machine = machine
         self._workers = workers = machine.output_dir / "workers"
         for directory in (machine.output_dir / "jobs", workers):
             durable.make_directory(directory)
         self._lock_file: int | None = lock_store(machine.output_dir)
-        records = read_records(workers)
+        records = pool.read_records(workers)
         epoch_started = begin_epoch(workers, continues=bool(records))
         self._start_unix = epoch_started.started_unix_seconds
         self._began = max(0.0, time.time() - self._start_unix) if records else 0.0
@@ -109,11 +114,11 @@ class LocalBackend:
         self._events: list[Event] = [NodeAdded("local", machine.gpus)]
         if told := [(gpu, room) for gpu, room in zip(machine.gpus, machine.memory_bytes, strict=False) if room]:
             self._events.append(MemoryFound(tuple(gpu for gpu, _ in told), tuple(room for _, room in told)))
-        self._worker_pool = WorkerPool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
+        self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if listener is not None:
-            self._worker_pool.listen_on(listener)
-        self._reconciler = Reconciler(machine.base_models, self._start_worker, self._worker_pool.workers, epoch_started.epoch)
-        self._reconciler.crash_attribution.recall(workers, note)
+            self.worker_pool.listen_on(listener)
+        self.reconciler = Reconciler(machine.base_models, self._start_worker, self.worker_pool.workers, epoch_started.epoch)
+        self.reconciler.crash_attribution.recall(workers, note)
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
@@ -122,7 +127,7 @@ class LocalBackend:
         self._ended: set[str] = set()  # jobs that may be forgotten
         self._expected: queue.SimpleQueue[str] = queue.SimpleQueue()  # bases
         self._sealed = self._stopped = False
-        self._worker_pool.find(records)
+        self.worker_pool.find(records)
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -133,13 +138,13 @@ class LocalBackend:
     def close(self) -> None:
         """Let all workers checkpoint their jobs and exit; after 25 seconds they are killed."""
         if self._lock_file is not None:
-            self._worker_pool.close(STOP_SECONDS)
+            self.worker_pool.close(STOP_SECONDS)
             self._free_store()
 
     def abandon(self) -> None:
         """Leave as after a kill: all workers train on for their lease, and the next back end on this store finds them."""
         if self._lock_file is not None:
-            self._worker_pool.abandon()
+            self.worker_pool.abandon()
             self._free_store()
 
     def _free_store(self) -> None:
@@ -150,7 +155,7 @@ class LocalBackend:
     @property
     def address(self) -> str:
         """Where workers dial: `tlora worker --connect`."""
-        return self._worker_pool.address
+        return self.worker_pool.address
 
     @property
     def began_at_seconds(self) -> float:
@@ -160,12 +165,12 @@ class LocalBackend:
     def stop(self) -> None:
         """Make `poll` end, with all jobs checkpointed and all workers ended. A signal handler may call it."""
         self._stopped = True
-        self._worker_pool.wake()
+        self.worker_pool.wake()
 
     @property
     def unfinished(self) -> int:
         """Jobs that have been submitted, or will be, and have not ended."""
-        return len(self._reconciler.open) + sum(isinstance(asked, JobSubmitted) for _, _, asked in self._asked)
+        return len(self.reconciler.open) + sum(isinstance(asked, JobSubmitted) for _, _, asked in self._asked)
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
@@ -179,7 +184,7 @@ class LocalBackend:
         elif at_seconds < self._began:
             spec = replace(spec, submitted_at=at_seconds)
         with self._asking:
-            known = self._reconciler.jobs
+            known = self.reconciler.jobs
             twin = next((name for name in known if name.casefold() == spec.job_id.casefold()), None)
             if twin is not None:
                 raise ConfigError(
@@ -207,17 +212,17 @@ class LocalBackend:
             if job_id in self._ended:
                 self._ended.discard(job_id)
                 del self._arrives[job_id]
-                self._reconciler.forget_job(job_id)
+                self.reconciler.forget_job(job_id)
 
     def expect(self, base_model: str) -> None:
         """Jobs over that base will be submitted: if no worker has it, start one on a free GPU that loads it."""
         self._expected.put(base_model)
-        self._worker_pool.wake()
+        self.worker_pool.wake()
 
     def seal(self) -> None:
         """No more jobs will be submitted: `poll` ends when all have ended. Until then it waits for more."""
         self._sealed = True
-        self._worker_pool.wake()
+        self.worker_pool.wake()
 
     def _ask_of(self, request: Request, at_seconds: float) -> None:
         with self._asking:
@@ -229,7 +234,7 @@ class LocalBackend:
         if self._sealed and isinstance(request, JobSubmitted):
             raise ConfigError(f"job {request.job_id!r} comes after the back end was sealed. Submit all jobs before")
         heapq.heappush(self._asked, (at_seconds, next(self._serial), request))
-        self._worker_pool.wake()
+        self.worker_pool.wake()
 
     def _check(self, spec: JobSubmitted, job: LocalJob) -> None:
         name, bases, there = spec.job_id, self._machine.base_models, len(self._machine.gpus)
@@ -256,28 +261,34 @@ class LocalBackend:
             self._found = False
             self._adopt()
         while self._stopped or not self._events:
-            if self._stopped or (self._sealed and not self._asked and not self._reconciler.open):
+            if self._stopped or (self._sealed and not self._asked and not self.reconciler.open):
                 self.close()
                 return []
-            self._worker_pool.acknowledge()  # the caller has got everything
-            self._listen()
-            self._pass_time()
-            self._settle()
+            self.worker_pool.acknowledge()  # the caller has got everything
+            self.advance()
         found, self._events = self._events, []
-        self._reconciler.crash_attribution.keep(self._workers)
+        self.reconciler.crash_attribution.keep(self._workers)
         return found
+
+    def advance(self) -> None:
+        """Wait for a report, a user's request or the next tick; take in all that has arrived, and tell workers what follows. What the
+        scheduler must know of it comes with the next `poll`.
+        """
+        self._listen()
+        self._pass_time()
+        self._settle()
 
     def execute(self, action: Action) -> None:
         match action:
             case StartGroup(group):
                 self._want(group)
             case ChangeGroup(group):
-                if group.group_id in self._reconciler.groups:  # else it was lost, which the scheduler is about to hear
+                if group.group_id in self.reconciler.groups:  # else it was lost, which the scheduler is about to hear
                     self._want(group)
             case StopGroup(group_id):
-                self._reconciler.forget(group_id)
+                self.reconciler.forget(group_id)
             case RejectJob(job_id):
-                self._reconciler.open.discard(job_id)
+                self.reconciler.open.discard(job_id)
                 self._ended.add(job_id)
         self._settle()
 
@@ -285,7 +296,7 @@ class LocalBackend:
         assert set(group.gpus) <= set(self._machine.gpus) and group.gpus, (
             f"{group.group_id} is to run on {group.gpus}; there are {self._machine.gpus}"
         )
-        self._reconciler.want(group)
+        self.reconciler.want(group)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -293,18 +304,18 @@ class LocalBackend:
         """Wait for a report, a user's request or the next tick; then take in all that has arrived."""
         with self._asking:
             due = min(self._next_tick, self._asked[0][0] if self._asked else math.inf)
-        for worker, report in self._worker_pool.listen(max(0.0, due - self.now())):
+        for worker, report in self.worker_pool.listen(max(0.0, due - self.now())):
             if report is None:
                 given_up = f"{worker.given_up}; " if worker.given_up else ""
-                self._reconciler.lose(worker, f"{given_up}the worker of {worker.called} {worker.process.how_it_ended()}")
+                self.reconciler.lose(worker, f"{given_up}the worker of {worker.called} {worker.process.how_it_ended()}")
             else:
-                self._reconciler.hear(worker, report)
+                self.reconciler.hear(worker, report)
 
     def _adopt(self) -> None:
         """The groups of workers that were found go on with those of their jobs that are submitted by now; workers with other options than
         this machine's end.
         """
-        for worker in self._worker_pool.workers.values():
+        for worker in self.worker_pool.workers.values():
             found = worker.found
             known = found is not None and found.base_model in self._machine.base_models
             if found is None or not known or worker.load != self._load(self._machine.base_models[found.base_model]):
@@ -318,7 +329,7 @@ class LocalBackend:
                 weights = dict(zip(found.job_ids, found.weights, strict=True))
                 names = tuple(job.job_id for job in jobs)
                 group = replace(found, gpus=worker.gpus, job_ids=names, weights=tuple(weights[name] for name in names))
-                self._reconciler.adopt(group)
+                self.reconciler.adopt(group)
                 self._events.append(GroupFound(group, jobs, tuple(worker.jobs[name].steps for name in names)))
         self._events.append(Tick())
         self._pass_time()  # before the first `listen`: a worker may report the end of a job that left its group
@@ -326,12 +337,12 @@ class LocalBackend:
 
     def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:
         """A group that was moving to other GPUs, or belongs to two controllers, is found twice: it continues where its jobs went last."""
-        places = [other for other in self._worker_pool.workers.values() if other.found is not None and other.found.group_id == group_id]
+        places = [other for other in self.worker_pool.workers.values() if other.found is not None and other.found.group_id == group_id]
         return max(places, key=lambda other: max((held.attempt for held in other.jobs.values()), default=0)) is not worker
 
     def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:
         """A job that was being handed over may be in the groups of two workers: it continues where its attempt is the later one."""
-        places = {other.gpu: other.jobs[job_id].attempt for other in self._worker_pool.workers.values() if job_id in other.jobs}
+        places = {other.gpu: other.jobs[job_id].attempt for other in self.worker_pool.workers.values() if job_id in other.jobs}
         return job_id in worker.jobs and places[worker.gpu] == max(places.values())
 
     def _arrived_early(self, names: Iterable[str]) -> tuple[JobSubmitted, ...]:
@@ -342,17 +353,17 @@ class LocalBackend:
             self._asked = [asked for asked in self._asked if asked not in taken]
             heapq.heapify(self._asked)
             for asked in taken:
-                self._reconciler.arrive(asked[2].job_id, again=True)
+                self.reconciler.arrive(asked[2].job_id, again=True)
         return tuple(asked[2] for asked in sorted(taken, key=lambda asked: asked[:2]) if isinstance(asked[2], JobSubmitted))
 
     def _pass_time(self) -> None:
-        now, living = self.now(), self._reconciler.open
+        now, living = self.now(), self.reconciler.open
         self._collect()
         with self._asking:
             while self._asked and self._asked[0][0] <= now:
                 event = heapq.heappop(self._asked)[2]
                 if isinstance(event, JobSubmitted):
-                    self._reconciler.arrive(event.job_id, again=event.submitted_at is not None)
+                    self.reconciler.arrive(event.job_id, again=event.submitted_at is not None)
                 elif event.job_id not in living:  # it has ended meanwhile
                     continue
                 elif isinstance(event, JobCancelled):
@@ -364,15 +375,15 @@ class LocalBackend:
             self._next_tick = now + self._machine.tick_seconds
 
     def _settle(self) -> None:
-        self._reconciler.step()
+        self.reconciler.step()
         while not self._expected.empty():
-            self._reconciler.expect(self._expected.get(), self._machine.gpus)
+            self.reconciler.expect(self._expected.get(), self._machine.gpus)
         self._collect()
 
     def _collect(self) -> None:
-        self._ended.update(event.job_id for event in self._reconciler.events if isinstance(event, JobFinished | JobFailed))
-        self._events += self._reconciler.events
-        self._reconciler.events.clear()
+        self._ended.update(event.job_id for event in self.reconciler.events if isinstance(event, JobFinished | JobFailed))
+        self._events += self.reconciler.events
+        self.reconciler.events.clear()
 
     def _load(self, base_model: str) -> Load:
         machine = self._machine
@@ -393,8 +404,8 @@ class LocalBackend:
         )
 
     def _start_worker(self, gpus: tuple[int, ...], base_model: str) -> None:
-        worker = self._worker_pool.workers.get(gpus[0])
+        worker = self.worker_pool.workers.get(gpus[0])
         if worker is None:
-            self._worker_pool.start(gpus, base_model)
+            self.worker_pool.start(gpus, base_model)
         else:
             worker.give(self._load(base_model))

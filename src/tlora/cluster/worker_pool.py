@@ -57,6 +57,8 @@ class _Ended:
 class WorkerPool:
     """`workers` by the first of their GPUs. Putting None into `inbox` wakes the thread in `listen`."""
 
+    read_records = staticmethod(read_records)
+
     def __init__(
         self,
         directory: Path,
