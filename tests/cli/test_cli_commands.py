@@ -97,17 +97,6 @@ def test_help_loads_no_model_library():
     assert all(command in done.stdout for command in ("check", "train", "generate", "report", "tune"))
 
 
-@pytest.mark.usefixtures("forked_children")
-@pytest.mark.slow
-def test_commands_load_no_plots_before_they_write_a_page(tmp_path: Path):
-    """A forked command begins with the modules of all commands (`tests/forked.py`)."""
-    probe = "import sys\nprint(*sorted({'plotly', 'tlora.cli.result_view', 'tlora.engine.train'} & set(sys.modules)), file=sys.stderr)"
-    (tmp_path / "sitecustomize.py").write_text(probe)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-m", "tlora", "--version"], capture_output=True, text=True, check=True, env=environment)
-    assert done.stderr.split() == ["tlora.cli.result_view", "tlora.engine.train"]
-
-
 def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Path):
     code = (
         "import sys\nfrom tlora.cli import main\nsys.argv = ['tlora', 'train', 'nowhere.yaml']\n"
@@ -117,13 +106,6 @@ def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("error: nowhere.yaml: no such file")
-
-
-def test_python_m_tlora():
-    done = subprocess.run([sys.executable, "-m", "tlora", "train", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    options = ("--output-dir", "--resume", "--overwrite", "--device", "--set", "--quiet", "--debug")
-    assert all(option in done.stdout for option in options)
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["-h"], ["train", "-h"], ["--show-completion"]], ids=" ".join)
@@ -194,14 +176,6 @@ def test_train_hands_its_options_on_and_ends_with_0(jobs_file: Path, use: Callab
     assert "out/sql" in out and "report: out/report.html" in out and "\x1b" not in out
 
 
-def test_the_defaults_of_train(jobs_file: Path, use: Callable[..., None]):
-    engine = FakeEngine(DONE)
-    use("tlora.engine.train", train=engine.train)
-    call("train", jobs_file, "--overwrite")
-    assert engine.run and engine.run.output_dir == "out"
-    assert engine.options == {"resume": False, "overwrite": True, "device": None, "gpus": None}
-
-
 def test_quiet_prints_the_results_only(jobs_file: Path, use: Callable[..., None]):
     use("tlora.engine.train", train=FakeEngine(DONE).train)
     code, out, _ = call("train", jobs_file, "--quiet")
@@ -239,12 +213,6 @@ def test_debug_shows_the_traceback_of_an_error(jobs_file: Path, use: Callable[..
     use("tlora.engine.train", train=FakeEngine({}, error=DataError("x")).train)
     with pytest.raises(DataError):
         call("train", jobs_file, "--debug")
-
-
-def test_a_bug_keeps_its_traceback(jobs_file: Path, use: Callable[..., None]):
-    use("tlora.engine.train", train=FakeEngine({}, error=ZeroDivisionError("bug")).train)
-    with pytest.raises(ZeroDivisionError):
-        call("train", jobs_file)
 
 
 def test_ctrl_c_outside_training_is_130(jobs_file: Path, use: Callable[..., None]):
@@ -496,10 +464,3 @@ def test_a_terminal_gets_a_table_that_is_redrawn(jobs_file: Path):
     seen = b"".join(chunks).decode()
     assert "\x1b[1A" in seen and "\x1b[2K" in seen, "lines are taken back"
     assert all(text in seen for text in ("1/3", "3/3", "1,234", "50%", "0:09", "padding 1.0%", "a note", "out/JOB"))
-
-
-def test_the_fake_results_are_what_the_engine_returns():
-    from tlora.engine.train import Results as Real
-
-    assert issubclass(Real, dict) and Real.signal_number is None and Real.report is None
-    assert json.dumps(sorted(vars(DONE["sql"]))) == json.dumps(sorted(JobResult.__dataclass_fields__))

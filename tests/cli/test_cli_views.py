@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, clock_text, progress_view
-from tlora.cli.result_view import best_first, exit_code, print_results, resume_line
-from tlora.cli.terminal import bytes_text, open_console, path_text, printable, shows_live
+from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, progress_view
+from tlora.cli.result_view import exit_code, print_results, resume_line
+from tlora.cli.terminal import open_console, path_text, printable, shows_live
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.store.job_result import JobResult
 
@@ -43,11 +43,6 @@ def test_the_table_has_a_row_per_job_and_a_total():
     assert lines[3].startswith("x" * 10) and "…" in lines[3]
     assert lines[4].split() == ["3", "jobs", "17%", "4,936"], "no ETA for the run while a queued job has none"
     assert lines[5] == "61.0 s  padding 1.2%"
-
-
-def test_the_runs_eta_is_its_last_jobs():
-    lines = drawn(RunProgress(1.0, (job("a", eta_seconds=5.0), job("b", eta_seconds=7.0), job("c", "done"))))
-    assert lines[4].split()[-1] == "0:07"
 
 
 @pytest.mark.parametrize("width", [80, 100, 130])
@@ -125,15 +120,6 @@ def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():
     ]
 
 
-def test_plain_stages_do_not_flood():
-    clock, console = Clock(), Console(file=io.StringIO(), width=200, markup=False)
-    view = PlainView(console, clock)
-    for tick in range(100):
-        clock.now += 0.25
-        view.progress(RunProgress(0.0, (), stage=f"tokenizing {tick}"))
-    assert len(console.file.getvalue().splitlines()) == 3  # type: ignore[attr-defined]
-
-
 def result(name: str, status: Any = "done", **fields: Any) -> JobResult:
     return JobResult(name, status, **fields)
 
@@ -201,11 +187,6 @@ def test_losses_that_do_not_rank_a_sweep_are_called_that(tmp_path: Path):
     assert "not comparable" not in printed([jobs[0], replace(jobs[1], path="")])
 
 
-def test_a_sweep_without_evaluation_is_ordered_by_train_loss():
-    jobs = [result("a", train_loss=2.0), result("b", train_loss=1.0), result("c")]
-    assert [item.name for item in best_first(jobs)] == ["b", "a", "c"]
-
-
 @pytest.mark.parametrize(
     ("statuses", "number", "code"),
     [(["done", "done"], None, 0), (["done", "failed"], None, 1), (["stopped"], None, 1), (["stopped"], 2, 130), (["failed"], 15, 143)],
@@ -243,18 +224,6 @@ def test_an_interruption_tells_what_was_saved(tmp_path: Path):
 def test_text_from_outside_cannot_steer_a_terminal():
     assert printable("a\x1b[31mb\rc\x07d\u202ee\x9bf\ud800") == "a\ufffd[31mb\ufffdc\ufffdd\ufffde\ufffdf\ufffd"
     assert printable("tab\tline\nümläut 你好 👩\u200d👩") == "tab\tline\nümläut 你好 👩\u200d👩"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 << 20, "3 MiB"), (3 << 40, "3 TiB")]
-)
-def test_bytes_in_words(count: int, text: str):
-    assert bytes_text(count) == text
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(6.6, "0:07"), (139, "2:19"), (3739, "1:02:19"), (3 * 86400 + 4 * 3600, "3 d 4 h")])
-def test_durations_as_a_clock(seconds: float, text: str):
-    assert clock_text(seconds) == text
 
 
 def test_paths_are_as_short_as_they_can_be(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,7 @@ from tests.sim.small_traces import write_trace
 from tlora.scheduler.policies import POLICIES
 
 
+@pytest.mark.slow
 def test_results_that_find_no_room_leave_the_old_ones(tmp_path: Path) -> None:
     write_trace(tmp_path)
     (tmp_path / "metrics.csv").write_text("old")

@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.test_worker_pool import HELLO, Station
 from tlora.cluster import listeners
 from tlora.cluster.credentials import CERTIFICATE, TOKENS, WorkerTokens
-from tlora.cluster.listeners import Admit, Peer, TlsListener
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.worker_process import write_record
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_place
@@ -207,12 +207,6 @@ def test_more_strangers_than_there_is_room_for_are_shut_out(tmp_path: Path, monk
     station.close()
 
 
-def test_a_worker_with_another_fingerprint_says_nothing(station: TcpStation) -> None:
-    with pytest.raises(ConfigError, match="Nothing was sent"):
-        dial(Endpoint(station.listener.address, "sha256:" + "0" * 64, station.secret), 0)
-    assert "without a token; a worker that was given another fingerprint" in station.note() and station.is_empty()
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -323,12 +317,6 @@ def test_trouble_of_the_controllers_own_refuses_nobody(station: TcpStation, monk
     line.close()
 
 
-def test_an_answer_out_of_turn_is_no_admission(station: TcpStation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "AuthRequest", lambda _: AuthOk())
-    with pytest.raises(ConnectionError, match="out of turn"):
-        station.dial()
-
-
 def test_a_port_that_cannot_be_had_is_one_error(station: TcpStation, tmp_path: Path) -> None:
     host, port = tcp_place(station.listener.address)
     with pytest.raises(ConfigError, match=f"tcp://127.0.0.1:{port}: cannot listen there for workers: Address already in use"):
@@ -348,24 +336,3 @@ def test_the_next_controller_has_the_same_port_and_certificate_and_clears_up(tmp
     (tmp_path / CERTIFICATE).unlink()
     with TlsListener(tmp_path, place) as third:
         assert third.fingerprint != fingerprint
-
-
-def test_a_door_that_fails_for_a_while_is_not_given_up(station: TcpStation) -> None:
-    class Flaky:
-        address, calls, is_closed = "flaky", 0, False
-
-        def accept(self) -> tuple[socket.socket, Admit]:
-            self.calls += 1
-            if self.calls == 2:
-                return ours, lambda _: Peer(os.getpid(), OWN)
-            self.is_closed = self.calls > 2
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-        def close(self) -> None:
-            self.is_closed = True
-
-    ours, theirs = socket.socketpair()
-    station.worker_pool.listen_on(Flaky())  # type: ignore[arg-type]
-    theirs.sendall(worker_line(HELLO))
-    assert station.answer(theirs)["kind"] == "ack"
-    theirs.close()

@@ -110,11 +110,6 @@ def test_special_tokens_are_never_doubled(adds_bos: bool, tokenizers: Any) -> No
         assert sample.input_ids.tolist().count(tokenizer.eos_token_id) == 1 and sample.input_ids[-1] == tokenizer.eos_token_id
 
 
-def test_tokenizer_without_eos(tokenizers: Any) -> None:
-    tokenizer = tokenizers(None, eos=None)
-    assert texts(tokenizer, ("", "Hello!"))[0].input_ids.tolist() == ids(tokenizer, "Hello!")
-
-
 def test_lone_surrogate_is_refused_with_its_row(tmp_path: Path, tokenizers: Any) -> None:
     for rows in (
         [{"text": "a"}, {"text": "b\ud800"}],
@@ -166,25 +161,6 @@ def test_rendered_sample_shows_the_trained_part(tmp_path: Path, tokenizers: Any)
         ("Sure, 你好世界.<|im_end|>", 1),
         ("\n", 0),
     ]
-
-
-def test_trained_is_the_sum_of_the_weights(tmp_path: Path, tokenizers: Any) -> None:
-    message = {"role": "assistant", "content": "Hello!", "loss_weight": 0.25}
-    dataset = Dataset(make(write(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": "a"}, message]}]), tokenizers(CHATML)))
-    assert dataset.trained.tolist() == [0.25 * np.count_nonzero(dataset[0].loss_weights)] and dataset.trained[0] > 0
-
-
-def test_a_view_of_a_set(tmp_path: Path, tokenizers: Any) -> None:
-    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": list(range(i, 2 * i + 2))} for i in range(20)]), tokenizers(None))
-    whole, view = Dataset(directory), Dataset(directory, np.array([3, 11, 4]))
-    assert (
-        len(view) == 3
-        and view.lengths.tolist() == whole.lengths[[3, 11, 4]].tolist()
-        and view.trained.tolist() == whole.trained[[3, 11, 4]].tolist()
-    )
-    assert [pairs_of(view[i]) for i in range(3)] == [pairs_of(whole[i]) for i in (3, 11, 4)]
-    with pytest.raises(IndexError):
-        whole[20]
 
 
 def open_files() -> int:

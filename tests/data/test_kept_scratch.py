@@ -172,18 +172,6 @@ def test_what_is_damaged_is_made_again(damage: str, order: Order, tokenizers: An
     assert make(order, tokenizers(CHATML)) == whole and made == blocks
 
 
-def test_half_a_block_behind_the_last_is_dropped(order: Order, tokenizers: Any, made: list[str]) -> None:
-    """As a kill in the middle of writing leaves it, also that of a progress file."""
-    whole, blocks = in_one_go(order, tokenizers(CHATML)), list(made)
-    kept = interrupt(order, tokenizers(CHATML), 700)
-    for name in ("tokens.bin", "lengths.bin"):
-        with (kept / name).open("ab") as file:
-            file.write(b"\1\2\3")
-    (kept / "progress.json.new").write_text("half")
-    made.clear()
-    assert make(order, tokenizers(CHATML)) == whole and made == blocks[6:]
-
-
 def touch(order: Order, _: pytest.MonkeyPatch) -> Order:
     os.utime(order.files[0], ns=(1, 1))
     return order
@@ -296,12 +284,6 @@ def test_another_program_that_writes_meanwhile_is_an_error(order: Order, tokeniz
     monkeypatch.setattr(build_module, "_fill", spoil)
     with pytest.raises(DataError, match=r"tmp-set-.*: another program has written to these files while they were made; start again"):
         make(order, tokenizers(CHATML))
-    assert list(order.cache_dir.iterdir()) == []
-
-
-def test_nothing_is_kept_where_that_is_not_wanted(order: Order, tokenizers: Any) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        make(replace(order, keep_unfinished=False), tokenizers(CHATML), 700)
     assert list(order.cache_dir.iterdir()) == []
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
-import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -242,18 +240,6 @@ def test_ctrl_c_says_how_many_rows_are_kept(tmp_path: Path, tokenizer_path: Path
     assert interrupt_once(False).startswith("Interrupted: "), "of the earlier launch, if this one has saved nothing yet"
 
 
-def test_several_runs_at_once_share_one_set(tmp_path: Path, tokenizer_path: Path) -> None:
-    write(tmp_path / "x.jsonl", ROWS * 20)
-    found: list[Prepared | DataError] = []
-    runs = [threading.Thread(target=lambda: found.extend(prepare([request("job", tmp_path, tokenizer_path)]).values())) for _ in range(3)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join()
-    assert len(found) == 3 and len({good(result).train.directory for result in found}) == 1
-    assert len(sets_in(tmp_path)) == 1
-
-
 def test_tokenizer_that_cannot_be_loaded_is_the_runs_trouble(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "empty").mkdir()
@@ -305,30 +291,6 @@ def test_worker_runs_no_module_of_the_current_directory(tmp_path: Path, tokenize
     assert not (tmp_path / "ran").exists() and (tmp_path / "customized").exists()
 
 
-@pytest.mark.parametrize("depth", [".", "below", "far/below"])
-def test_a_cache_that_cannot_be_written_says_how_to_have_another(depth: str, tmp_path: Path, tokenizer_path: Path) -> None:
-    write(tmp_path / "x.jsonl", ROWS)
-    (tmp_path / "occupied").write_text("")
-    cache = tmp_path / "occupied" / depth
-    message = bad(prepare([request("job", tmp_path, tokenizer_path, cache_dir=cache)])["job"])
-    assert (
-        f"tokenized data is kept in {cache}: make it writable and free space there, or set the environment variable TLORA_CACHE" in message
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(28, "No space left on device"), "/c/tlora: No space left on device; tokenized data is kept in /c/tlora: .*TLORA_CACHE"),
-        (PermissionError(13, "Permission denied", "/c"), "/c: Permission denied; tokenized data is kept in /c/tlora: .*TLORA_CACHE"),
-        (OSError(5, "Input/output error", "/d/x.jsonl"), "/d/x.jsonl: Input/output error; the data cannot be read; check the file"),
-        (OSError("8 requested and 0 written"), "/c/tlora: 8 requested and 0 written; tokenized data is kept in /c/tlora: .*TLORA_CACHE"),
-    ],
-)
-def test_trouble_with_files_names_the_side_it_is_on(error: OSError, words: str) -> None:
-    assert re.fullmatch(words + ".*", worker_module._trouble(error, Path("/c/tlora")))
-
-
 def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokenizer_path: Path) -> None:
     """Started as `prepare` does it; when the line ends, as it does when the parent is killed, the worker ends in the middle of a job."""
     write(tmp_path / "x.jsonl", ROWS)
@@ -353,15 +315,6 @@ def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokeni
         assert told[0] == told[3] == PrepareFailed("torch", "")  # the second report comes after tokenizing
         line.close()
         assert process.wait(timeout=600) == 1
-
-
-def test_a_worker_that_waits_for_the_hub_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large file takes longer than the parent waits for one that says nothing."""
-    monkeypatch.setattr(worker_module, "FETCH_EVENT_SECONDS", 0.001)
-    told: queue.SimpleQueue[PrepareEvent] = queue.SimpleQueue()
-    with worker_module.Worker(told.put).signs_of_life("job"):
-        for _ in range(2):
-            assert told.get() == PrepareProgress("job", 0, 0.0)
 
 
 MEASURE = """

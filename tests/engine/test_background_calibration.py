@@ -130,11 +130,6 @@ def test_a_job_has_the_same_bytes_with_a_measurement_and_without(
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {".claims", "a"}
 
 
-def test_an_idle_worker_measures_at_once(base: Path, tmp_path: Path) -> None:
-    told = work(load_of(base, tmp_path), [], stop_at(Measured))
-    assert [type(report) for report in told] == [Memory, Loaded, Measured]
-
-
 def test_what_is_known_is_told_before_the_first_job(base: Path, data: Path, tmp_path: Path, turns: list[object]) -> None:
     work(load_of(base, tmp_path), [], stop_at(Measured))
     turns.clear()
@@ -207,14 +202,6 @@ def test_a_measurement_of_a_living_process_or_of_an_earlier_boot_is_not_deadly(b
         assert find_deadly(key) is None and not path.exists()
 
 
-def test_a_cache_that_cannot_be_written_costs_the_mark_alone(base: Path, tmp_path: Path, own_cache: Path) -> None:
-    own_cache.parent.mkdir()
-    (own_cache.parent / "measuring").write_text("a file where the directory would be")
-    key = key_of(load_of(base, tmp_path), "CPU")
-    with Attempt(key).mark():
-        assert find_deadly(key) is None
-
-
 # -- memory ----------------------------------------------------------------------------------------------------------------
 
 
@@ -243,12 +230,6 @@ def test_without_memory_for_the_largest_it_does_without_and_the_next_load_tries_
     points = found.finish(beside_jobs=True).points
     assert found.told and [point.members for point in points] == [1, 1, calibration.MEMBERS] and not own_cache.exists()
     assert max(asked) > 1000, "the tokens are those of the micro-batch"
-
-
-def test_a_base_that_leaves_no_memory_is_not_measured(base: Path, tmp_path: Path) -> None:
-    found = made(base, tmp_path, lambda runs, tokens: False)
-    assert found.finish().over and not found.told
-    assert "does not fit below memory_limit" in found.notes[0]
 
 
 def test_what_was_being_timed_is_timed_anew_when_it_had_to_step_aside(base: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from tlora.errors import CheckpointError
 from tlora.group.engine import Engine
 from tlora.store import checkpoint
 from tlora.supermodel import job_by_job, plain_path
-from tlora.supermodel.supermodel import SuperModel
 
 POISON = 260  # a token that stands in the victim's data alone
 
@@ -158,17 +157,6 @@ def test_an_exception_in_forward(neighbourhood: Neighbourhood, poisoned: Path, m
     assert (neighbourhood.out / "victim" / f"checkpoint-{result.steps}").is_dir()
 
 
-def test_an_exception_in_evaluation(neighbourhood: Neighbourhood, poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hook(ids: Tensor) -> None:
-        if bool((ids == POISON).any()) and not torch.is_grad_enabled():
-            raise ValueError("the evaluation cannot be computed")
-
-    run_hooked(monkeypatch, hook)
-    own = {"path": str(neighbourhood.data / "b.jsonl"), "eval_path": str(poisoned)}
-    result = neighbourhood.train(job("victim", own))["victim"]
-    assert (result.status, result.steps) == ("failed", 0) and "the evaluation cannot be computed" in result.reason
-
-
 def test_two_guilty_jobs_and_a_third_that_waits(neighbourhood: Neighbourhood, poisoned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hook(ids: Tensor) -> None:
         if bool((ids == POISON).any()):
@@ -239,19 +227,6 @@ def test_an_optimizer_step_that_raises(neighbourhood: Neighbourhood, monkeypatch
     result = neighbourhood.train(job("victim", str(neighbourhood.data / "b.jsonl"), r=5))["victim"]
     assert (result.status, result.steps) == ("failed", 2) and str(error) in result.reason
     assert (neighbourhood.out / "victim" / "checkpoint-2").is_dir()
-
-
-def test_no_memory_to_join(neighbourhood: Neighbourhood, monkeypatch: pytest.MonkeyPatch) -> None:
-    join = SuperModel.join
-
-    def full(model: SuperModel, job_id: str, *args: Any, **kwargs: Any) -> None:
-        if job_id == "victim":
-            raise torch.OutOfMemoryError("no room for a slot")
-        join(model, job_id, *args, **kwargs)
-
-    monkeypatch.setattr(SuperModel, "join", full)
-    result = neighbourhood.train(job("victim", str(neighbourhood.data / "b.jsonl")))["victim"]
-    assert result.status == "failed" and "no room for a slot" in result.reason
 
 
 def test_a_disk_that_fails_a_checkpoint_costs_a_note_and_one_that_fails_the_result_the_job(

@@ -90,6 +90,7 @@ def changed(adapter: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["changed", pytest.param("gone", marks=pytest.mark.slow)])
 def test_alone_is_together_and_what_is_resumed(wide_base: Path, sets: Path, tuned: Path, tmp_path: Path, fate: str) -> None:
     """The reference stays what it was, whatever becomes of the files at `adapter_path`."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,15 +18,12 @@ from tests.engine.test_worker import made as made
 from tests.engine.test_worker_process import GROUP, PATIENCE_SECONDS, crew_of, hear
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.test_worker_process import long as long
-from tests.engine.tiny_runs import sha256
-from tlora.cluster.credentials import TOKENS, WorkerTokens
+from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import WorkerPool
-from tlora.cluster.worker_process import read_records
 from tlora.link.address import tcp_place
-from tlora.protocol import JobGroup, ParallelPlan
-from tlora.worker_protocol import Finished, Join, Left, Settled, Stepped
+from tlora.worker_protocol import Join, Left, Stepped
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -69,64 +64,6 @@ def came(crew: WorkerPool) -> RemoteWorker:
 
 def where(listener: TlsListener) -> list[str]:
     return ["--connect", listener.address, "--fingerprint", listener.fingerprint]
-
-
-@pytest.mark.soak  # the next test and those of tests/cluster train over TLS
-def test_a_job_trained_over_tls_has_the_bytes_of_any_other(
-    made: Orders, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start, real_start: None
-) -> None:
-    load = made.load(tmp_path / "out")
-    crew = crew_of(crews, store, load)
-    listener = TlsListener(store, ("127.0.0.1", 0))
-    crew.listen_on(listener)
-    secret = WorkerTokens(store).create(600)[1]
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_text(secret)
-    process = start(*where(listener), "--token-file", str(file))
-    worker = came(crew)
-    assert worker.process.pid == process.pid and read_records(store)[(0,)].pid == process.pid
-    shown = Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
-    assert secret.encode() not in shown
-    worker.give(load)
-    worker.want(JobGroup("g0", "base", (0,), ParallelPlan(1, 90), ("mover",), (1.0,)), (replace(made.join("mover"), attempt=1),), False)
-    assert hear(crew, Finished).result["status"] == "done"
-    assert sha256(tmp_path / "out" / "mover") == made.shas["mover"]
-    worker.stop()
-    assert process.wait(PATIENCE_SECONDS) == 0
-    assert process.stderr is not None and secret.encode() not in process.stderr.read()
-
-
-def test_the_next_controller_finds_it_training_over_tls(
-    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
-) -> None:
-    """On the same port; that its token has expired meanwhile does not matter. Its end is noticed as any other's."""
-    load = made.load(tmp_path / "out")
-    first = crew_of(crews, store, load)
-    listener = TlsListener(store, ("127.0.0.1", 0))
-    first.listen_on(listener)
-    process = start(*where(listener), token=WorkerTokens(store).create(600)[1])
-    worker = came(first)
-    worker.give(load)
-    worker.want(GROUP, (long,), False)
-    assert hear(first, Settled).jobs == {"long": 1}
-    steps = hear(first, Stepped).steps
-    first.abandon()
-    first.workers.clear()
-    path = store / TOKENS
-    path.write_text(path.read_text().replace(f'"expires": {WorkerTokens(store).all()[0].expires}', '"expires": 0.0'))
-    assert WorkerTokens(store).all()[0].has_expired
-    second = crew_of(crews, store, load, epoch=2)
-    second.listen_on(TlsListener(store, tcp_place(listener.address)))
-    second.find(read_records(store))
-    found = second.workers[0]
-    assert found.incarnation == worker.incarnation and found.jobs["long"].steps >= steps and found.process.pid == process.pid
-    found.want(GROUP, (long,), False)
-    assert hear(second, Settled).jobs == {"long": 1} and hear(second, Stepped).steps > steps
-    process.send_signal(signal.SIGKILL)
-    hear(second, None)
-    assert found.process.wait(PATIENCE_SECONDS) and process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
-    second.workers.clear()
 
 
 def test_a_worker_whose_token_is_revoked_saves_its_jobs_and_ends(

@@ -159,19 +159,6 @@ def test_writing_a_failure_may_fail_too(
     assert {name: sha256(tmp_path / "out" / name) for name in others} == others
 
 
-@pytest.mark.parametrize("error", [BUG, NO_MEMORY])
-def test_a_due_checkpoint_without_memory_costs_a_note(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    raise_for_victim(monkeypatch, AdapterState, "on_host", lambda state: state.step < 5, error)
-    notes: list[str] = []
-    results = train(
-        base, tmp_path / "out", [job("a", str(data / "a.jsonl"), save_steps=2, max_steps=5)], watcher=Watcher(note=notes.append)
-    )
-    assert results["a"].status == "done"
-    assert [note.split(",")[0] for note in notes if "failed" in note] == [f"a: checkpoint at step {step} failed" for step in (2, 4)]
-
-
 @pytest.mark.parametrize("step", [1, 3], ids=["a checkpoint that is due", "the last one"])
 def test_an_interrupt_while_a_job_is_written_ends_the_run(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int

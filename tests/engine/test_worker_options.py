@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +29,6 @@ from tlora.job import JobSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_bound import MemoryBound
-from tlora.shape.memory import Stage
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
@@ -114,12 +112,6 @@ def test_numbers_go_to_the_clients_of_report_to(made: Orders, tmp_path: Path, mo
     assert [options["name"] for options in client.opened] == ["short"] and logged == [1, 2, 3]
 
 
-def test_a_client_that_is_not_installed_is_an_error_at_once(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="report_to: wandb is not installed"):
-        work(replace(made.load(tmp_path), report_to=("wandb",)), [])
-
-
 def test_fp8_needs_a_device_that_has_it(made: Orders, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="base_precision fp8 needs a GPU"):
         work(replace(made.load(tmp_path), base_precision="fp8"), [])
@@ -143,19 +135,6 @@ def test_a_worker_streams_its_base_where_a_run_would(tmp_path: Path, is_streamed
         load_base(Load(str(deep), str(tmp_path), "cuda", 0.0, dtype="bfloat16", memory_limit=limit), (), None, notes.append)
     assert held == [Streaming(2) if is_streamed else None]
     assert any("are on the device; the base has " in line for line in notes) == is_streamed
-
-
-def test_a_streamed_base_that_is_ordered_is_one_on_any_device(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[Any] = []
-    load_whole = SuperModel.from_pretrained
-
-    def from_pretrained(*arguments: Any) -> SuperModel:
-        held.append(arguments[-1])
-        return load_whole(*arguments)
-
-    monkeypatch.setattr(SuperModel, "from_pretrained", from_pretrained)
-    load_base(replace(made.load(tmp_path), layout="streamed"), (), None, print)
-    assert held == [Streaming(2, ordered=True)]
 
 
 def bound_of(base: Path, limit_bytes: int) -> MemoryBound:
@@ -182,22 +161,6 @@ def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
     for job in (fits, does_not):
         alone.check(job, NONE)
     assert not fits.problems and "needs" in does_not.problems[0]
-
-
-def test_a_memory_limit_counts_activations_of_the_jobs_own_rank(base: Path) -> None:
-    """Also after the job has left: the kernels stay ready for its rank."""
-    bound, model = bound_of(base, 10**12), SuperModel(outline(str(base)))
-
-    def activations(rank: int) -> int:
-        spec = JobSpec.model_validate({"name": "a", "data": "d", "r": rank})
-        job = PlannedJob(spec, layout=model.layout(spec))
-        return bound._at(256, NONE, [job]).activation_bytes
-
-    small, large = activations(4), activations(256)
-    assert small == activations(64) < large
-    wide = JobSpec.model_validate({"name": "a", "data": "d", "r": 256})
-    bound.lower(256, 2, NONE, [PlannedJob(wide, layout=model.layout(wide))])
-    assert activations(4) == large
 
 
 def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,20 +222,3 @@ def test_without_a_memory_limit_what_is_free_bounds_a_worker_and_its_controller_
     told = work(made.load(tmp_path), [SetPlan(1024), *(made.join(spec.name) for spec in specs)])
     assert [report for report in told if isinstance(report, Memory)] == [Memory((free,))]
     assert {report.job_id for report in told if isinstance(report, Finished)} == {"stays", "short"} and used[-1] == 256
-
-
-def test_layers_are_computed_again_where_memory_asks_for_it(base: Path) -> None:
-    """On a GPU's compiled layers, as few as suffice; `recompute: auto` of a worker did without before, whatever did not fit."""
-    model = SuperModel(outline(str(base)))
-    spec = JobSpec.model_validate({"name": "a", "data": "d", "r": 8})
-    jobs = [PlannedJob(spec, layout=model.layout(spec))]
-    stages = (Stage(0.0, 1000.0, 300.0),)
-    bound = MemoryBound(model, 1000, torch.device("cpu"), 10**12)
-    memory = replace(bound._plan.memory, stages=stages, num_layers=4, step_copies=0)
-    layouts = [job.layout for job in jobs if job.layout is not None]
-    for layers in range(4):
-        limit = memory.total_bytes(layouts, 10_000, layers)
-        bound._plan, bound._measure = replace(bound._plan, memory=memory, limit_bytes=limit), cache(lambda _: memory)
-        assert bound.least_recomputed(jobs).layers(10_000) == layers and bound.most_recomputed == 3
-        bound._plan = replace(bound._plan, limit_bytes=limit - 1)
-        assert bound.least_recomputed(jobs).layers(10_000) == min(layers + 1, 3)

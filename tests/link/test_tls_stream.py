@@ -153,30 +153,6 @@ def test_a_plain_port_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         connect_tls(place, fingerprint)
 
 
-def test_older_tls_is_refused(tmp_path: Path) -> None:
-    context, _ = open_certificate(tmp_path)
-    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
-    old.maximum_version = ssl.TLSVersion.TLSv1_2
-    refused: list[OSError] = []
-    with listening() as (listener, place):
-
-        def accept() -> None:
-            stream = TlsStream(listener.accept()[0], context, server_side=True)
-            try:
-                stream.handshake(60)
-            except OSError as error:
-                refused.append(error)
-            stream.close()
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        with socket.create_connection(place) as connection, pytest.raises(ssl.SSLError):
-            old.wrap_socket(connection)
-        thread.join()
-    assert isinstance(refused[0], ssl.SSLError) and refused[0].reason == "UNSUPPORTED_PROTOCOL"
-
-
 def test_a_handshake_that_drips_ends_in_time(tmp_path: Path) -> None:
     """A byte now and then does not prolong it."""
     context, _ = open_certificate(tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,6 @@ def test_colours_are_seen_on_both_grounds(ground: str) -> None:
     assert min(contrast(colour, ground) for colour in [*sequence_colours(10), *job_colours(CATEGORIES)]) > 1.7
 
 
-def test_the_sequence_grows_lighter() -> None:
-    lightness = [lab(colour, "usual")[0] for colour in sequence_colours(10)]
-    assert all(after > before for before, after in pairwise(lightness))
-
-
 def sweep(run_dir: Path, settings: list[dict[str, Any]], name: str = "s") -> RunView:
     names = [f"{name}-{at}" for at in range(len(settings))]
     write_run(run_dir, names, 5)
@@ -98,20 +93,6 @@ def test_a_field_of_words_has_categories_and_a_third_field_is_named(tmp_path: Pa
     assert len({look.colour for look in job_looks(words.jobs).values()}) == 2
 
 
-def test_many_values_are_counted_in_the_key(tmp_path: Path) -> None:
-    run = sweep(tmp_path, [{"learning_rate": at / 1000} for at in range(1, 31)])
-    assert len({look.colour for look in job_looks(run.jobs).values()}) == 30
-    assert "(8 of 30 values)" in PageReader(keys_html(run.jobs)).text
-
-
-def test_jobs_outside_a_sweep_repeat_colours_with_other_dashes(tmp_path: Path) -> None:
-    names = [f"job-{at}" for at in range(20)]
-    write_run(tmp_path, names, 5)
-    looks = job_looks(read_run(tmp_path).jobs)
-    assert len(set(looks.values())) == 20 and {look.colour for look in looks.values()} == set(job_colours(CATEGORIES))
-    assert keys_html(read_run(tmp_path).jobs) == ""
-
-
 def test_charts_and_key_carry_the_looks_and_names_are_text(tmp_path: Path) -> None:
     evil = "<img src=x onerror=alert(1)>"
     run = sweep(tmp_path, [{"data<b>": evil, "r": 4}, {"data<b>": "b", "r": 8}], "sweep")
@@ -122,9 +103,3 @@ def test_charts_and_key_carry_the_looks_and_names_are_text(tmp_path: Path) -> No
         assert (trace["line"]["color"], trace["line"]["dash"]) == (look.colour, look.dash)
     reader = PageReader(page)
     assert not {"img", "b>"} & {tag for tag, _ in reader.elements} and f"dash: data<b>{evil}b" in reader.text
-
-
-@pytest.mark.parametrize("count", [1, 8, 10, 11, 100])
-def test_each_job_has_its_own_colour(count: int) -> None:
-    colours = job_colours(count)
-    assert len(set(colours)) == count and all(len(colour) == 7 for colour in colours)

@@ -71,25 +71,6 @@ def test_results_table_holds_the_results(eight: tuple[Path, list[str], str]) -> 
             assert best == f"{result['eval_loss_best']:.4f} @{result['best_step']}"
 
 
-def test_header_names_the_run(eight: tuple[Path, list[str], str]) -> None:
-    run_dir, names, page = eight
-    text = PageReader(page).text
-    total = sum(read_json(run_dir / name / "result.json")["num_tokens"] for name in names)
-    for part in (
-        "8 LoRA jobs over example/tiny-llama",
-        f"{total:,}",
-        "7 done, 1 failed",
-        "torch 2.13.0",
-        "cpu",
-        "2026-01-02 03:04",
-        "4 min 0 s",
-        "2.01 M",
-    ):
-        assert part in text
-    rates = [row["tokens_per_second"] for row in read_rows(run_dir / "run.jsonl")]
-    assert f"{sum(rates) / len(rates):,.0f}/s" in text and f"peak {max(rates):,.0f}/s" in text
-
-
 def test_tails_are_told_apart(eight: tuple[Path, list[str], str]) -> None:
     """The tile of the packing knows nothing of the tail's gaps, and the tail has its own; the chart keeps them apart as well."""
     run_dir, _, page = eight
@@ -120,41 +101,6 @@ def test_train_loss_is_the_rows(eight: tuple[Path, list[str], str]) -> None:
         assert raw["meta"]["x"]["time"] == [pytest.approx(row["seconds"], rel=1e-4) for row in rows]
 
 
-def test_eval_loss_marks_the_best_and_knows_its_tokens(eight: tuple[Path, list[str], str]) -> None:
-    run_dir, names, page = eight
-    rows = read_rows(run_dir / names[0] / "metrics.jsonl")
-    tokens = {row["step"]: row["num_tokens"] for row in rows if "loss" in row}
-    evals = [row for row in rows if "eval_loss" in row]
-    (trace,) = traces_of(read_charts(page)["Eval loss"], names[0])
-    assert trace["y"] == [pytest.approx(row["eval_loss"], rel=1e-4) for row in evals]
-    assert trace["meta"]["x"]["tokens"] == [tokens[row["step"]] for row in evals]
-    best = min(range(len(evals)), key=lambda at: evals[at]["eval_loss"])
-    assert [at for at, symbol in enumerate(trace["marker"]["symbol"]) if symbol == "star"] == [best]
-    assert not traces_of(read_charts(page)["Eval loss"], names[4])
-
-
-def test_shares_are_the_tokens_of_the_rows(eight: tuple[Path, list[str], str]) -> None:
-    run_dir, names, page = eight
-    rows = read_rows(run_dir / "run.jsonl")
-    figure = read_charts(page)["Share per job"]
-    columns = list(zip(*(trace["y"] for trace in figure["data"]), strict=True))
-    assert all(sum(shares) == pytest.approx(100, abs=0.05) for shares in columns)
-    (last,) = traces_of(figure, names[-1])
-    pair = rows[-2:]  # 240 rows in 120 columns
-    expected = 100 * sum(row["jobs"][names[-1]] for row in pair) / sum(sum(row["jobs"].values()) for row in pair)
-    assert last["y"][-1] == pytest.approx(expected, rel=1e-3)
-
-
-def test_timeline_runs_from_first_to_last_row(eight: tuple[Path, list[str], str]) -> None:
-    run_dir, names, page = eight
-    for at, name in enumerate(names):
-        times = [row["seconds"] for row in read_rows(run_dir / name / "metrics.jsonl")]
-        (bar,) = traces_of(read_charts(page)["When each job ran"], name)
-        assert bar["base"] == [pytest.approx(min(times), rel=1e-4)] and bar["y"] == [at]
-        assert bar["x"] == [pytest.approx(max(times) - min(times), rel=1e-4)]
-        assert ("failed" in bar["text"]) == (at == 7)
-
-
 def test_a_job_has_one_colour_everywhere(eight: tuple[Path, list[str], str]) -> None:
     _, names, page = eight
     for name in names:
@@ -182,17 +128,6 @@ def test_sweep_is_sorted_and_has_a_heat_map(eight: tuple[Path, list[str], str]) 
     for name, result in results.items():
         row, at = trace["y"].index(str(result["settings"]["r"])), trace["x"].index(f"{result['settings']['learning_rate']:g}")
         assert trace["z"][row][at] == pytest.approx(result["eval_loss_best"], rel=1e-4) and trace["customdata"][row][at] == name
-
-
-def test_sweep_without_evaluations_ranks_by_train_loss_and_failed_last(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    names = ["s-lr1e-3", "s-lr1e-4", "s-lr1e-5"]
-    write_run(tmp_path, names, 20)
-    for name, loss in zip(names, (math.nan, 2.0, 1.0), strict=True):
-        settings = {"learning_rate": float(name[4:])}
-        write_job(tmp_path, name, train_rows(rng, 10, 0, 1, 100), train_loss=loss, sweep_of="s", settings=settings)
-    rows = PageReader(report(tmp_path)).table("place", "job", "learning_rate", "last train loss")
-    assert [row[:2] for row in rows] == [["1", "s-lr1e-5"], ["2", "s-lr1e-4"], ["\u2013", "s-lr1e-3"]]
 
 
 def test_reasons_and_names_are_shown_not_run(eight: tuple[Path, list[str], str], tmp_path: Path) -> None:
@@ -250,22 +185,11 @@ def test_a_run_that_is_going_on(tmp_path: Path) -> None:
     assert waiting[:2] == ["waiting", "queued"] and waiting[6:8] == ["0", "16"]
 
 
-def test_a_job_without_result_in_an_ended_run_is_unfinished(tmp_path: Path) -> None:
-    write_run(tmp_path, ["lost"], 5, status="stopped")
-    assert PageReader(report(tmp_path)).table("job")[0][1] == "unfinished"
-
-
 @pytest.mark.parametrize("content", ["", "{", '{"jobs": 3}', '{"jobs": ["a", {"name": 5}, {}], "versions": [], "started": [1]}'])
 def test_a_broken_run_json_still_gives_a_page(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     write_job(tmp_path, "polite", train_rows(random.Random(1), 5, 0, 1, 100))
     assert PageReader(report(tmp_path)).table("job")[0][0] == "polite"
-
-
-def test_a_run_without_any_row(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"base_model": "x", "jobs": [{"name": "a"}]}))
-    page = report(tmp_path)
-    assert "No rows yet" in page and read_figures(page) == []
 
 
 def test_rows_of_wrong_types_do_not_stop_the_page(tmp_path: Path) -> None:

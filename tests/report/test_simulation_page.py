@@ -18,7 +18,6 @@ from tlora.report.simulation_charts import column_means, simulation_charts
 from tlora.report.simulation_page import simulation_page
 from tlora.report.simulation_view import PolicyView, SimulationView, looks
 from tlora.wording.metrics import GROUPS, TIMES, metric_text
-from tlora.wording.numbers import DASH
 
 NAMES = [("residual_capacity", "tlora"), ("fifo", "tlora"), ("fifo", "peft")]
 CONSTANTS = [
@@ -212,39 +211,6 @@ def test_names_from_outside_are_text_and_nothing_is_loaded() -> None:
     assert labels and all("<" not in label and evil in unescape(label) for label in labels)
 
 
-def test_unfinished_jobs_are_said() -> None:
-    view = make_view(2)
-    metrics = dict(view.policies[1].metrics) | {"jobs_unfinished": 7.0}
-    page = simulation_page(replace(view, policies=[view.policies[0], replace(view.policies[1], metrics=metrics), view.policies[2]]))
-    assert "fifo/tlora: 7 jobs had not ended; its completion times are without them." in PageReader(page).text
-
-
-def test_the_best_reads_better_than_the_others() -> None:
-    view = make_view(2)
-    cells = re.findall(r'<td class="number"[^>]*><b class="good">(.*?)</b>', simulation_page(view))
-    assert cells.count(metric_text("duration", 1000.0)) == 8  # of JCT and makespan in the first row: 5 of all metrics, 3 on top
-    same = [replace(policy, metrics=view.policies[0].metrics) for policy in view.policies]
-    assert '<b class="good">' not in simulation_page(replace(view, policies=same))
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "text"),
-    [
-        ("duration", 7200.0, "2 h 0 min"),
-        ("share", 0.001234, "0.123 %"),
-        ("share", 0.5, "50.0 %"),
-        ("ratio", 1.234, "1.23"),
-        ("ratio", 1234.5, "1,234"),
-        ("rate", 123_456.0, "123 k"),
-        ("count", 1500.0, "1,500"),
-        ("milliseconds", 0.1234, "0.123 ms"),
-        ("ratio", math.nan, DASH),
-    ],
-)
-def test_numbers_have_their_units(kind: Any, value: float, text: str) -> None:
-    assert metric_text(kind, value) == text
-
-
 def test_shared_time_is_of_the_time_in_groups_and_of_policies_that_share() -> None:
     view = make_view(20)
     columns = {"seconds": [0.0, 100.0], "waiting_jobs": [0.0, 0.0], "allocated_share": [0.5, 0.5], "useful_share": [0.1, 0.1]}
@@ -274,22 +240,3 @@ def test_the_page_opens_with_its_result_and_the_gains(many: tuple[SimulationView
     ]
     colours = [trace["marker"]["color"] for trace in figure["data"]]
     assert colours == [looks(view)[f"{a}/{b}"].colour for a, b in NAMES]
-
-
-def test_no_two_names_have_one_colour() -> None:
-    policies = [
-        replace(make_policy(0, 1, 8), name=f"p{at}/{kernels}", policy=f"p{at}", kernels=kernels)
-        for at in range(13)
-        for kernels in ("tlora", "peft")
-    ]
-    swept = [{"name": f"p0/tlora, delta {at}", "load": 0.5, "seed": 0, "mean_jct_seconds": 1.0} for at in range(6)]
-    found = looks(replace(make_view(1), policies=policies, sweep=swept))
-    assert len(found) == 32 == len({look.colour for look in found.values()})
-
-
-def test_the_groups_open_on_our_policy_or_else_on_the_best() -> None:
-    view = make_view(5)
-    others = [policy for policy in view.policies if policy.policy != "residual_capacity"]
-    for policies, first in ((view.policies[::-1], "residual_capacity/tlora"), (others[::-1], "fifo/tlora")):
-        data = json.loads(unpack(simulation_page(replace(view, policies=policies, ratios=())), "gantt-data"))
-        assert data["policies"][data["first"]]["name"] == first

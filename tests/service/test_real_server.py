@@ -207,21 +207,6 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.usefixtures("real_start")  # it is small as it was started
-def test_a_second_server_on_the_same_directory_is_refused(tmp_path: Path) -> None:
-    directory = tmp_path / "server"
-    directory.mkdir()
-    with running(directory) as servers:
-        servers.append(Server(directory))
-        command = [sys.executable, "-m", "tlora", "serve", "--data-dir", str(directory), "--port", "0", "--device", "cpu"]
-        second = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert second.returncode == 2 and "another server runs there" in second.stderr
-        assert (directory / "first-key").stat().st_mode & 0o777 == 0o600 and directory.stat().st_mode & 0o777 == 0o700
-        memory = psutil.Process(servers[0].process.pid).memory_info().rss
-        assert memory < 150 << 20, memory
-        assert servers[0].client.get("/v1/jobs").json()["data"] == []
-
-
 @pytest.mark.soak  # what finds it is tested in tests/cluster/test_wide_training.py
 def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path) -> None:
     directory = tmp_path / "server"

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.served import Served, config_of, until
+from tests.service.served import Served, until
 from tests.service.test_real_server import Server, running
 from tlora.cluster.credentials import WorkerTokens
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.service.config import ServerConfig, read_config
-from tlora.service.server import local_hall
 
 
 @pytest.mark.slow
@@ -51,13 +50,6 @@ def test_a_workers_token_is_no_key(served: Served) -> None:
     for headers in ({"Authorization": f"Bearer {secret}"}, {"X-API-Key": secret}):
         assert served.client.get("/v1/jobs", headers=headers).status_code == 401
     assert WorkerTokens(store).find(served.key("alice")) is None
-
-
-def test_a_port_that_is_taken_ends_the_server_before_it_begins(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="cannot listen there for workers"):
-            local_hall(config_of(tmp_path, worker_listen=address, device="cpu"))
 
 
 def test_workers_come_over_the_unix_socket_only_unless_asked(tmp_path: Path) -> None:

@@ -181,14 +181,6 @@ def test_rows_that_move_between_two_steps_are_found_again(shared: Shared) -> Non
     shared.step("next", "plain")
 
 
-def test_more_jobs_than_there_were_rows_for() -> None:
-    shared = Shared()
-    for i in range(11):
-        shared.join(f"job{i}", LoraConfig(r=1 + i % 3, target_modules=["v_proj"]), learning_rate=1e-3 * (i + 1))
-        shared.add_gradient(f"job{i}", i)
-    shared.step(*shared.jobs)
-
-
 def test_a_gradient_that_is_not_finite_is_its_own_jobs_alone(shared: Shared) -> None:
     shared.add_gradient("plain", 1)
     shared.step("plain")
@@ -276,17 +268,6 @@ def test_a_gradient_that_is_set_replaces_the_jobs_own_sums_alone(shared: Shared)
     true = everything_in(expected)
     assert all(torch.equal(found, true[at]) for at, found in everything_in(shared.bank).items())
     assert torch.equal(shared.optimizer.gradient("ranks"), drawn)
-
-
-def test_gradients_are_found_again_where_the_bank_moved(shared: Shared) -> None:
-    shared.add_gradient("plain", 1)
-    before = shared.optimizer.gradient("plain")
-    address = shared.bank.rows_at("plain", "layers.0.q_proj")
-    shared.join("large", LoraConfig(r=100))
-    assert shared.bank.rows_at("plain", "layers.0.q_proj") != address, "the bank did not grow"
-    assert torch.equal(shared.optimizer.gradient("plain"), before)
-    shared.optimizer.set_gradient("plain", 2 * before)
-    assert torch.equal(shared.bank.gradient("plain"), 2 * before)
 
 
 def test_measuring_changes_nothing_and_says_the_norm_and_how_to_clip(shared: Shared) -> None:
@@ -388,11 +369,6 @@ def test_queueing_a_step_waits_for_nothing_and_takes_no_memory(shared: Shared) -
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(stats.applied for stats in steps.read().values()) and not flat.any()
-
-
-def test_no_job_is_due(shared: Shared) -> None:
-    steps = shared.optimizer.measure({}).update()
-    assert (steps.read(), steps.errors) == ({}, {})
 
 
 def test_scaled_sums_step_as_the_gradient_that_they_stand_for() -> None:

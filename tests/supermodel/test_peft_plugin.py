@@ -188,18 +188,6 @@ def test_any_optimizer_accumulation_and_clipping() -> None:
     assert_same(trained[1], trained[0], LOGITS[torch.float64])
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool, calls: list[int]) -> None:
-    model = adapted()
-    true = step(model)
-    accelerate_peft(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    assert_same(step(model), true, LOGITS[torch.float64])
-    assert len(calls) == 28
-
-
 def seeded_step(model: Any, seed: int = 6) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     return step(model)
