@@ -12,11 +12,26 @@ import typer
 from tlora.cli.server_commands import WorkerListen, backup, bases, drain, keys, login, restore, serve
 from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
+from tlora.cli.terminal import (
+    add_command,
+    close_stdin,
+    keep_interrupts,
+    note,
+    open_console,
+    open_table,
+    path_text,
+    printable,
+    say,
+    say_error,
+)
 from tlora.cli.worker_commands import worker, worker_token
 from tlora.libraries import begin_imports, end_imports
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tlora.engine.ranks.external import Launched
+    from tlora.engine.tune import Tuned
     from tlora.job import RunSpec
 
 app = typer.Typer(
@@ -48,7 +63,6 @@ Gpus = Annotated[
         show_default=False,
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,7 +80,6 @@ def tlora(
     """Train many LoRA adapters at once over one frozen language model."""
 
 
-@app.command()
 def check(
     jobs_file: JobsFile,
     settings: Settings = None,
@@ -76,31 +89,25 @@ def check(
         str | None,
         typer.Option(metavar="rtx4090|FILE", help="Plan for this model of GPU, which need not be here.", show_default=False),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Validate everything without training: data, one sample per job, parameters, memory."""
-    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
+    run = _read(jobs_file, settings, None)
+    with keep_interrupts():
+        _load_libraries()
+        from tlora.cli.check_view import print_check, problems_of
+        from tlora.cli.progress import watching
+        from tlora.engine.check import check as check_run
 
-    with exit_on_error(debug):
-        run = _read(jobs_file, settings, None)
-        with keep_interrupts():
-            _load_libraries()
-            from tlora.cli.check_view import print_check, problems_of
-            from tlora.cli.progress import watching
-            from tlora.engine.check import check as check_run
-
-        console, errors = open_console(), open_console(stderr=True)
-        with watching(errors) as watcher:
-            checked = check_run(run, watcher, device, gpus, gpu)
-        if checked.base_parameters:  # without a base model there are only problems
-            print_check(console, checked)
-        if problems := problems_of(checked):
-            for problem in problems:
-                errors.print(f"error: {printable(problem)}", style="red", soft_wrap=True)
-            raise typer.Exit(2)
+    with watching(open_console(stderr=True)) as watcher:
+        checked = check_run(run, watcher, device, gpus, gpu)
+    if checked.base_parameters:  # without a base model there are only problems
+        print_check(open_console(), checked)
+    if problems := problems_of(checked):
+        for problem in problems:
+            say_error(problem)
+        raise typer.Exit(2)
 
 
-@app.command()
 def train(
     jobs_file: JobsFile,
     output_dir: Annotated[Path | None, typer.Option(help="Overrides the file's output_dir.", show_default=False)] = None,
@@ -110,39 +117,34 @@ def train(
     gpus: Gpus = None,
     settings: Settings = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Train all jobs of the file. Ctrl-C saves checkpoints; --resume continues from them."""
-    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console
+    if resume and overwrite:
+        raise typer.BadParameter("--resume keeps what --overwrite removes; give one of the two")
+    run = _read(jobs_file, settings, output_dir)
+    console = open_console()
+    from tlora.cli.progress import watching
+    from tlora.data.prepare import start_worker
+    from tlora.engine.ranks.external import launched
+    from tlora.engine.ranks.rank_group import start_ranks
 
-    with exit_on_error(debug):
-        if resume and overwrite:
-            raise typer.BadParameter("--resume keeps what --overwrite removes; give one of the two")
-        run = _read(jobs_file, settings, output_dir)
-        console = open_console()
-        from tlora.cli.progress import watching
-        from tlora.data.prepare import start_worker
-        from tlora.engine.ranks.external import launched
-        from tlora.engine.ranks.rank_group import start_ranks
+    launch = launched()
+    if launch is not None and launch.rank > 0:
+        raise typer.Exit(_obey_rank_0(run, launch))
+    # the data worker and the ranks import their libraries while this process imports its own
+    with watching(None if quiet else console) as watcher, start_worker() as data_worker, start_ranks(gpus, launch) as rank_group:
+        with keep_interrupts():
+            _load_libraries()
+            from tlora.engine.train import train as train_run
 
-        launch = launched()
-        if launch is not None and launch.rank > 0:
-            raise typer.Exit(_obey_rank_0(run, launch))
-        # the data worker and the ranks import their libraries while this process imports its own
-        with watching(None if quiet else console) as watcher, start_worker() as data_worker, start_ranks(gpus, launch) as rank_group:
-            with keep_interrupts():
-                _load_libraries()
-                from tlora.engine.train import train as train_run
+        options = {"resume": resume, "overwrite": overwrite, "device": device, "gpus": gpus}
+        results = train_run(run, **options, watcher=watcher, data_worker=data_worker, rank_group=rank_group)
+    from tlora.cli.result_view import exit_code, print_end
 
-            options = {"resume": resume, "overwrite": overwrite, "device": device, "gpus": gpus}
-            results = train_run(run, **options, watcher=watcher, data_worker=data_worker, rank_group=rank_group)
-        from tlora.cli.result_view import exit_code, print_end
-
-        print_end(console, results, ["train", *_again(jobs_file, output_dir, device, gpus, settings), "--resume"])
-        raise typer.Exit(exit_code(results.values(), results.signal_number))
+    print_end(console, results, ["train", *_again(jobs_file, output_dir, device, gpus, settings), "--resume"])
+    raise typer.Exit(exit_code(results.values(), results.signal_number))
 
 
-@app.command()
 def cluster(
     jobs_file: JobsFile,
     output_dir: Annotated[Path | None, typer.Option(help="Overrides the file's output_dir.", show_default=False)] = None,
@@ -154,32 +156,27 @@ def cluster(
     worker_listen: WorkerListen = None,
     settings: Settings = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Train the jobs as they arrive, under the online scheduler. After a stop or a kill the same command goes on."""
-    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console
+    run = _read(jobs_file, settings, output_dir)
+    console = open_console()
+    from tlora.cli.progress import watching
 
-    with exit_on_error(debug):
-        run = _read(jobs_file, settings, output_dir)
-        console = open_console()
-        from tlora.cli.progress import watching
+    with watching(None if quiet else console) as watcher:
+        with keep_interrupts():
+            _load_libraries()
+            from tlora.live.cluster_run import train_on_cluster
 
-        with watching(None if quiet else console) as watcher:
-            with keep_interrupts():
-                _load_libraries()
-                from tlora.live.cluster_run import train_on_cluster
+        results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, worker_listen=worker_listen, watcher=watcher)
+    from tlora.cli.result_view import exit_code, print_end
 
-            results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, worker_listen=worker_listen, watcher=watcher)
-        from tlora.cli.result_view import exit_code, print_end
-
-        again = _again(jobs_file, output_dir, device, gpus, settings)
-        again += ["--policy", policy] if policy != "residual_capacity" else []
-        again += ["--worker-listen", worker_listen] if worker_listen else []
-        print_end(console, results, ["cluster", *again])
-        raise typer.Exit(exit_code(results.values(), results.signal_number))
+    again = _again(jobs_file, output_dir, device, gpus, settings)
+    again += ["--policy", policy] if policy != "residual_capacity" else []
+    again += ["--worker-listen", worker_listen] if worker_listen else []
+    print_end(console, results, ["cluster", *again])
+    raise typer.Exit(exit_code(results.values(), results.signal_number))
 
 
-@app.command()
 def generate(
     adapter: Annotated[Path, typer.Option(help="The adapter's directory, from this program or from PEFT.", show_default=False)],
     prompt: Annotated[str, typer.Option(help="The prompt to answer.", show_default=False)],
@@ -190,46 +187,36 @@ def generate(
     device: Device = None,
     compare: Annotated[bool, typer.Option("--compare", help="Print the base model's answer first.")] = False,
     unused_weights: Annotated[str, typer.Option(metavar="refuse|ignore", help="As in the jobs file.")] = "refuse",
-    debug: Debug = False,
 ) -> None:
     """Generate an answer with an adapter."""
     from tlora.cli.progress import watching
-    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
 
-    with exit_on_error(debug):
-        if unused_weights not in ("refuse", "ignore"):
-            raise typer.BadParameter(f"--unused-weights {unused_weights}: must be refuse or ignore")
-        with keep_interrupts():
-            _load_libraries()
-            from tlora.engine.generate import Sampling, answer, open_adapter
+    if unused_weights not in ("refuse", "ignore"):
+        raise typer.BadParameter(f"--unused-weights {unused_weights}: must be refuse or ignore")
+    with keep_interrupts():
+        _load_libraries()
+        from tlora.engine.generate import Sampling, answer, open_adapter
 
-        console = open_console()
-        with watching(open_console(stderr=True)) as watcher:
-            model = open_adapter(adapter, base_model=base_model, device=device, unused_weights=unused_weights, watcher=watcher)
-        for note in model.notes:
-            open_console(stderr=True).print(printable(note), style="dim", soft_wrap=True)
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-        for title, adapted in (("base", False), ("adapter", True)) if compare else (("", True),):
-            if title:
-                console.print(f"--- {title}", style="bold")
-            answer(model, [prompt], sampling, adapted=adapted, on_text=lambda text: console.print(printable(text), end="", soft_wrap=True))
-            console.print()
+    console = open_console()
+    with watching(open_console(stderr=True)) as watcher:
+        model = open_adapter(adapter, base_model=base_model, device=device, unused_weights=unused_weights, watcher=watcher)
+    for line in model.notes:
+        note(line)
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    for title, adapted in (("base", False), ("adapter", True)) if compare else (("", True),):
+        if title:
+            console.print(f"--- {title}", style="bold")
+        answer(model, [prompt], sampling, adapted=adapted, on_text=lambda text: console.print(printable(text), end="", soft_wrap=True))
+        console.print()
 
 
-@app.command()
-def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's output directory.", show_default=False)], debug: Debug = False
-) -> None:
+def report(directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's output directory.", show_default=False)]) -> None:
     """Write the report page of a run, finished or not, and print its path."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    from tlora.report.run_page import write_report
 
-    with exit_on_error(debug):
-        from tlora.report.run_page import write_report
-
-        open_console().print(str(write_report(directory)), soft_wrap=True)
+    say(str(write_report(directory)))
 
 
-@app.command()
 def tune(
     base_model: Annotated[
         str, typer.Argument(metavar="BASE_MODEL", help="A directory, of which config.json is enough, or a hub id.", show_default=False)
@@ -239,35 +226,28 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the table, instead of the user's cache.", show_default=False)
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Time the GPU kernels' tiles at a base model's shapes; training then uses the fastest."""
-    from tlora.cli.terminal import exit_on_error, keep_interrupts, open_console, printable
+    if dtype not in ("auto", "bfloat16", "float16"):
+        raise typer.BadParameter(f"--dtype {dtype}: must be auto, bfloat16 or float16")
+    with keep_interrupts():
+        _load_libraries()
+        from tlora.engine.tune import tune as tune_tiles
 
-    with exit_on_error(debug):
-        if dtype not in ("auto", "bfloat16", "float16"):
-            raise typer.BadParameter(f"--dtype {dtype}: must be auto, bfloat16 or float16")
-        with keep_interrupts():
-            _load_libraries()
-            from tlora.cli.tune_view import print_tuned
-            from tlora.engine.tune import tune as tune_tiles
-
-        console, lines = open_console(), open_console(stderr=True)
-        tuned = tune_tiles(base_model, dtype, device, out, lambda line: lines.print(printable(line), style="dim", soft_wrap=True))
-        print_tuned(console, tuned)
+    _print_tuned(open_console(), tune_tiles(base_model, dtype, device, out, note))
 
 
-app.command()(worker)
-app.command("worker-token")(worker_token)
-app.command()(simulate)
-app.command()(serve)
+for _command in (check, train, cluster, generate, report, tune):
+    add_command(app, _command)
+app.command()(worker)  # which has no --debug
 _PANELS = {
+    None: (worker_token, simulate, serve),
     "Jobs on a server": (submit, jobs, show, pause, resume, cancel, clone, download, queue, login),
     "A server": (drain, backup, restore),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_panel)(_command)
+        add_command(app, _command, panel=_panel)
 app.add_typer(keys, name="keys", rich_help_panel="A server")
 app.add_typer(bases, name="bases", rich_help_panel="A server")
 
@@ -306,8 +286,33 @@ def _load_libraries() -> None:
 
     import_module("tlora.planning.plan")
     end_imports()
-    from tlora.cli.terminal import close_stdin
-
     close_stdin()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+
+
+def _print_tuned(console: Console, tuned: Tuned) -> None:
+    """A row per launch: the chosen tile, its time and its gain; then the path of the table."""
+    from tlora.engine.tune import key_text, tile_text
+
+    table = open_table()
+    table.add_column("launch", no_wrap=True)
+    table.add_column("tile", no_wrap=True)
+    for heading in ("us by rule", "us", "gain"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for choice in tuned.choices:
+        by_rule = choice.tile == choice.rule
+        table.add_row(
+            key_text(choice.key),
+            "by rule" if by_rule else tile_text(choice.tile),
+            f"{1e6 * choice.rule_seconds:.1f}",
+            f"{1e6 * choice.seconds:.1f}",
+            "" if by_rule else f"{choice.gain:.1%}",
+        )
+    console.print(table)
+    for choice in tuned.choices:
+        for fault in choice.faults:
+            console.print(f"rejected for {key_text(choice.key)}: {fault}", style="dim", soft_wrap=True)
+    better = sum(choice.tile != choice.rule for choice in tuned.choices)
+    console.print(f"\n{tuned.gpu}: {better} of {len(tuned.choices)} launches are faster than by rule", soft_wrap=True)
+    console.print(f"in {tuned.seconds:.0f} s; table: {path_text(tuned.path)}", soft_wrap=True)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from tlora.cli.service_commands import Debug, Json, connected
+from tlora.cli.service_commands import Json, connected
+from tlora.cli.terminal import add_command, bytes_text, note, open_console, path_text, say, say_json
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -45,27 +46,23 @@ def serve(
     gpus: Annotated[str | None, typer.Option(metavar="0,2", help="Numbers of the GPUs to use.", show_default="all")] = None,
     policy: Annotated[str | None, typer.Option(metavar="NAME", help="As of `tlora cluster`.", show_default="residual_capacity")] = None,
     worker_listen: WorkerListen = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Serve an HTTP API for jobs, and train them on this machine. No option is needed."""
-    from tlora.cli.terminal import exit_on_error
+    options: dict[str, object] = {
+        "data_dir": str(data_dir) if data_dir else None,
+        "host": host,
+        "port": port,
+        "base_models": named_bases(base_model) if base_model else None,
+        "database_url": database_url,
+        "device": device,
+        "gpus": _numbers(gpus) if gpus else None,
+        "policy": policy,
+        "worker_listen": worker_listen,
+    }
+    settings = read_server_config(config, {key: value for key, value in options.items() if value is not None})
+    from tlora.service.server import serve as run_server
 
-    with exit_on_error(debug):
-        options: dict[str, object] = {
-            "data_dir": str(data_dir) if data_dir else None,
-            "host": host,
-            "port": port,
-            "base_models": named_bases(base_model) if base_model else None,
-            "database_url": database_url,
-            "device": device,
-            "gpus": _numbers(gpus) if gpus else None,
-            "policy": policy,
-            "worker_listen": worker_listen,
-        }
-        settings = read_server_config(config, {key: value for key, value in options.items() if value is not None})
-        from tlora.service.server import serve as run_server
-
-        raise typer.Exit(run_server(settings, typer.echo))
+    raise typer.Exit(run_server(settings, typer.echo))
 
 
 def read_server_config(config: Path | None, options: Mapping[str, object]) -> ServerConfig:
@@ -112,34 +109,28 @@ bases = typer.Typer(help="Base models that a server's jobs may name.", no_args_i
 def login(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Of the server.", show_default="the one in use")] = None,
     page: Annotated[bool, typer.Option("--page", help="Print a link that logs a browser in, once.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Save a key for a server, which commands then use; asks for it, or reads it from stdin. --page opens the server's page instead."""
-    from tlora.cli.terminal import exit_on_error, open_console, path_text
+    from tlora.api import BaseList, LoginLink
+    from tlora.client.access import Access, check_key, find_url, save_key
+    from tlora.client.connection import Connection
 
-    with exit_on_error(debug):
-        from tlora.api import BaseList, LoginLink
-        from tlora.client.access import Access, check_key, find_url, save_key
-        from tlora.client.connection import Connection
-
-        console = open_console()
-        if page:
-            if url is not None:
-                raise typer.BadParameter("--page takes the server in use; set TLORA_URL for another")
-            with connected() as connection:
-                link = connection.send("POST", "/v1/login-links", LoginLink)
-                console.print(f"{connection.access.url}{link.path}", soft_wrap=True)
-                open_console(stderr=True).print(f"good once, for {link.expires_in // 60} minutes", style="dim")
-            return
-        where = url if url is not None else find_url()[0]
-        given = typer.prompt(f"key for {where}", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
-        key = check_key(str(given).strip(), "the key")
-        with Connection(Access(where.rstrip("/"), key, "the command line", "the command line")) as connection:
-            connection.get("/v1/bases", BaseList)
-        console.print(f"the key for {where} is saved in {path_text(save_key(where, key))}", soft_wrap=True)
+    if page:
+        if url is not None:
+            raise typer.BadParameter("--page takes the server in use; set TLORA_URL for another")
+        with connected() as connection:
+            link = connection.send("POST", "/v1/login-links", LoginLink)
+            say(f"{connection.access.url}{link.path}")
+            note(f"good once, for {link.expires_in // 60} minutes")
+        return
+    where = url if url is not None else find_url()[0]
+    given = typer.prompt(f"key for {where}", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+    key = check_key(str(given).strip(), "the key")
+    with Connection(Access(where.rstrip("/"), key, "the command line", "the command line")) as connection:
+        connection.get("/v1/bases", BaseList)
+    say(f"the key for {where} is saved in {path_text(save_key(where, key))}")
 
 
-@keys.command("create")
 def create_key(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the key is for, such as ci.", show_default=False)],
     tenant: Annotated[str, typer.Option(metavar="TENANT", help="Whose jobs and files it sees; made if there is none.")] = "default",
@@ -150,128 +141,101 @@ def create_key(
     data_dir: DataDir = None,
     config: Config = None,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Make a key and print it, this once."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    from tlora.api import NewKeyView
 
-    with exit_on_error(debug):
-        from tlora.api import NewKeyView
-        from tlora.cli.service_view import print_json
+    scopes = scope or ["read", "submit"]
+    if local:
+        from tlora.service.keys import create_key as create
+        from tlora.service.views import new_key_view
 
-        scopes = scope or ["read", "submit"]
-        if local:
-            from tlora.service.keys import create_key as create
-            from tlora.service.views import new_key_view
-
-            created = _in_store(_config(config, data_dir), lambda connection: create(connection, tenant, name, scopes))
-            key = new_key_view(created, tenant)
-        else:
-            with connected() as connection:
-                key = connection.send("POST", "/v1/keys", NewKeyView, {"tenant": tenant, "name": name, "scopes": scopes})
-        console = open_console()
-        if as_json:
-            print_json(console, key)
-            return
-        console.print(key.key, soft_wrap=True)
-        line = f"{key.id}: tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again"
-        open_console(stderr=True).print(line, style="dim", soft_wrap=True)
+        created = _in_store(_config(config, data_dir), lambda connection: create(connection, tenant, name, scopes))
+        key = new_key_view(created, tenant)
+    else:
+        with connected() as connection:
+            key = connection.send("POST", "/v1/keys", NewKeyView, {"tenant": tenant, "name": name, "scopes": scopes})
+    if as_json:
+        say_json(key)
+        return
+    say(key.key)
+    note(f"{key.id}: tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again")
 
 
-@keys.command("list")
-def list_keys(local: Local = False, data_dir: DataDir = None, config: Config = None, as_json: Json = False, debug: Debug = False) -> None:
+def list_keys(local: Local = False, data_dir: DataDir = None, config: Config = None, as_json: Json = False) -> None:
     """List the keys of all tenants, without the keys themselves."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    from tlora.api import KeyList
+    from tlora.cli.service_view import print_keys
 
-    with exit_on_error(debug):
-        from tlora.api import KeyList
-        from tlora.cli.service_view import print_json, print_keys
+    if local:
+        from tlora.service.routes.keys import read_keys
 
-        if local:
-            from tlora.service.routes.keys import read_keys
-
-            listing = _in_store(_config(config, data_dir), read_keys)
-        else:
-            with connected() as connection:
-                listing = connection.get("/v1/keys", KeyList)
-        if as_json:
-            print_json(open_console(), listing)
-        else:
-            print_keys(open_console(), listing.data)
+        listing = _in_store(_config(config, data_dir), read_keys)
+    else:
+        with connected() as connection:
+            listing = connection.get("/v1/keys", KeyList)
+    if as_json:
+        say_json(listing)
+    else:
+        print_keys(open_console(), listing.data)
 
 
-@keys.command("revoke")
 def revoke_key(
     key: Annotated[str, typer.Argument(metavar="ID", help="Of the key, as `tlora keys list` has it.", show_default=False)],
     local: Local = False,
     data_dir: DataDir = None,
     config: Config = None,
-    debug: Debug = False,
 ) -> None:
     """Refuse a key from now on; what streams with it ends within seconds."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    from tlora.api import Deleted
+    from tlora.errors import ConfigError
 
-    with exit_on_error(debug):
-        from tlora.api import Deleted
-        from tlora.errors import ConfigError
+    if local:
+        from tlora.service.keys import revoke_key as revoke
 
-        if local:
-            from tlora.service.keys import revoke_key as revoke
-
-            if not _in_store(_config(config, data_dir), lambda connection: revoke(connection, key)):
-                raise ConfigError(f"key {key!r}: there is none of this id that is valid. `tlora keys list --local` lists them")
-        else:
-            with connected() as connection:
-                connection.send("DELETE", f"/v1/keys/{_plain_id(key)}", Deleted)
-        open_console().print(f"{key}: revoked", soft_wrap=True)
+        if not _in_store(_config(config, data_dir), lambda connection: revoke(connection, key)):
+            raise ConfigError(f"key {key!r}: there is none of this id that is valid. `tlora keys list --local` lists them")
+    else:
+        with connected() as connection:
+            connection.send("DELETE", f"/v1/keys/{_plain_id(key)}", Deleted)
+    say(f"{key}: revoked")
 
 
-@bases.command("list")
-def list_bases(as_json: Json = False, debug: Debug = False) -> None:
+def list_bases(as_json: Json = False) -> None:
     """List the base models."""
-    from tlora.cli.terminal import exit_on_error, open_console
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.api import BaseList
-        from tlora.cli.service_view import print_bases, print_json
+        from tlora.cli.service_view import print_bases
 
         listing = connection.get("/v1/bases", BaseList)
         if as_json:
-            print_json(open_console(), listing)
+            say_json(listing)
         else:
             print_bases(open_console(), listing.data)
 
 
-@bases.command("add")
 def add_base(
     base: Annotated[str, typer.Argument(metavar="NAME=PATH", help="A directory of the server's machine, or a hub id.", show_default=False)],
-    debug: Debug = False,
 ) -> None:
     """Let jobs name a base model. A key with the scope admin is needed."""
-    from tlora.cli.terminal import exit_on_error, open_console
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.api import BaseView
 
         [(name, path)] = named_bases([base]).items()
         added = connection.send("POST", "/v1/bases", BaseView, {"name": name, "path": path})
-        open_console().print(f"{added.name}: served from {path}; `tlora bases list` says whether it can be trained over", soft_wrap=True)
+        say(f"{added.name}: served from {path}; `tlora bases list` says whether it can be trained over")
 
 
 def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Accept jobs again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Return when all jobs have ended.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Let the server refuse new jobs; those that it has accepted are trained. It lasts until --undo or a restart; --wait then ends
     with status 1.
     """
-    from tlora.cli.terminal import exit_on_error, open_console
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.api import Drained
 
-        console = open_console()
         drained = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})
         while wait and drained.draining and drained.open_jobs:
             time.sleep(2.0)
@@ -279,7 +243,7 @@ def drain(
         undone = not undo and not drained.draining
         again = " again (the drain was undone, or the server was started anew)" if undone else ""
         state = "refuses new jobs" if drained.draining else f"accepts jobs{again}"
-        console.print(f"the server {state}; {drained.open_jobs} have not ended", soft_wrap=True)
+        say(f"the server {state}; {drained.open_jobs} have not ended")
         if undone:
             raise typer.Exit(1)
 
@@ -288,36 +252,27 @@ def backup(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the copy.", show_default=False)],
     data_dir: DataDir = None,
     config: Config = None,
-    debug: Debug = False,
 ) -> None:
     """Copy a server's store, files and jobs on this machine, while it runs or not."""
-    from tlora.cli.terminal import bytes_text, exit_on_error, open_console, path_text
+    settings = _config(config, data_dir)
+    from tlora.service.backup import back_up
 
-    with exit_on_error(debug):
-        settings = _config(config, data_dir)
-        from tlora.service.backup import back_up
-
-        copy = back_up(settings, out)
-        console = open_console()
-        console.print(f"{path_text(out)}: {copy.jobs} jobs, {copy.files} files, {bytes_text(copy.bytes)}", soft_wrap=True)
+    copy = back_up(settings, out)
+    say(f"{path_text(out)}: {copy.jobs} jobs, {copy.files} files, {bytes_text(copy.bytes)}")
 
 
 def restore(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="What `tlora backup` made.", show_default=False)],
     data_dir: DataDir = None,
     config: Config = None,
-    debug: Debug = False,
 ) -> None:
     """Make a server's directory from a backup. One that holds anything is left alone."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    settings = _config(config, data_dir)
+    from tlora.service.backup import restore as restore_store
 
-    with exit_on_error(debug):
-        settings = _config(config, data_dir)
-        from tlora.service.backup import restore as restore_store
-
-        restored = restore_store(settings, source)
-        note = f"; {restored} jobs had not ended: `tlora serve` goes on with them from their checkpoints" if restored else ""
-        open_console().print(f"{settings.directory}: restored{note}", soft_wrap=True)
+    restored = restore_store(settings, source)
+    to_end = f"; {restored} jobs had not ended: `tlora serve` goes on with them from their checkpoints" if restored else ""
+    say(f"{settings.directory}: restored{to_end}")
 
 
 def _config(config: Path | None, data_dir: Path | None) -> ServerConfig:
@@ -347,3 +302,9 @@ def _plain_id(key: str) -> str:
     if not key.replace("-", "").isalnum():
         raise ConfigError(f"{key!r} is no id of a key; `tlora keys list` lists them")
     return key
+
+
+for _name, _command in {"create": create_key, "list": list_keys, "revoke": revoke_key}.items():
+    add_command(keys, _command, _name)
+for _name, _command in {"list": list_bases, "add": add_base}.items():
+    add_command(bases, _command, _name)

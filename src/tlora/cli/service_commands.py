@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tlora.cli.terminal import note, open_console, path_text, say, say_error, say_json
+
 if TYPE_CHECKING:
-    from pydantic import BaseModel
     from rich.console import Console
 
     from tlora.api import JobView
     from tlora.client.connection import Connection
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Json = Annotated[bool, typer.Option("--json", help="Print what the server answered.")]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Its id or its name.", show_default=False)]
 Jobs = Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids or names.", show_default=False)]
@@ -45,27 +45,22 @@ def submit(
     ] = None,
     follow: Follow = False,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Submit the jobs of the file to a server: its data is uploaded, each file once; a sweep is one request."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    from tlora.client.orders import plan_orders
+    from tlora.jobs_file import read_jobs_file, read_sweeps
 
-    with exit_on_error(debug):
-        from tlora.client.orders import plan_orders
-        from tlora.jobs_file import read_jobs_file, read_sweeps
+    plan = plan_orders(read_jobs_file(jobs_file, settings or []), read_sweeps(jobs_file, settings or []))
+    with connected() as connection:
+        from tlora.cli.submission import submit_plan
 
-        plan = plan_orders(read_jobs_file(jobs_file, settings or []), read_sweeps(jobs_file, settings or []))
-        console, notes = open_console(), open_console(stderr=True)
-        with connected() as connection:
-            from tlora.cli.submission import submit_plan
-
-            for note in plan.notes:
-                notes.print(f"note: {note}", style="dim", soft_wrap=True)
-            accepted = submit_plan(connection, plan, start_from, notes if as_json else console, notes)
-            if as_json:
-                _print_json(console, accepted)
-            if follow:
-                raise typer.Exit(_follow(connection, notes if as_json else console, accepted))
+        for line in plan.notes:
+            note(f"note: {line}")
+        accepted = submit_plan(connection, plan, start_from, note if as_json else say)
+        if as_json:
+            say_json(accepted)
+        if follow:
+            raise typer.Exit(_follow(connection, open_console(stderr=as_json), accepted))
 
 
 def jobs(
@@ -74,18 +69,15 @@ def jobs(
     limit: Annotated[int, typer.Option(min=1, help="So many at most.")] = 50,
     every: Annotated[bool, typer.Option("--all", help="Without a limit.")] = False,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """List your jobs on the server, the newest first."""
-    from tlora.cli.terminal import exit_on_error, open_console
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.cli.service_view import print_jobs
         from tlora.client.jobs import list_jobs
 
         listing = list(list_jobs(connection, None if every else limit, status, name))
         if as_json:
-            _print_json(open_console(), listing)
+            say_json(listing)
         else:
             print_jobs(open_console(), listing, "no jobs; `tlora submit jobs.yaml` submits some")
 
@@ -95,12 +87,9 @@ def show(
     follow: Follow = False,
     logs: Annotated[bool, typer.Option("--logs", help="Print what its workers said of it.")] = False,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show one job: where it stands and why, its settings, losses and events."""
-    from tlora.cli.terminal import exit_on_error, open_console, printable
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.api import LogText
         from tlora.cli.service_view import print_job
         from tlora.client.jobs import find_job, list_events, newest_loss
@@ -110,26 +99,26 @@ def show(
             raise typer.Exit(_follow(connection, console, [view]))
         if logs:
             for line in connection.get(f"/v1/jobs/{view.id}/logs", LogText).lines:
-                console.print(printable(line), soft_wrap=True)
+                say(line)
         elif as_json:
-            _print_json(console, view)
+            say_json(view)
         else:
             print_job(console, view, newest_loss(connection, view), list(list_events(connection, view.id)))
 
 
-def pause(jobs: Jobs, debug: Debug = False) -> None:
+def pause(jobs: Jobs) -> None:
     """Pause jobs: each checkpoints and gives its place up, until `tlora resume`."""
-    _change(jobs, "pause", debug)
+    _change(jobs, "pause")
 
 
-def resume(jobs: Jobs, debug: Debug = False) -> None:
+def resume(jobs: Jobs) -> None:
     """Let paused jobs go on from their checkpoints."""
-    _change(jobs, "resume", debug)
+    _change(jobs, "resume")
 
 
-def cancel(jobs: Jobs, debug: Debug = False) -> None:
+def cancel(jobs: Jobs) -> None:
     """End jobs. They have no adapter then; `tlora clone` begins one anew."""
-    _change(jobs, "cancel", debug)
+    _change(jobs, "cancel")
 
 
 def clone(
@@ -139,64 +128,52 @@ def clone(
     ] = None,
     follow: Follow = False,
     as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Submit a job once more, with other settings: `tlora clone sql --set learning_rate=1e-4`. Its name tells what was set."""
-    from tlora.cli.terminal import exit_on_error, open_console
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.cli.submission import clone_job
         from tlora.client.jobs import find_job
 
-        console, notes = open_console(), open_console(stderr=True)
-        cloned = clone_job(connection, find_job(connection, job), settings or [], notes)
+        cloned = clone_job(connection, find_job(connection, job), settings or [])
         if as_json:
-            _print_json(console, cloned)
+            say_json(cloned)
         else:
-            console.print(f"{cloned.name}: accepted as {cloned.id}", soft_wrap=True)
+            say(f"{cloned.name}: accepted as {cloned.id}")
         if follow:
-            raise typer.Exit(_follow(connection, notes if as_json else console, [cloned]))
+            raise typer.Exit(_follow(connection, open_console(stderr=as_json), [cloned]))
 
 
 def download(
     jobs: Jobs,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The adapter goes to DIR/NAME.")] = Path(),
-    debug: Debug = False,
 ) -> None:
     """Download adapters, each as a directory that PEFT and `tlora generate` load. Nothing that is there is replaced."""
-    from tlora.cli.terminal import exit_on_error, open_console, path_text
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.client.jobs import find_job
         from tlora.client.transfers import download_adapter
 
-        console = open_console()
         for name in jobs:
-            console.print(path_text(download_adapter(connection, find_job(connection, name), out)), soft_wrap=True)
+            say(path_text(download_adapter(connection, find_job(connection, name), out)))
 
 
-def queue(as_json: Json = False, debug: Debug = False) -> None:
+def queue(as_json: Json = False) -> None:
     """Show the cluster of the server: which jobs share which GPU, and what the others wait for."""
-    from tlora.cli.terminal import exit_on_error, open_console
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.api import ClusterView
         from tlora.cli.service_view import print_cluster
         from tlora.client.jobs import list_jobs
 
         cluster = connection.get("/v1/cluster", ClusterView)
         if as_json:
-            _print_json(open_console(), cluster)
+            say_json(cluster)
             return
         running = {job.id: job for job in list_jobs(connection, 1000, status="running")} if any(g.jobs for g in cluster.groups) else {}
         print_cluster(open_console(), cluster, running)
 
 
-def _change(names: Sequence[str], verb: str, debug: bool) -> None:
+def _change(names: Sequence[str], verb: str) -> None:
     """Change all jobs that can be changed; print why for the others and exit with status 2."""
-    from tlora.cli.terminal import exit_on_error, open_console, printable
-
-    with exit_on_error(debug), connected() as connection:
+    with connected() as connection:
         from tlora.api import JobView
         from tlora.client.jobs import find_job
         from tlora.errors import ServiceError
@@ -206,12 +183,12 @@ def _change(names: Sequence[str], verb: str, debug: bool) -> None:
             try:
                 view = find_job(connection, name)
                 changed = connection.send("POST", f"/v1/jobs/{view.id}/{verb}", JobView)
-                open_console().print(printable(f"{changed.name}: {changed.status}"), soft_wrap=True)
+                say(f"{changed.name}: {changed.status}")
             except ServiceError as error:
-                if debug or not error.status:
+                if not error.status:
                     raise
                 refused = True
-                open_console(stderr=True).print(f"error: {printable(str(error))}", style="red", soft_wrap=True)
+                say_error(str(error))
         if refused:
             raise typer.Exit(2)
 
@@ -231,9 +208,3 @@ def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -
         console.print(f"\n{subject} on at {connection.access.url}. See: {again}", soft_wrap=True)
         return 130
     return 0 if all(job.status == "succeeded" for job in ended) else 1
-
-
-def _print_json(console: Console, answer: BaseModel | Sequence[BaseModel]) -> None:
-    from tlora.cli.service_view import print_json
-
-    print_json(console, answer)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
@@ -19,12 +18,6 @@ from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
 
 STYLES = {"running": "cyan", "succeeded": "green", "failed": "bold red", "cancelled": "yellow", "paused": "yellow"}  # others are dim
 _SHOWN_EVENTS = 12
-
-
-def print_json(console: Console, answer: BaseModel | Sequence[BaseModel]) -> None:
-    """Print the server's answer, including keys that this version does not know."""
-    content: Any = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else [item.model_dump(mode="json") for item in answer]
-    console.print(json.dumps(content, indent=2, ensure_ascii=True), soft_wrap=True)
 
 
 def time_text(seconds: float) -> str:

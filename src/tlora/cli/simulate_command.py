@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tlora.cli.terminal import open_console, path_text, printable, say
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -86,47 +88,42 @@ def simulate(  # one parameter for each option, as typer has it
     sweep: Annotated[str | None, typer.Option(metavar="KEY=A:B,...", help=_SWEEP, show_default=False, rich_help_panel=_RESULTS)] = None,
     out: _Out = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Replay a cluster trace under scheduling policies: the real scheduler, a simulated cluster."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    if (sweep is None) != (out is None):
+        raise typer.BadParameter("--sweep says what to simulate, --out where its rows go; give both or neither")
+    if seed is not None and seeds is not None:
+        raise typer.BadParameter("--seed and --seeds exclude each other; give one of the two")
+    from tlora.sim.conditions import Conditions
+    from tlora.sim.outputs import check_results
+    from tlora.sim.scenario import Scenario, check_names
 
-    with exit_on_error(debug):
-        if (sweep is None) != (out is None):
-            raise typer.BadParameter("--sweep says what to simulate, --out where its rows go; give both or neither")
-        if seed is not None and seeds is not None:
-            raise typer.BadParameter("--seed and --seeds exclude each other; give one of the two")
-        from tlora.sim.conditions import Conditions
-        from tlora.sim.outputs import check_results
-        from tlora.sim.scenario import Scenario, check_names
-
-        num_nodes, gpus_per_node = _cluster(gpus, nodes)
-        truth = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
-        conditions = replace(truth, usage_half_life_seconds=usage_half_life_seconds)
-        plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, closed=closed, conditions=conditions)
-        check_names(plain)
-        contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))
-        outputs = Outputs(csv_dir, html, json_file)
-        check_results(trace, [*outputs.files(), *([("--out", out)] if out else [])])
-        errors = None if quiet else open_console(stderr=True)
-        given = {"policy": policy is not None, "seed": (seed, seeds) != (None, None), "load": load is not None, "gpus": gpus is not None}
-        if sweep is not None:
-            _tell_overruled(sweep, {key for key, is_given in given.items() if is_given}, bool(outputs.files()))
-        swept = _sweep(contest, sweep, out, errors) if sweep is not None and out is not None else None
-        if swept is None or outputs.files():
-            _replay(contest, swept or [], outputs, errors)
+    num_nodes, gpus_per_node = _cluster(gpus, nodes)
+    truth = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
+    conditions = replace(truth, usage_half_life_seconds=usage_half_life_seconds)
+    plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, closed=closed, conditions=conditions)
+    check_names(plain)
+    contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))
+    outputs = Outputs(csv_dir, html, json_file)
+    check_results(trace, [*outputs.files(), *([("--out", out)] if out else [])])
+    errors = None if quiet else open_console(stderr=True)
+    given = {"policy": policy is not None, "seed": (seed, seeds) != (None, None), "load": load is not None, "gpus": gpus is not None}
+    if sweep is not None:
+        _tell_overruled(sweep, {key for key, is_given in given.items() if is_given}, bool(outputs.files()))
+    swept = _sweep(contest, sweep, out, errors) if sweep is not None and out is not None else None
+    if swept is None or outputs.files():
+        _replay(contest, swept or [], outputs, errors)
 
 
 def _tell_overruled(sweep: str, given: set[str], also_plain: bool) -> None:
     """Say which options the axes of a sweep replace."""
-    from tlora.cli.terminal import open_console
     from tlora.sim.sweep import read_grid
 
     for key in read_grid(sweep):
         if key in given:
             where = "the sweep; it holds for the plain replay only" if also_plain else "the sweep, and so is not used"
             option = "--seed or --seeds" if key == "seed" else f"--{key}"
-            open_console(stderr=True).print(f"warning: {option} is replaced by the axis {key}= in {where}", style="yellow", soft_wrap=True)
+            say(f"warning: {option} is replaced by the axis {key}= in {where}", "yellow", stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +152,6 @@ class Outputs:
 def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> list[dict[str, Any]]:
     """Simulate the points that `out` does not have yet, and print the table. Returns the rows for the page."""
     from tlora.cli.simulate_view import point_name, print_sweep, progress_shown
-    from tlora.cli.terminal import open_console, path_text
     from tlora.sim.run import gain_rows, sweep_numbers
     from tlora.sim.sweep import read_grid, run_sweep, scenarios_of
 
@@ -167,9 +163,7 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
         with progress_shown(errors, names) as watch:
             rows = run_sweep(scenarios, out, sweep_numbers, watch)
     except KeyboardInterrupt:
-        open_console(stderr=True).print(
-            f"stopped; finished simulations are in {path_text(out)}; run the same command to continue", soft_wrap=True
-        )
+        say(f"stopped; finished simulations are in {path_text(out)}; run the same command to continue", stderr=True)
         raise
     among = [axis for axis in axes if axis not in ("seed", "policy")]
     print_sweep(console, rows, among)
@@ -180,7 +174,6 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
 def _replay(contest: Contest, swept: list[dict[str, Any]], outputs: Outputs, errors: Console | None) -> None:
     """Simulate each policy with each seed, print the results and write the requested files."""
     from tlora.cli.simulate_view import point_name, print_origin, print_policies, progress_shown, title
-    from tlora.cli.terminal import open_console, path_text, printable
     from tlora.sim.run import constants_in, run_scenarios, summary
     from tlora.sim.sweep import scenarios_of
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from tlora.api import BaseList, JobView, Sweep
-from tlora.cli.terminal import bytes_text, printable
+from tlora.cli.terminal import bytes_text, note
 from tlora.client.connection import Connection
 from tlora.client.jobs import find_job
 from tlora.client.orders import Plan, find_base, order_of
@@ -22,11 +19,11 @@ from tlora.jobs_file import read_settings
 _DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "packing", "on_bad_rows")
 
 
-def submit_plan(connection: Connection, plan: Plan, start_from: str | None, console: Console, notes: Console) -> list[JobView]:
+def submit_plan(connection: Connection, plan: Plan, start_from: str | None, tell: Callable[[str], None]) -> list[JobView]:
     """The jobs, once the server has accepted all of them. Raises TloraError, which says how many it had accepted before."""
     base = find_base(plan.base_model, [base.name for base in connection.get("/v1/bases", BaseList).data])
     source = find_job(connection, start_from).id if start_from is not None else None
-    ids = upload_files(connection, plan.files, lambda *upload: _say_upload(notes, *upload))
+    ids = upload_files(connection, plan.files, _say_upload)
     accepted: list[JobView] = []
     for draft in plan.drafts:
         body = order_of(draft, base, ids, source)
@@ -41,17 +38,16 @@ def submit_plan(connection: Connection, plan: Plan, start_from: str | None, cons
             message = f"{', '.join(draft.names[:3])}: {error}. {len(accepted)} jobs before it were accepted: submit the others alone"
             raise ConfigError(message) from error
         for job in jobs:
-            console.print(Text(printable(f"{job.name}: accepted as {job.id}")), soft_wrap=True)
+            tell(f"{job.name}: accepted as {job.id}")
         accepted += jobs
     return accepted
 
 
-def _say_upload(notes: Console, name: str, size: int, known: bool) -> None:
-    text = f"{name} ({bytes_text(size)}): {'the server has it' if known else 'uploaded'}"
-    notes.print(Text(printable(text), style="dim"), soft_wrap=True)
+def _say_upload(name: str, size: int, known: bool) -> None:
+    note(f"{name} ({bytes_text(size)}): {'the server has it' if known else 'uploaded'}")
 
 
-def clone_job(connection: Connection, job: JobView, settings: Sequence[str], notes: Console) -> JobView:
+def clone_job(connection: Connection, job: JobView, settings: Sequence[str]) -> JobView:
     """A new job with the order of `job`, except for `settings` ("r=8", "max_length=512", "data=other.jsonl")."""
     given, title = read_settings(settings, job.name)
     name = given.pop("name", title)
@@ -60,9 +56,9 @@ def clone_job(connection: Connection, job: JobView, settings: Sequence[str], not
     for key, value in given.items():
         place = key.removeprefix("data.")
         if key == "data" or place in ("path", "file"):
-            data["file"] = _uploaded(connection, value, notes)
+            data["file"] = _uploaded(connection, value)
         elif place in ("eval_path", "eval_file"):
-            data["eval_file"] = _uploaded(connection, value, notes)
+            data["eval_file"] = _uploaded(connection, value)
         elif key.startswith("data.") or key in _DATA_KEYS:
             data[place] = value
         elif key == "start_from":
@@ -75,7 +71,7 @@ def clone_job(connection: Connection, job: JobView, settings: Sequence[str], not
     return connection.send("POST", f"/v1/jobs/{job.id}/clone", JobView, body)
 
 
-def _uploaded(connection: Connection, value: object, notes: Console) -> str:
+def _uploaded(connection: Connection, value: object) -> str:
     from tlora.client.orders import files_of
 
     if not isinstance(value, str):
@@ -83,4 +79,4 @@ def _uploaded(connection: Connection, value: object, notes: Console) -> str:
     files = files_of(DataSource(path=str(Path(value).expanduser().absolute())))
     if len(files) > 1:
         raise ConfigError(f"data: {value!r} holds {len(files)} files; name one")
-    return upload_files(connection, files, lambda *upload: _say_upload(notes, *upload))[files[0]]
+    return upload_files(connection, files, _say_upload)[files[0]]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import codecs
+import inspect
+import json
 import os
 import signal
 import sys
 import threading
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from errno import EPIPE
+from functools import wraps
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -22,6 +25,10 @@ from rich.table import Table
 from tlora.errors import ConfigError, TloraError
 from tlora.wording.numbers import DASH, MINUS
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 _PLAIN_WIDTH = 200  # of a file or a pipe: tables must not be cut to 80 columns there
 _KEPT_CONTROLS = "\n\t"
 _SPELLED_OUT = "tlora.spelled-out"
@@ -112,6 +119,40 @@ def path_text(path: str | Path) -> str:
     return relative if not relative.startswith("..") else str(path)
 
 
+def say(text: str, style: str = "", *, stderr: bool = False) -> None:
+    """Print a line to stdout or stderr, without control characters."""
+    open_console(stderr).print(printable(text), style=style, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print to stderr what a script does not read."""
+    say(text, "dim", stderr=True)
+
+
+def say_error(text: str) -> None:
+    say(f"error: {text}", "red", stderr=True)
+
+
+def say_json(answer: BaseModel | Sequence[BaseModel]) -> None:
+    """Print the server's answer, including keys that this version does not know."""
+    content: Any = [item.model_dump(mode="json") for item in answer] if isinstance(answer, Sequence) else answer.model_dump(mode="json")
+    say(json.dumps(content, indent=2, ensure_ascii=True))
+
+
+def add_command(app: typer.Typer, run: Callable[..., None], name: str | None = None, panel: str | None = None) -> None:
+    """Make `run` a command of `app` with the option --debug; its errors are reported by `exit_on_error`."""
+
+    @wraps(run)
+    def reported(*, debug: bool, **options: Any) -> None:
+        with exit_on_error(debug):
+            run(**options)
+
+    signature = inspect.signature(run, eval_str=True)
+    option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Debug)
+    reported.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    app.command(name, rich_help_panel=panel)(reported)
+
+
 @contextmanager
 def exit_on_error(debug: bool) -> Iterator[None]:
     """Prints an error that the user can fix as one message, exit code 2; a bug keeps its traceback. `debug` shows both tracebacks."""
@@ -122,11 +163,11 @@ def exit_on_error(debug: bool) -> Iterator[None]:
     except TloraError as error:
         if debug:
             raise
-        open_console(stderr=True).print(f"error: {printable(str(error))}", style="red", soft_wrap=True)
+        say_error(str(error))
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:  # before or after training; during training the engine saves checkpoints
         if stop.args:  # what is kept
-            open_console(stderr=True).print(printable(str(stop)), soft_wrap=True)
+            say(str(stop), stderr=True)
         raise typer.Exit(130) from None
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from tlora.cli.terminal import exit_on_error, note, open_console, open_table, say
 
+if TYPE_CHECKING:
     from tlora.cluster.credentials import WorkerToken
 
 _DAY_HOURS = 24.0
@@ -48,7 +48,6 @@ def worker(
     ] = None,
 ) -> None:
     """Train for a running cluster on one group of GPUs, until it needs no more. Ctrl-C saves all jobs; the cluster goes on elsewhere."""
-    from tlora.cli.terminal import exit_on_error
     from tlora.cluster.gpus import left_visible, see_only
     from tlora.engine.worker import parse_gpus, run
 
@@ -70,29 +69,25 @@ def worker_token(
         str | None, typer.Option(metavar="ID", help="Refuse a token from now on; its workers save their jobs and end.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Make a token with which workers may come over TCP, and print it, this once, with the certificate's fingerprint."""
-    from tlora.cli.terminal import exit_on_error, open_console
+    if list_all and revoke is not None:
+        raise typer.BadParameter("--list and --revoke are two commands; give one of them")
+    store = _store(directory)
+    from tlora.cluster.credentials import WorkerTokens, open_certificate
+    from tlora.errors import ConfigError
 
-    with exit_on_error(debug):
-        if list_all and revoke is not None:
-            raise typer.BadParameter("--list and --revoke are two commands; give one of them")
-        store = _store(directory)
-        from tlora.cluster.credentials import WorkerTokens, open_certificate
-        from tlora.errors import ConfigError
-
-        console, tokens = open_console(), WorkerTokens(store)
-        if revoke is not None:
-            if not tokens.revoke(revoke):
-                raise ConfigError(f"token {revoke!r}: there is none of this id that is valid. `tlora worker-token --list` lists them")
-            console.print(f"{revoke}: revoked", soft_wrap=True)
-        elif list_all:
-            _print_tokens(console, tokens.all(), as_json)
-        else:
-            fingerprint = open_certificate(store)[1]
-            created, secret = tokens.create(3600 * valid_hours)
-            _print_made(console, created, secret, fingerprint, store, as_json)
+    tokens = WorkerTokens(store)
+    if revoke is not None:
+        if not tokens.revoke(revoke):
+            raise ConfigError(f"token {revoke!r}: there is none of this id that is valid. `tlora worker-token --list` lists them")
+        say(f"{revoke}: revoked")
+    elif list_all:
+        _print_tokens(tokens.all(), as_json)
+    else:
+        fingerprint = open_certificate(store)[1]
+        created, secret = tokens.create(3600 * valid_hours)
+        _print_made(created, secret, fingerprint, store, as_json)
 
 
 def _store(directory: Path | None) -> Path:
@@ -112,10 +107,9 @@ def _store(directory: Path | None) -> Path:
     return store
 
 
-def _print_made(console: Console, created: WorkerToken, secret: str, fingerprint: str, store: Path, as_json: bool) -> None:
+def _print_made(created: WorkerToken, secret: str, fingerprint: str, store: Path, as_json: bool) -> None:
     """Print the token alone to stdout, so that a script can read it, and what else the user needs to stderr."""
     from tlora.cli.service_view import time_text
-    from tlora.cli.terminal import open_console
     from tlora.cluster.listeners import TCP_ADDRESS_FILE
     from tlora.link.endpoint import TOKEN
 
@@ -123,9 +117,9 @@ def _print_made(console: Console, created: WorkerToken, secret: str, fingerprint
     address = (store / TCP_ADDRESS_FILE).read_text(encoding="utf-8").strip() if listens else None
     if as_json:
         facts = {"id": created.id, "token": secret, "expires": created.expires, "fingerprint": fingerprint, "address": address}
-        console.print(json.dumps(facts), soft_wrap=True)
+        say(json.dumps(facts))
         return
-    console.print(secret, soft_wrap=True)
+    say(secret)
     lines = [
         f"{created.id}: for workers only, which must come first before {time_text(created.expires)}. It is not shown again",
         f"certificate {fingerprint}",
@@ -135,20 +129,19 @@ def _print_made(console: Console, created: WorkerToken, secret: str, fingerprint
     if not listens:
         lines.append("no controller of this directory has listened for TCP yet: start it with --worker-listen tcp://127.0.0.1:8322")
     for line in lines:
-        open_console(stderr=True).print(line, style="dim", soft_wrap=True)
+        note(line)
 
 
-def _print_tokens(console: Console, tokens: list[WorkerToken], as_json: bool) -> None:
+def _print_tokens(tokens: list[WorkerToken], as_json: bool) -> None:
     from tlora.cli.service_view import time_text
-    from tlora.cli.terminal import open_table
 
     if as_json:
         rows = [{"id": t.id, "created": t.created, "expires": t.expires, "revoked": t.revoked} for t in tokens]
-        console.print(json.dumps(rows), soft_wrap=True)
+        say(json.dumps(rows))
         return
     table = open_table()
     for name in ("id", "created", "expires", "revoked"):
         table.add_column(name, overflow="fold")
     for token in tokens:
         table.add_row(token.id, time_text(token.created), time_text(token.expires), time_text(token.revoked) if token.revoked else "")
-    console.print(table)
+    open_console().print(table)
