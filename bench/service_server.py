@@ -13,7 +13,7 @@ from tlora.protocol import Action, Event, JobSubmitted
 from tlora.service import server
 from tlora.service.backend_factory import BackendFactory
 from tlora.service.config import read_config
-from tlora.service.intake_requests import IntakeSettings, parse_request
+from tlora.service.intake import IntakeSettings, parse_request
 from tlora.service.machine import Devices
 
 

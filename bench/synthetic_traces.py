@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from tlora.sim.scenario import at_load
 from tlora.sim.trace import Trace, TraceJob
-from tlora.sim.workload import at_load
 
 TUNING, REPORTED = range(100), range(100, 300)  # seeds
 LOADS = (0.3, 3.0)

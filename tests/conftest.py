@@ -22,7 +22,7 @@ from tests.parts import pytest_addoption as pytest_addoption
 from tests.parts import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.parts import read_part
 from tests.small_disks import separate_mounts
-from tlora.garbage import no_collection
+from tlora.libraries import no_collection
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 for _name, _count in {"sample": 10, "soak": 20}.items():

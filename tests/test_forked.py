@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tlora.data.prepare_messages import PREPARE_MESSAGES, PrepareOrder
+from tlora.data.request import PREPARE_MESSAGES, PrepareOrder
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 WORKER = [sys.executable, "-P", "-m", "tlora.data.worker"]  # waits for an order

@@ -1,9 +1,11 @@
-"""Makes the import of the model libraries fast in a dedicated process. Imports none of them itself."""
+"""Makes the import of the model libraries fast in a dedicated process, and controls garbage collection. Imports none of them itself."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 
 _UNUSED = ("sklearn", "scipy", "torchvision", "torchaudio")
 
@@ -24,3 +26,15 @@ def end_imports() -> None:
     """Call after the imports: excludes the imported objects from later garbage collections."""
     gc.freeze()
     gc.enable()
+
+
+@contextmanager
+def no_collection() -> Generator[None]:
+    """Disable garbage collection in the block: searching objects that are known to stay is wasted time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

@@ -7,8 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tests.sim.small_clusters import even_cost, made_job
-from tlora.cluster.event_log import EventLog
-from tlora.cluster.log_file import KEPT
+from tlora.cluster.event_log import KEPT, EventLog
 from tlora.protocol import BaseAdded, JobSubmitted, NodeAdded
 from tlora.sim.mapping import logged_jobs
 from tlora.sim.trace import read_event_log

@@ -24,9 +24,8 @@ from tlora.data.build import Order, build, cache_key, hash_file, tokenizer_hash
 from tlora.data.dataset import Dataset, Sample, Writer, find_damage
 from tlora.data.encode import encode, open_encoder
 from tlora.data.formats import Text
-from tlora.data.prepare_messages import PrepareEvent, PrepareFailed, PrepareProgress, PrepareStarted, SetsMade
 from tlora.data.report import DataReport
-from tlora.data.request import PrepareRequest
+from tlora.data.request import PrepareEvent, PrepareFailed, PrepareProgress, PrepareRequest, PrepareStarted, SetsMade
 from tlora.data.rows import list_files
 from tlora.data.sources import Source
 from tlora.data.worker import Worker

@@ -25,8 +25,7 @@ from tlora.data import worker as worker_module
 from tlora.data.dataset import find_damage
 from tlora.data.order import split
 from tlora.data.prepare import Prepared, PrepareProgress, prepare
-from tlora.data.prepare_messages import PREPARE_MESSAGES, PrepareEvent, PrepareFailed, PrepareOrder, PrepareStarted, SetsMade
-from tlora.data.request import PrepareRequest
+from tlora.data.request import PREPARE_MESSAGES, PrepareEvent, PrepareFailed, PrepareOrder, PrepareRequest, PrepareStarted, SetsMade
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 from tlora.link.lines import Line

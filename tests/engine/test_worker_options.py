@@ -28,7 +28,7 @@ from tlora.group.engine import Engine
 from tlora.job import JobSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory_bound import MemoryBound
+from tlora.planning.plan import MemoryBound
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel

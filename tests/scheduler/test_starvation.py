@@ -11,7 +11,7 @@ from tests.scheduler.timeline import TICK_SECONDS, Timeline, made_timeline
 from tlora.protocol import JobGroup, JobSubmitted, ParallelPlan, Tick
 from tlora.scheduler.starvation import Starvation, starves_after
 from tlora.scheduler.state import ClusterState
-from tlora.scheduler.urgency import remaining_seconds, urgency
+from tlora.scheduler.waiting import remaining_seconds, urgency
 
 USUAL = made_settings()
 HOUR = 3600.0

@@ -31,7 +31,7 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.service.backend_factory import BackendFactory
-from tlora.service.intake_requests import parse_request
+from tlora.service.intake import parse_request
 from tlora.service.machine import Devices
 
 STEPS = 10

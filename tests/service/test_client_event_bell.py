@@ -10,8 +10,7 @@ import pytest
 from tests.service.served import listening, until
 from tlora.client.access import Access
 from tlora.client.connection import Connection
-from tlora.client.event_stream import EventStream
-from tlora.client.jobs import watch
+from tlora.client.jobs import EventStream, watch
 from tlora.version import __version__
 
 FOR_EVER = 1e6  # a test that is not woken ends by pytest's own limit
@@ -50,7 +49,7 @@ def test_without_a_stream_it_only_waits(status: int) -> None:
 
 
 def test_a_stream_that_is_cut_off_wakes_the_watcher_and_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.client.event_stream._AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("tlora.client.jobs._AGAIN_SECONDS", 0.0)
     asked: list[str] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

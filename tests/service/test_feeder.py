@@ -9,9 +9,8 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from tests.service.served import until
-from tlora.service import feeder as feeder_module
-from tlora.service.feeder import Feeder
-from tlora.service.order_reader import Accepted
+from tlora.service import order_reader
+from tlora.service.order_reader import Accepted, Feeder
 
 
 class Row:
@@ -41,7 +40,7 @@ def test_jobs_are_taken_up_in_their_order_past_one_that_fails(caplog: pytest.Log
 
 
 def test_where_the_store_does_not_answer_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder_module, "STORE_SECONDS", 0.0)
+    monkeypatch.setattr(order_reader, "STORE_SECONDS", 0.0)
     found, there, failures = list[str](), list[set[str]](), iter([True, True, False])
 
     def take_up(job: Accepted, paths: set[str]) -> None:

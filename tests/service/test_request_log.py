@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.service.served import serving, until
-from tlora.cluster.log_file import KEPT, LogFile
+from tlora.cluster.event_log import KEPT, LogFile
 from tlora.service import request_log
 from tlora.service.request_log import Answered, RequestLog
 

@@ -25,8 +25,7 @@ from tests.service.test_full_disk import fill
 from tests.small_disks import mounted
 from tlora.job import JobSpec
 from tlora.service.base_shapes import Precision, find_outline
-from tlora.service.intake import MOST_DEATHS, Intake
-from tlora.service.intake_requests import IntakeRequest, IntakeSettings, request_line
+from tlora.service.intake import MOST_DEATHS, Intake, IntakeRequest, IntakeSettings, request_line
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 SETTINGS = IntakeSettings("", "auto", None, 2, 1 << 30, 120, 300.0, 100_000, 2_000)

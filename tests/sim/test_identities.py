@@ -23,9 +23,9 @@ from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
+from tlora.sim.scenario import at_load, first
 from tlora.sim.simulate import simulate
 from tlora.sim.trace import read_trace
-from tlora.sim.workload import at_load, first
 
 FREE = Conditions(moves=FREE_MOVES)
 PLAIN, FUSED = cost_model("h200", "peft", BASES), cost_model("h200", "tlora", BASES)

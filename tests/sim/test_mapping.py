@@ -30,9 +30,8 @@ from tlora.sim.mapping import (
     sample_lengths,
 )
 from tlora.sim.run import run_scenario
-from tlora.sim.scenario import Scenario
+from tlora.sim.scenario import Scenario, compressed, first
 from tlora.sim.trace import SHIPPED, Trace, TraceJob, read_trace
-from tlora.sim.workload import compressed, first
 
 ROUND = BaseConstants(
     tokens_per_second=10_000.0,

@@ -21,9 +21,9 @@ from tlora.sim.conditions import FREE_MOVES, Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
+from tlora.sim.scenario import compressed, first
 from tlora.sim.simulate import Labels, simulate, simulated_cluster
 from tlora.sim.trace import read_trace
-from tlora.sim.workload import compressed, first
 
 SHAPE = ClusterShape(4, 8)
 ROUGH = Conditions(seed=5, speed_error=0.15, length_error=0.1, drift=0.1, delay=0.5, mtbf_hours=200.0)

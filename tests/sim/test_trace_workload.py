@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tlora.errors import ConfigError
+from tlora.sim.scenario import at_load, compressed, demand_gpus, first, natural_load, span_seconds
 from tlora.sim.trace import Trace, TraceJob, read_trace
-from tlora.sim.workload import at_load, compressed, demand_gpus, first, natural_load, span_seconds
 
 
 def job(job_id: str, submit_seconds: float, gpus: int = 1, duration_seconds: float = 10.0, vc: str = "v", kind: str = "SFT") -> TraceJob:

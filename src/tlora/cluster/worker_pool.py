@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.listeners import Listener, TlsListener, UnixListener
-from tlora.cluster.refusals import Refusals
 from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
 from tlora.cluster.worker_process import file_stem, launch, read_records, supervise, write_record
@@ -25,6 +24,44 @@ from tlora.link.process_identity import ProcessIdentity
 from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
 from tlora.worker_protocol import REFUSED, Alive, Load, Report
+
+SAID = 8  # refusals that are noted one by one, before they are counted
+WINDOW_SECONDS = 60.0  # between two counts; without a refusal for so long, the next are noted one by one again
+
+
+class Refusals:
+    """At most `SAID` notes after a quiet window, and one for each window while refusals go on. Not for several threads."""
+
+    def __init__(self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
+        self._note, self._clock = note, clock
+        self._began = clock() - WINDOW_SECONDS
+        self._room = SAID  # how many more are noted before they are counted
+        self._counted, self._last = 0, ""
+
+    def see(self, reason: str) -> None:
+        """A connection was refused."""
+        self.look()
+        if self._clock() - self._began >= WINDOW_SECONDS:
+            self._began, self._room = self._clock(), SAID
+        if self._room:
+            self._room -= 1
+            self._note(f"refused: {reason}")
+        else:
+            self._counted, self._last = self._counted + 1, reason
+
+    def look(self) -> None:
+        """Call now and then: notes the count when its window is over."""
+        if self._counted and self._clock() - self._began >= WINDOW_SECONDS:
+            self.tell_rest()
+
+    def tell_rest(self) -> None:
+        """Note the count now and begin the next window."""
+        if self._counted:
+            seconds, more = self._clock() - self._began, f"{self._counted:,} more connection{'s' * (self._counted > 1)}"
+            self._note(f"refused: {more} in {seconds:.0f} s, the last: {self._last}")
+            self._began, self._counted = self._clock(), 0
+
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused

@@ -18,17 +18,18 @@ import numpy.typing as npt
 from tlora.data import known_sets, scratch
 from tlora.data.dataset import Dataset, count_shared
 from tlora.data.order import Epoch, PackedRows, epoch_size, join_rows, mix, pack_rows, split
-from tlora.data.prepare_messages import (
+from tlora.data.report import DataReport
+from tlora.data.request import (
     PREPARE_MESSAGES,
     MadeSet,
     PrepareFailed,
     PrepareOrder,
     PrepareProgress,
+    PrepareRequest,
     PrepareStarted,
     SetsMade,
+    describe_signal,
 )
-from tlora.data.report import DataReport
-from tlora.data.request import PrepareRequest, describe_signal
 from tlora.data.sources import shown_files
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, DataSource, Sources

@@ -1,4 +1,6 @@
-"""One job's data as it is asked for, and the limits on the resources that it may take: set by a server, enforced in the data worker."""
+"""One job's data as it is asked for, with limits that a server sets and the data worker enforces, and what `prepare.py` and that worker say
+to each other: one order, then an event for each thing that becomes of its jobs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from tlora.errors import DataError
 from tlora.job import DataConfig, Rows
+from tlora.message_codec import Codec, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +79,61 @@ def _characters(value: object) -> int:
         else:
             count += 1
     return count
+
+
+@dataclass(frozen=True)
+class MadeSet:
+    """A set: its directory (None: there is no such set), the commit of each source that is the hub's, what was wrong with an earlier one
+    there, and `notes` on which files were chosen.
+    """
+
+    directory: str | None = None
+    commits: tuple[str | None, ...] = ()
+    damage: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@message
+class PrepareOrder:
+    """All that the worker shall do."""
+
+    requests: tuple[PrepareRequest, ...]
+
+
+@message
+class PrepareStarted:
+    """The worker is on the job `key` from now on."""
+
+    key: str
+
+
+@message
+class PrepareProgress:
+    """Progress of the job `key`: rows read, and the fraction of its bytes."""
+
+    key: str
+    rows: int
+    share: float
+
+
+@message
+class SetsMade:
+    """The job `key` is done. `eval`: of `data.eval_path`."""
+
+    key: str
+    train: MadeSet
+    eval: MadeSet
+
+
+@message
+class PrepareFailed:
+    """The job `key` is not: a DataError or, where the tokenizer cannot be loaded, which all jobs share, a ModelError."""
+
+    key: str
+    reason: str
+    disk_full: bool = False
+    of_tokenizer: bool = False
+
+
+PrepareEvent = PrepareStarted | PrepareProgress | SetsMade | PrepareFailed
+PREPARE_MESSAGES: Codec[PrepareOrder | PrepareEvent] = Codec(PrepareOrder | PrepareEvent)

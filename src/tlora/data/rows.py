@@ -20,8 +20,7 @@ from typing import IO, TypeVar, cast
 
 import pyarrow as pa
 
-from tlora.data.arrow_records import read_arrow, read_parquet, records_of
-from tlora.data.file_bytes import Source, check_head, open_bytes
+from tlora.data.file_bytes import Source, check_head, open_bytes, read_arrow, read_parquet, records_of
 from tlora.data.sources import SUFFIXES, list_files
 from tlora.data_directory import data_suffix
 from tlora.errors import DataError, shown

@@ -1,5 +1,5 @@
 """The process in which users' bytes are parsed: `python -m tlora.data.worker`. An order comes over the line to its parent,
-and an event goes back for each thing that becomes of it (`prepare_messages.py`).
+and an event goes back for each thing that becomes of it (`request.py`).
 
 Imports no torch, and limits what one bad file can take. A Python error fails its job alone; the parent (`prepare.py`) handles a death or
 hang of this process.
@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, cast
 from tlora import durable
 from tlora.data.build import Order, build, hash_file
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
-from tlora.data.prepare_messages import (
+from tlora.data.request import (
     PREPARE_MESSAGES,
     MadeSet,
     PrepareEvent,
     PrepareFailed,
     PrepareOrder,
     PrepareProgress,
+    PrepareRequest,
     PrepareStarted,
     SetsMade,
 )
-from tlora.data.request import PrepareRequest
 from tlora.data.scratch import remove_old
 from tlora.data.sources import is_on_hub, open_source
 from tlora.data.tokenizer import load_libraries, load_tokenizer, read_stop_tokens

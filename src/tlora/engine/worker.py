@@ -26,8 +26,7 @@ from tlora.cache_directory import open_caches
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.errors import ConfigError
-from tlora.garbage import no_collection
-from tlora.libraries import leave_unused_out
+from tlora.libraries import leave_unused_out, no_collection
 from tlora.link.dialer import Dialer
 from tlora.link.endpoint import Endpoint, find_entrance
 from tlora.link.log import leave, note, show_stacks_when_asked

@@ -20,8 +20,7 @@ from tlora.group.job_run import JobRun
 from tlora.job import JobSpec, Recompute
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, memory_limit
-from tlora.planning.memory_bound import MemoryBound
-from tlora.planning.plan import gib
+from tlora.planning.plan import MemoryBound, gib
 from tlora.planning.streaming import stream_for_jobs_to_come
 from tlora.shape.memory import must_share
 from tlora.shape.token_cost import fixed_depth

@@ -19,7 +19,7 @@ from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reservation import Reservation, end_alone, end_of, reserve
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
-from tlora.scheduler.urgency import remaining_seconds, urgency
+from tlora.scheduler.waiting import remaining_seconds, urgency
 
 _MOST_LOOKED_AT = 4096  # nodes in one decision, over all jobs that wait; a look takes about 1 us
 _NODES_LOOKED_AT = 16  # in one decision, where there are more; others at the next, as the first of them goes round

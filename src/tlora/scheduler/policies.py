@@ -17,8 +17,7 @@ from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.shared_baselines import memory_only, tlora_published
 from tlora.scheduler.state import ClusterState
-from tlora.scheduler.urgency import rank
-from tlora.scheduler.waiting import Key, arrival
+from tlora.scheduler.waiting import Key, arrival, rank
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "fifo": fifo,

@@ -15,7 +15,7 @@ from tlora.scheduler.draft import Draft
 from tlora.scheduler.job import Job
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
-from tlora.scheduler.urgency import remaining_seconds
+from tlora.scheduler.waiting import remaining_seconds
 
 EndOf = Callable[[JobGroup], float]
 TRIED = 64  # jobs of a lane that are looked at for a place under a reservation: one that is too long says little of the next

@@ -1,6 +1,6 @@
 """The policy of this project: jobs share GPUs within bounds on each one's slowdown, and groups grow and shrink with the load.
 
-Its rules: docs/explanation/scheduling.md. The order of jobs is in `urgency.py`, reclaiming of GPUs in `reclaim.py`, growth in `growth.py`,
+Its rules: docs/explanation/scheduling.md. The order of jobs is in `waiting.py`, reclaiming of GPUs in `reclaim.py`, growth in `growth.py`,
 the index of groups in `group_index.py`. Pure but for its caches, all of which could be worked out anew.
 """
 
@@ -21,8 +21,7 @@ from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
 from tlora.scheduler.state import ClusterState
-from tlora.scheduler.urgency import rank
-from tlora.scheduler.waiting import Waiting
+from tlora.scheduler.waiting import Waiting, rank
 from tlora.scheduler.whole_nodes import WholeNodes
 
 _JOINS_TRIED = 8

@@ -1,5 +1,5 @@
 """What each tenant has used of the cluster, and which tenants come first for it. Not here: which of a tenant's jobs comes first
-(`urgency.py`).
+(`waiting.py`).
 """
 
 from __future__ import annotations

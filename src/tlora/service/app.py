@@ -25,7 +25,7 @@ from tlora.service.access import OPEN_PATHS, Guard, own_path
 from tlora.service.database.job_rows import Origin
 from tlora.service.database.writer import StoreError
 from tlora.service.problems import RefusedError
-from tlora.service.routes import cluster, files, jobs, keys, models, openai, page, streams
+from tlora.service.routes import cluster, files, jobs, keys, openai, page, streams
 from tlora.service.routes.jobs import accept
 from tlora.service.services import Services
 from tlora.version import __version__
@@ -106,7 +106,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 # jobs first: routes are tried in their order, and most requests are orders
-ROUTERS = (jobs.router, files.router, streams.router, keys.router, cluster.router, openai.router, models.router, page.router)
+ROUTERS = (jobs.router, files.router, streams.router, keys.router, cluster.router, openai.router, page.router)
 _SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key, tml-..."},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},

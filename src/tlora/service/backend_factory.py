@@ -11,8 +11,7 @@ from tlora.cluster.controller import Backend
 from tlora.cluster.reconciler import LocalJob
 from tlora.protocol import JobSubmitted
 from tlora.service.config import ServerConfig
-from tlora.service.intake import Answer, Intake
-from tlora.service.intake_requests import IntakeSettings
+from tlora.service.intake import Answer, Intake, IntakeSettings
 from tlora.service.machine import Devices
 
 _INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both

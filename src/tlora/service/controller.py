@@ -30,13 +30,11 @@ from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
 from tlora.service.event_record import EventRecord
-from tlora.service.feeder import STORE_SECONDS, Feeder
-from tlora.service.intake import Answer
-from tlora.service.intake_requests import IntakeRequest, request_line
+from tlora.service.intake import Answer, IntakeRequest, request_line
 from tlora.service.job_status_writer import JobStatusWriter, Recorded
 from tlora.service.live_state import LiveState
 from tlora.service.machine import NAMES
-from tlora.service.order_reader import Accepted, OrderReader, submit
+from tlora.service.order_reader import STORE_SECONDS, Accepted, Feeder, OrderReader, submit
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
 from tlora.service.usage import Usage

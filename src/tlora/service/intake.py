@@ -1,4 +1,7 @@
-"""The server's end of intake: a process that is started, spoken to, and started again where it dies. Imports no part of it but its name."""
+"""The server's end of intake: a process that is started, spoken to, and started again where it dies. Imports no part of it but its name.
+
+It gets its settings in argv, then requests as lines. Its answers are JSON objects with the request's `key`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,54 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tlora.job import JobSpec
 from tlora.link.lines import Line
 from tlora.link.supervisor import SupervisedProcess, start_talking
-from tlora.service.intake_requests import INTAKE_MESSAGES, IntakeSettings
+from tlora.message_codec import Codec, message
+
+
+@message
+class IntakeSettings:
+    """`bases_dir` keeps the outlines of bases, held on a `device`; `slots` are batches at a time; the others are those of
+    `data.request.DataLimits`.
+    """
+
+    bases_dir: str
+    dtype: str
+    base_precision: str | None
+    slots: int
+    memory_bytes: int
+    cpu_seconds: int
+    seconds: float
+    row_characters: int
+    rows: int
+    device: str = "cuda"
+    unused_weights: str = "refuse"
+    layout: str = "auto"
+
+
+@message
+class IntakeRequest:
+    """One job to be profiled, or, without a `spec`, a base to be looked at. `tokens_dir` gets the tenant's tokenized data."""
+
+    key: str
+    base_model: str  # directory or hub id
+    tenant: str = ""
+    spec: JobSpec | None = None
+    tokens_dir: str = ""
+
+
+INTAKE_MESSAGES: Codec[IntakeSettings | IntakeRequest] = Codec(IntakeSettings | IntakeRequest)
+request_line = INTAKE_MESSAGES.encode
+
+
+def parse_request(line: bytes) -> IntakeRequest:
+    """What `request_line` gave. Raises ValueError."""
+    found = INTAKE_MESSAGES.decode(line)
+    if not isinstance(found, IntakeRequest):
+        raise ValueError(f"{type(found).__name__} is no request")
+    return found
+
 
 STALL_SECONDS = 180.0  # without a line while something is asked, after which the process is ended: it was stopped, or hangs
 MOST_DEATHS = 3  # of the process in a row without an answer: then what it was asked is answered as failed

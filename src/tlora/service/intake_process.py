@@ -28,7 +28,7 @@ from tlora.job import JobSpec, LoraShape
 from tlora.json_file import read_object
 from tlora.link.supervisor import line_to_parent
 from tlora.service.base_shapes import Precision, find_outline
-from tlora.service.intake_requests import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
+from tlora.service.intake import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
 from tlora.shape.base_shape import BaseShape
 
 MOST_TOGETHER = 100  # jobs of one tenant that share a data worker

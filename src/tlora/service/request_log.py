@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from tlora.cluster.log_file import LogFile
+from tlora.cluster.event_log import LogFile
 
 _MOST_WAITING = 10_000  # lines; a disk that stands still takes no more memory than these
 _GATHER_SECONDS = 0.02  # that lines wait for others, so that a busy server writes many at once; a kill loses these

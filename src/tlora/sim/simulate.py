@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 from tlora.cluster.controller import run
-from tlora.garbage import no_collection
+from tlora.libraries import no_collection
 from tlora.protocol import JobGroup
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.state import ClusterState

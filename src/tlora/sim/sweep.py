@@ -23,8 +23,7 @@ from tlora.jobs_file.spelling import suggest
 from tlora.processes import LostProcessError, Pool, num_cores, open_pool
 from tlora.sim.conditions import MOST_HALF_LIFE_SECONDS
 from tlora.sim.outputs import held, write_result
-from tlora.sim.scenario import CONSTANTS, MOST_GPUS, Scenario, contender, inputs_digest, num_nodes
-from tlora.sim.workload import LOADS
+from tlora.sim.scenario import CONSTANTS, LOADS, MOST_GPUS, Scenario, contender, inputs_digest, num_nodes
 
 Value = float | int | str
 Axes = Mapping[str, tuple[Value, ...]]

@@ -1,6 +1,6 @@
 """Cluster traces as tables: our own CSV, ACMETrace's and Helios's, and the shipped ones by name; every row checked.
 
-Which of the jobs are replayed, and how densely, is `workload.py`'s; what LoRA job a row stands for, `mapping.py`'s. This program's
+Which of the jobs are replayed, and how densely, is `scenario.py`'s; what LoRA job a row stands for, `mapping.py`'s. This program's
 own event log is read here too, so that an incident can be replayed.
 """
 

@@ -7,7 +7,7 @@ as it was at the start, since `adapter_path` may change or go.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +19,11 @@ from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, write_adapter, write_tensors, write_weights
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.errors import CheckpointError
+from tlora.group.isolation import Failure, try_call
 from tlora.group.reports import TrainingProgress
 from tlora.job import LoraConfig
 from tlora.json_file import read_object
+from tlora.kernels.transfer import download
 
 REFERENCE_DIRECTORY = "reference"
 
@@ -155,3 +157,26 @@ def export(checkpoint: Path, directory: Path, *, known_whole: bool, failpoint: d
         durable.verify(checkpoint, _ADAPTER_FILES)
     for name in _ADAPTER_FILES:
         durable.link_file(checkpoint / name, directory / name, failpoint=failpoint)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A private copy of a job's state at the time of its save: on the host, or still on the device, which has written it once `after` has
+    passed.
+    """
+
+    state: AdapterState
+    progress: TrainingProgress
+    after: torch.Event | None = None
+
+    def on_host(self) -> Snapshot:
+        """The same state on the host, copied by the calling thread while the device works on."""
+        if self.after is None:
+            return self
+        state = self.state
+        moved = [f.result() for f in download([state.params, state.exp_avg, state.exp_avg_sq], state.params.device, self.after)]
+        return Snapshot(replace(state, params=moved[0], exp_avg=moved[1], exp_avg_sq=moved[2]), self.progress)
+
+
+def on_host(snapshot: Snapshot | Failure) -> Snapshot | Failure:
+    return snapshot if isinstance(snapshot, Failure) else try_call(snapshot.on_host)

@@ -20,11 +20,11 @@ from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped
 from tlora.job import BasePrecision
 from tlora.store import checkpoint, not_finite
 from tlora.store.best_checkpoint import settle_best
+from tlora.store.checkpoint import Snapshot, on_host
 from tlora.store.full_disk import DiskReserve, WaitsForRoom, retry_when_disk_full
 from tlora.store.job_result import JobResult, result_of, write_result
 from tlora.store.metrics import RowWriter, Tracker, finite_mean, means
 from tlora.store.model_card import is_unedited, model_card
-from tlora.store.snapshot import Snapshot, on_host
 from tlora.store.writer import Writer, Written
 from tlora.wording.card_seal import CARD_FILE
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from tlora.errors import ModelError
@@ -67,3 +68,19 @@ def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+_GROUPED = getattr(torch, "_grouped_mm", None)
+
+
+class OutlinedExperts(TorchFunctionMode):
+    """Within it a grouped product of tensors without numbers is an ordinary one with its first expert: it has the same output and keeps
+    the same bytes for backward. Transformers' experts run it as `torch.nn.functional.grouped_mm`.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _GROUPED and args[0].is_meta:
+            return args[0] @ args[1][0]
+        return func(*args, **(kwargs or {}))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tlora.garbage import no_collection
+from tlora.libraries import no_collection
 from tlora.supermodel.batch import PackedBatch
 
 if TYPE_CHECKING:

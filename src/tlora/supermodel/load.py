@@ -17,19 +17,18 @@ from transformers.utils import cached_file
 
 from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
-from tlora.garbage import no_collection
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
 from tlora.kernels.library_attention import SampleLayout
 from tlora.kernels.transfer import upload
+from tlora.libraries import no_collection
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
-from tlora.supermodel.assembly import load_packed
+from tlora.supermodel.assembly import OutlinedExperts, load_packed
 from tlora.supermodel.base_config import refuse_strange_config
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, hold_packed
 from tlora.supermodel.inject import find_linears
-from tlora.supermodel.outlined_experts import OutlinedExperts
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete

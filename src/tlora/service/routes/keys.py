@@ -1,23 +1,24 @@
-"""Keys and base models: the operator's."""
+"""Keys and base models: the operator's; and models as OpenAI's clients list them: bases, and adapters of the tenant's jobs."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from sqlalchemy import Connection, select
 
-from tlora.api import BaseList, BaseOrder, BaseView, Deleted, KeyList, KeyOrder, NewKeyView
+from tlora.api import BaseList, BaseOrder, BaseView, Deleted, KeyList, KeyOrder, ModelList, ModelView, NewKeyView
 from tlora.service import keys as keyring
 from tlora.service.access import caller_of
-from tlora.service.database.tables import bases, keys, tenants
+from tlora.service.database.tables import bases, jobs, keys, tenants
 from tlora.service.problems import RefusedError, missing
 from tlora.service.routes.jobs import REFUSALS
 from tlora.service.services import Services, services_of
 from tlora.service.views import key_view, new_key_view
 
 router = APIRouter(prefix="/v1", responses=REFUSALS)
+ModelName = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@/-]*$", description="Its id.")]
 
 
 @router.get("/keys", tags=["keys"])
@@ -79,3 +80,34 @@ async def add_base(order: BaseOrder, request: Request) -> BaseView:
 def _view(services: Services, name: str) -> BaseView:
     status, problem, size = services.job_controller.base_status(name)
     return BaseView.model_validate({"name": name, "status": status, "problem": problem, "bytes": size})
+
+
+@router.get("/models", tags=["openai"])
+def list_models(request: Request) -> ModelList:
+    """Bases by name, then adapters, the newest first. Each may be the `model` of a fine-tuning job."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    query = select(jobs.c.id, jobs.c.ended, jobs.c.base_model).where(
+        jobs.c.tenant == tenant, jobs.c.status == "succeeded", jobs.c.removed.is_(None)
+    )
+    rows = services.read(lambda connection: connection.execute(query.order_by(jobs.c.serial.desc())).all())
+    adapters = [ModelView(id=row.id, created=int(row.ended), owned_by=row.base_model) for row in rows]
+    return ModelList(data=[*(_model(services, name) for name in sorted(services.bases)), *adapters])
+
+
+@router.get("/models/{name:path}", tags=["openai"])
+def show_model(name: ModelName, request: Request) -> ModelView:
+    services, tenant = services_of(request), caller_of(request).tenant
+    if name in services.bases:
+        return _model(services, name)
+
+    def query(connection: Connection) -> Any:
+        return connection.execute(select(jobs).where(jobs.c.tenant == tenant, jobs.c.id == name, jobs.c.status == "succeeded")).first()
+
+    row = services.read(query)
+    if row is None or row.removed is not None:
+        raise RefusedError(404, "model_not_found", f"there is no model {name!r}. GET /v1/models lists those that there are", "model")
+    return ModelView(id=row.id, created=int(row.ended), owned_by=row.base_model)
+
+
+def _model(services: Services, name: str) -> ModelView:
+    return ModelView(id=name, created=int(services.began), owned_by="tlora")
