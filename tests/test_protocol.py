@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora import protocol
-from tlora.protocol import Action, Event, GpusLost, JobSubmitted, StepsDone, Tick, from_json, to_json
+from tlora.protocol import Action, Event, GpusLost, JobRequest, JobSubmitted, StepsDone, Tick, from_json, to_json
 
 KINDS = [*typing.get_args(Event), *typing.get_args(Action)]
 
@@ -64,6 +64,12 @@ def test_anything_else_is_refused(found: dict[str, Any], facts: tuple[str, ...])
 def test_times_may_be_infinite_or_unknown() -> None:
     found = from_json(json.loads('{"type": "StepsDone", "job_id": "a", "group_id": "g", "steps": NaN, "step_seconds": Infinity}'))
     assert isinstance(found, StepsDone) and math.isnan(found.steps) and found.step_seconds == math.inf
+
+
+def test_requests_of_older_logs_are_read() -> None:
+    for older, verb in (("JobCancelled", "cancel"), ("JobHeld", "hold"), ("JobReleased", "release")):
+        found = from_json({"type": older, "job_id": "a"})
+        assert isinstance(found, JobRequest) and (found.job_id, found.verb) == ("a", verb)
 
 
 def test_defaults_may_be_left_out() -> None:

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -112,22 +112,13 @@ class JobSubmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class JobCancelled:
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobHeld:
-    """The job is paused: it checkpoints, leaves its group and gets no GPU until it is released."""
+class JobRequest:
+    """What a user asks of a job after its submission. One that is held is paused: it checkpoints, leaves its group and gets no GPU until it
+    is released, and then waits for GPUs again.
+    """
 
     job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobReleased:
-    """A held job waits for GPUs again."""
-
-    job_id: str
+    verb: Literal["cancel", "hold", "release"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +204,11 @@ class Tick:
     """Time has passed: decisions that depend on it may change."""
 
 
-Request = JobCancelled | JobHeld | JobReleased  # what a user may ask of a job after its submission
 Event = (
     NodeAdded
     | GpusLost
     | JobSubmitted
-    | Request
+    | JobRequest
     | StepsDone
     | JobFinished
     | JobFailed
@@ -266,6 +256,7 @@ class RejectJob:
 
 Action = StartGroup | ChangeGroup | StopGroup | RejectJob
 
+_EARLIER = {"JobCancelled": "cancel", "JobHeld": "hold", "JobReleased": "release"}  # types in older logs
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Event), *typing.get_args(Action))}
 
 
@@ -276,6 +267,8 @@ def to_json(item: Event | Action) -> dict[str, Any]:
 
 def from_json(found: Mapping[str, Any]) -> Event | Action:
     """The inverse of `to_json`. Unknown types and fields, and values of another type, raise ValueError."""
+    if (verb := _EARLIER.get(str(found.get("type")))) is not None:
+        found = {**found, "type": JobRequest.__name__, "verb": verb}
     kind = _KINDS.get(str(found.get("type")))
     if kind is None:
         raise ValueError(f"unknown event or action {found.get('type')!r}; known are {', '.join(_KINDS)}")

@@ -23,7 +23,7 @@ from tlora.protocol import (
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
+    JobRequest,
     JobSubmitted,
     Tick,
 )
@@ -64,10 +64,10 @@ def test_a_job_that_failed_as_it_was_paused_has_failed(find: Callable[..., Local
     backend = find((group("g0", 0, "b"), (HeldJob("b", 4, 2, resident=True), end)), said=(Failed("a", "its data", 3),))
     for name in "ab":
         backend.submit(submitted(name), job(name), at_seconds=-1.0)
-    backend.hold("a")
+    backend.ask(JobRequest("a", "hold"))
     events = poll_until(backend, JobFailed)
-    told = [event for event in events if isinstance(event, GroupFound | JobSubmitted | JobHeld | JobFailed)]
-    assert [type(event) for event in told] == [GroupFound, JobSubmitted, JobHeld, JobFailed] and told[-1] == JobFailed("a", "its data")
+    told = [event for event in events if isinstance(event, GroupFound | JobSubmitted | JobRequest | JobFailed)]
+    assert [type(event) for event in told] == [GroupFound, JobSubmitted, JobRequest, JobFailed] and told[-1] == JobFailed("a", "its data")
     assert backend.reconciler.open == {"b"}
 
 

@@ -25,13 +25,11 @@ from tlora.protocol import (
     Event,
     GroupLost,
     GroupReady,
-    JobCancelled,
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
     JobProfile,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     MemoryFound,
     NodeAdded,
@@ -292,8 +290,8 @@ def test_reports_of_an_earlier_attempt_are_void(backend: LocalBackend) -> None:
     backend.advance()
     for report in (Stepped("a", 9, 0.1, 1), Finished("a", {}, 1), Failed("a", "late", 1), Left("a", 9, None, 1), Refused("a", "late", 1)):
         worker._tell(report)
-    backend.cancel("c")
-    assert backend.poll() == [JobCancelled("c")] and {"a", "b"} <= backend.reconciler.open
+    backend.ask(JobRequest("c", "cancel"))
+    assert backend.poll() == [JobRequest("c", "cancel")] and {"a", "b"} <= backend.reconciler.open
 
 
 def test_reports_are_acknowledged_when_the_caller_comes_back(backend: LocalBackend) -> None:
@@ -361,12 +359,12 @@ def test_a_base_that_kills_its_workers_costs_no_more_of_them(backend: LocalBacke
 
 
 def test_cancelled_and_rejected_jobs_end_the_day(tmp_path: Path) -> None:
-    arrivals = [(0.2, JobCancelled("a")), (0.0, submitted("a")), (0.0, submitted("b"))]
+    arrivals = [(0.2, JobRequest("a", "cancel")), (0.0, submitted("a")), (0.0, submitted("b"))]
     with local_backend(tmp_path) as backend:
         submit_all(backend, {name: job(name) for name in "ab"}, arrivals)
         assert backend.poll() + backend.poll() == [NodeAdded("local", (0, 1)), submitted("a"), submitted("b")]
         backend.execute(RejectJob("b", "too large"))
-        assert backend.poll() == [JobCancelled("a")]
+        assert backend.poll() == [JobRequest("a", "cancel")]
         assert backend.poll() == [] and backend.poll() == []
 
 
@@ -400,9 +398,8 @@ def test_jobs_that_cannot_run_here_are_refused(tmp_path: Path, spec: JobSubmitte
 
 def test_what_is_asked_of_an_unknown_job_or_too_late_is_refused(tmp_path: Path) -> None:
     with local_backend(tmp_path) as backend:
-        for ask in (backend.cancel, backend.hold, backend.release):
-            with pytest.raises(ConfigError, match="'a'.*Submit it first"):
-                ask("a")
+        with pytest.raises(ConfigError, match="'a'.*Submit it first"):
+            backend.ask(JobRequest("a", "hold"))
         with pytest.raises(ConfigError, match="'a'.*Give its spec"):
             submit_all(backend, {}, [(0.0, submitted("a"))])
         backend.seal()
@@ -419,21 +416,21 @@ def test_jobs_come_and_go_at_any_time_from_any_thread(tmp_path: Path) -> None:
         assert backend.poll() == [submitted("a")]
         asking.join()
         (worker,) = running(backend, group("g0", 0, "a"))
-        backend.hold("a")
+        backend.ask(JobRequest("a", "hold"))
         backend.submit(submitted("b"), job("b"), at_seconds=backend.now() + 0.2)
-        backend.cancel("b")
-        assert backend.poll() == [JobHeld("a")]
+        backend.ask(JobRequest("b", "cancel"))
+        assert backend.poll() == [JobRequest("a", "hold")]
         backend.execute(StopGroup("g0"))
         assert worker.asked == ["-a"]
         worker.obey()
-        backend.release("a")
-        assert backend.poll() == [JobReleased("a")]
+        backend.ask(JobRequest("a", "release"))
+        assert backend.poll() == [JobRequest("a", "release")]
         backend.execute(StartGroup(group("g1", 0, "a")))
         assert worker.asked == ["+a"]
         worker.obey()
         assert backend.poll() == [GroupReady("g1")]
         backend.seal()
-        assert backend.poll() == [submitted("b"), JobCancelled("b")]
+        assert backend.poll() == [submitted("b"), JobRequest("b", "cancel")]
         worker.say(Finished("a", {}))
         assert backend.poll() == [JobFinished("a")] and backend.poll() == []
 
@@ -454,12 +451,12 @@ def test_what_has_ended_can_be_forgotten_and_its_name_is_free(tmp_path: Path) ->
         backend.forget("a")  # which has not ended
         with pytest.raises(ConfigError, match="already"):
             backend.submit(submitted("a"), job("a"))
-        backend.cancel("a")
-        while JobCancelled("a") not in seen:
+        backend.ask(JobRequest("a", "cancel"))
+        while JobRequest("a", "cancel") not in seen:
             seen += backend.poll()
         backend.forget("a")
         backend.forget("a")
         with pytest.raises(ConfigError, match="Submit it first"):
-            backend.cancel("a")
+            backend.ask(JobRequest("a", "cancel"))
         backend.submit(submitted("a"), job("a"))
         assert submitted("a") in backend.poll()

@@ -19,13 +19,11 @@ from tlora.protocol import (
     GpusLost,
     GroupLost,
     GroupReady,
-    JobCancelled,
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
     JobProfile,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     NodeAdded,
     RejectJob,
@@ -106,7 +104,7 @@ class Mirror:
                 if event.job_id not in self.seen:
                     self.alive.add(event.job_id)
                     self.seen.add(event.job_id)
-            case JobFinished() | JobFailed() | JobCancelled():
+            case JobFinished() | JobFailed() | JobRequest(verb="cancel"):
                 self.alive.discard(event.job_id)
                 self.held.discard(event.job_id)
                 for group in list(self.groups.values()):
@@ -115,9 +113,9 @@ class Mirror:
             case GroupLost():
                 if event.group_id in self.groups:
                     self._end(event.group_id)
-            case JobHeld():
+            case JobRequest(verb="hold"):
                 self.held |= {event.job_id} & self.alive
-            case JobReleased():
+            case JobRequest(verb="release"):
                 self.held.discard(event.job_id)
             case _:
                 pass
@@ -212,13 +210,15 @@ class Story:
                 return self.submitted[-1]
             case "again":
                 return self.submitted[one % len(self.submitted)] if self.submitted else Tick()
-            case "finish" | "cancel" | "fail":
-                return {"finish": JobFinished(job_id), "cancel": JobCancelled(job_id), "fail": JobFailed(job_id, "out of luck")}[kind]
-            case "hold":
-                return JobHeld(job_id)
+            case "finish":
+                return JobFinished(job_id)
+            case "fail":
+                return JobFailed(job_id, "out of luck")
+            case "cancel" | "hold":
+                return JobRequest(job_id, kind)
             case "release":
                 held = sorted(state.held)
-                return JobReleased(held[two % len(held)] if held else job_id)
+                return JobRequest(held[two % len(held)] if held else job_id, "release")
             case "steps":
                 job = state.jobs.get(job_id)
                 group_id = job.group_id if job is not None and job.group_id is not None and two % 4 else groups[two % len(groups)]

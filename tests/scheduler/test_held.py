@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scheduler.mirror import Mirror, made_scheduler, made_spec, tell
-from tlora.protocol import ChangeGroup, JobFinished, JobHeld, JobReleased, StartGroup, StopGroup
+from tlora.protocol import ChangeGroup, JobFinished, JobRequest, StartGroup, StopGroup
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 
@@ -13,12 +13,12 @@ from tlora.scheduler.scheduler import Scheduler
 def test_a_job_that_waits_is_passed_over_until_it_is_released() -> None:
     scheduler, mirror = made_scheduler(POLICIES["fifo"](), 1), Mirror({0: None})
     tell(scheduler, mirror, made_spec("a"), 0.0)
-    assert tell(scheduler, mirror, made_spec("b"), 1.0) == [] == tell(scheduler, mirror, JobHeld("b"), 2.0)
-    assert tell(scheduler, mirror, JobHeld("b"), 2.0) == []  # twice is once
+    assert tell(scheduler, mirror, made_spec("b"), 1.0) == [] == tell(scheduler, mirror, JobRequest("b", "hold"), 2.0)
+    assert tell(scheduler, mirror, JobRequest("b", "hold"), 2.0) == []  # twice is once
     tell(scheduler, mirror, made_spec("c"), 3.0)
     (stop, start) = tell(scheduler, mirror, JobFinished("a"), 4.0)
     assert isinstance(stop, StopGroup) and isinstance(start, StartGroup) and start.group.job_ids == ("c",)
-    assert tell(scheduler, mirror, JobReleased("b"), 5.0) == []
+    assert tell(scheduler, mirror, JobRequest("b", "release"), 5.0) == []
     (_, start) = tell(scheduler, mirror, JobFinished("c"), 6.0)
     assert isinstance(start, StartGroup) and start.group.job_ids == ("b",)
 
@@ -52,24 +52,24 @@ def test_a_job_in_company_leaves_its_group_and_keeps_its_steps() -> None:
     scheduler, mirror = shared()
     job = scheduler.state.jobs["b"]
     each = job.step_seconds
-    (change,) = tell(scheduler, mirror, JobHeld("b"), 10 * each)
+    (change,) = tell(scheduler, mirror, JobRequest("b", "hold"), 10 * each)
     assert isinstance(change, ChangeGroup) and change.group.job_ids == ("a",)
     assert (job.status, job.group_id, job.steps_done) == ("held", None, pytest.approx(10.0))
     assert job.steps_at(1e6) == pytest.approx(10.0)
-    (change,) = tell(scheduler, mirror, JobReleased("b"), 1e4)
+    (change,) = tell(scheduler, mirror, JobRequest("b", "release"), 1e4)
     assert isinstance(change, ChangeGroup) and change.group.job_ids == ("a", "b")
 
 
 def test_a_group_ends_with_its_last_job_that_is_held() -> None:
     scheduler, mirror = shared()
-    tell(scheduler, mirror, JobHeld("a"), 1.0)
-    assert tell(scheduler, mirror, JobHeld("b"), 2.0) == [StopGroup("g0")]
+    tell(scheduler, mirror, JobRequest("a", "hold"), 1.0)
+    assert tell(scheduler, mirror, JobRequest("b", "hold"), 2.0) == [StopGroup("g0")]
     assert scheduler.state.held == {"a", "b"} and scheduler.state.num_free == 1
 
 
 def test_news_of_a_held_job_that_has_ended_is_taken_in() -> None:
     """It was through before it could be told to leave."""
     scheduler, mirror = shared()
-    tell(scheduler, mirror, JobHeld("b"), 1.0)
+    tell(scheduler, mirror, JobRequest("b", "hold"), 1.0)
     tell(scheduler, mirror, JobFinished("b"), 1.0)
-    assert tell(scheduler, mirror, JobReleased("b"), 2.0) == [] and not scheduler.state.held
+    assert tell(scheduler, mirror, JobRequest("b", "release"), 2.0) == [] and not scheduler.state.held

@@ -12,12 +12,10 @@ from tests.scheduler.mirror import made_cost
 from tlora.protocol import (
     Event,
     GpusLost,
-    JobCancelled,
     JobFinished,
     JobGroup,
-    JobHeld,
     JobProfile,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     NodeAdded,
     ParallelPlan,
@@ -52,7 +50,15 @@ def test_what_an_event_brings_is_done_and_the_next_one_is_decided() -> None:
         return fifo(state)
 
     scheduler = Scheduler(policy, made_cost(), faults.append)
-    for event in (NodeAdded("n", (0, 1)), job("a"), job("b"), job("c"), JobCancelled("b"), JobHeld("c"), JobFinished("unknown")):
+    for event in (
+        NodeAdded("n", (0, 1)),
+        job("a"),
+        job("b"),
+        job("c"),
+        JobRequest("b", "cancel"),
+        JobRequest("c", "hold"),
+        JobFinished("unknown"),
+    ):
         assert scheduler.handle(event, 1.0) == []
     assert set(scheduler.state.jobs) == {"a", "c"} and scheduler.state.held == {"c"}
     assert set(faults) == {"ZeroDivisionError: a bug of the policy"}
@@ -63,7 +69,7 @@ def test_what_an_event_brings_is_done_and_the_next_one_is_decided() -> None:
     scheduler.handle(JobFinished("a"), 3.0)
     assert not scheduler.state.groups and scheduler.state.num_free == 2, "the group ended without a decision"
     broken[0] = False
-    assert len(scheduler.handle(JobReleased("c"), 4.0)) == 1
+    assert len(scheduler.handle(JobRequest("c", "release"), 4.0)) == 1
 
 
 def test_without_anybody_to_tell_it_raises() -> None:
@@ -107,7 +113,7 @@ def test_what_cannot_be_changes_nothing(wanted: list[JobGroup]) -> None:
 
     scheduler = Scheduler(policy, made_cost(), faults.append)
     wishes.clear()
-    events: list[Event] = [NodeAdded("n", tuple(range(6))), *map(job, ("a", "b", "c", "d", "e", "held")), JobHeld("held")]
+    events: list[Event] = [NodeAdded("n", tuple(range(6))), *map(job, ("a", "b", "c", "d", "e", "held")), JobRequest("held", "hold")]
     for event in events:
         scheduler.handle(event, 1.0)
     wishes.append(list(RUNNING.values()))

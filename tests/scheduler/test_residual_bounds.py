@@ -10,7 +10,7 @@ from hypothesis import given
 
 from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_settings, made_spec, steps_through
 from tests.scheduler.timeline import made_timeline, slowdowns
-from tlora.protocol import ChangeGroup, Event, JobCancelled, JobFailed, JobFinished, JobSubmitted, StartGroup
+from tlora.protocol import ChangeGroup, Event, JobFailed, JobFinished, JobRequest, JobSubmitted, StartGroup
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.state import ClusterState
 from tlora.shape.sharing import Member, group_step_seconds
@@ -112,7 +112,7 @@ def test_a_job_joins_a_group_of_one_node_and_none_of_several(nodes: tuple[int, .
 Leaving = Callable[[str], Event]
 LEAVINGS: dict[str, Leaving] = {
     "finished": JobFinished,
-    "cancelled": JobCancelled,
+    "cancelled": lambda name: JobRequest(name, "cancel"),
     "failed": lambda name: JobFailed(name, "out of luck"),
 }
 

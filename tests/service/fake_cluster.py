@@ -17,11 +17,9 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GroupReady,
-    JobCancelled,
     JobFailed,
     JobFinished,
-    JobHeld,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     NodeAdded,
     RejectJob,
@@ -84,19 +82,13 @@ class FakeCluster:
         self.specs[spec.job_id] = job
         self._inbox.put(spec)
 
-    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
-        self.asked.append(("cancel", job_id))
-        self.specs.pop(job_id, None)
-        self._inbox.put(JobCancelled(job_id))
-
-    def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
-        self.asked.append(("hold", job_id))
-        self.placed.pop(job_id, None)
-        self._inbox.put(JobHeld(job_id))
-
-    def release(self, job_id: str, at_seconds: float = 0.0) -> None:
-        self.asked.append(("release", job_id))
-        self._inbox.put(JobReleased(job_id))
+    def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
+        self.asked.append((request.verb, request.job_id))
+        if request.verb == "cancel":
+            self.specs.pop(request.job_id, None)
+        elif request.verb == "hold":
+            self.placed.pop(request.job_id, None)
+        self._inbox.put(request)
 
     def forget(self, job_id: str) -> None:
         self.asked.append(("forget", job_id))

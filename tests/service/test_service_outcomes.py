@@ -18,13 +18,11 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GroupFound,
-    JobCancelled,
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
     JobProfile,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     ParallelPlan,
     StartGroup,
@@ -160,19 +158,19 @@ def _group(*names: str) -> JobGroup:
 def test_a_cancelled_job_that_steps_once_more_does_not_wait(outcomes: tuple[Any, LiveState]) -> None:
     """A worker tells the last steps of a job as it lets it go, after its owner has cancelled it."""
     made, live = outcomes
-    for item in (JobCancelled("x"), StepsDone("x", "g0", 4, 0.1), ChangeGroup(_group("y"))):
+    for item in (JobRequest("x", "cancel"), StepsDone("x", "g0", 4, 0.1), ChangeGroup(_group("y"))):
         made.see(item)
     assert list(live.snapshot.waiting) == ["y"] and live.steps("x") is None
 
 
 def test_a_paused_job_waits_for_its_owner_and_not_for_a_gpu(outcomes: tuple[Any, LiveState]) -> None:
     made, live = outcomes
-    for item in (JobHeld("x"), ChangeGroup(_group("y"))):
+    for item in (JobRequest("x", "hold"), ChangeGroup(_group("y"))):
         made.see(item)
     assert "x" not in live.snapshot.waiting
-    made.see(JobReleased("x"))
+    made.see(JobRequest("x", "release"))
     assert live.snapshot.waiting["x"] == "a CPU process that it fits on: it is the next"
-    made.see(JobReleased("y"))
+    made.see(JobRequest("y", "release"))
     made.see(StepsDone("y", "g0", 1, 0.1))
     assert list(live.snapshot.waiting) == ["x"], "the other was never held: it trains"
 
@@ -250,7 +248,7 @@ def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monk
             made.see(ChangeGroup(JobGroup(f"g{number}", "base", (0,), ParallelPlan(1, 256), names, (1.0,) * 4)))
             if number >= 8:
                 for index in range(4):  # else they would wait for another group, and the queue grow
-                    made.see(JobCancelled(f"j{number - 8}-{index}"))
+                    made.see(JobRequest(f"j{number - 8}-{index}", "cancel"))
                 made.see(StopGroup(f"g{number - 8}"))
     finally:
         over.set()

@@ -11,11 +11,9 @@ import pytest
 from tests.service.served import until
 from tlora.protocol import (
     ChangeGroup,
-    JobCancelled,
     JobGroup,
-    JobHeld,
     JobProfile,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     ParallelPlan,
     StartGroup,
@@ -67,7 +65,7 @@ def test_the_last_change_is_shown_also_where_many_came_at_once(seen: Seen) -> No
     seen.submit(*[f"j{number}" for number in range(50)])
     seen.waits("j49", "queued", "49 jobs wait before it")
     for number in range(48):
-        seen.outcomes.see(JobCancelled(f"j{number}"))
+        seen.outcomes.see(JobRequest(f"j{number}", "cancel"))
     seen.waits("j49", "queued", "1 job waits before it")
     assert len(seen.forgotten) == 48
 
@@ -84,10 +82,10 @@ def test_a_jobs_data_is_read_until_it_has_been_read(seen: Seen) -> None:
 
 def test_a_paused_job_is_in_nobodys_way(seen: Seen) -> None:
     seen.submit("first", "second")
-    seen.outcomes.see(JobHeld("first"))
+    seen.outcomes.see(JobRequest("first", "hold"))
     seen.waits("second", "queued", "it is the next")
     assert seen.live.waiting_for("first", "paused") == "paused by its owner"
-    seen.outcomes.see(JobReleased("first"))
+    seen.outcomes.see(JobRequest("first", "release"))
     seen.waits("first", "queued", "1 job waits before it")
 
 
@@ -98,7 +96,7 @@ def test_a_report_that_comes_after_the_pause_does_not_make_it_run(seen: Seen) ->
     seen.waits("a", "queued", "to load the base")
     seen.outcomes.see(StepsDone("a", "g", 1, 0.1))
     until(lambda: "a" not in seen.live.snapshot.waiting)
-    for event in (JobHeld("a"), ChangeGroup(group()), StepsDone("a", "g", 2, 0.1), JobReleased("a")):
+    for event in (JobRequest("a", "hold"), ChangeGroup(group()), StepsDone("a", "g", 2, 0.1), JobRequest("a", "release")):
         seen.outcomes.see(event)
     seen.waits("a", "queued", "it is the next")
     seen.outcomes.see(ChangeGroup(group("a")))
@@ -124,5 +122,5 @@ def test_those_that_wait_are_shown_in_the_order_of_the_policy_with_its_reasons(s
     assert list(seen.live.snapshot.waiting) == ["c", "a", "b"]
     assert seen.live.queue_place("c", "queued") == (1, soon) and seen.live.queue_place("b", "queued") == (3, None)
     assert seen.live.queue_place("c", "running") == (None, None)
-    seen.outcomes.see(JobCancelled("c"))
+    seen.outcomes.see(JobRequest("c", "cancel"))
     seen.waits("a", "queued", "it is the next")

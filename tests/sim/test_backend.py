@@ -14,11 +14,9 @@ from tlora.protocol import (
     Event,
     GpusLost,
     GroupReady,
-    JobCancelled,
     JobFailed,
     JobFinished,
-    JobHeld,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     NodeAdded,
     RejectJob,
@@ -230,8 +228,8 @@ def test_rows_end_in_the_state_that_they_had():
     jobs = [made_job("a", 10, ends="cancelled"), made_job("b", 20, ends="failed")]
     cluster = cluster_of(*jobs)
     seen = played(cluster, a=[StartGroup(group_of("g0", "a"))], b=[StartGroup(group_of("g1", "b", gpus=(1,)))])
-    ends = [(seconds, event) for seconds, event in seen if isinstance(event, JobCancelled | JobFailed)]
-    assert ends == [(10.0, JobCancelled("a")), (20.0, JobFailed("b", "it failed in the trace"))]
+    ends = [(seconds, event) for seconds, event in seen if isinstance(event, JobRequest | JobFailed)]
+    assert ends == [(10.0, JobRequest("a", "cancel")), (20.0, JobFailed("b", "it failed in the trace"))]
     assert [cluster.jobs[name].record().state for name in "ab"] == ["cancelled", "failed"]
 
 
@@ -423,26 +421,26 @@ def test_a_job_is_submitted_cancelled_held_and_released_at_any_time():
         match event:
             case JobSubmitted("b"):
                 cluster.execute(StartGroup(group_of("g0", "a", "b")))
-                cluster.hold("b", at_seconds=20.0)
-                cluster.cancel("a", at_seconds=50.0)
-            case JobHeld():
+                cluster.ask(JobRequest("b", "hold"), at_seconds=20.0)
+                cluster.ask(JobRequest("a", "cancel"), at_seconds=50.0)
+            case JobRequest(verb="hold"):
                 cluster.execute(ChangeGroup(group_of("g0", "a")))
-            case JobCancelled():
+            case JobRequest(verb="cancel"):
                 cluster.execute(StopGroup("g0"))
-                cluster.release("b", at_seconds=60.0)
+                cluster.ask(JobRequest("b", "release"), at_seconds=60.0)
                 cluster.submit(made_job("late", 5, at=55.0))
-            case JobReleased():
+            case JobRequest(verb="release"):
                 cluster.execute(StartGroup(group_of("g1", "b")))
             case JobFinished("b"):
-                cluster.release("b")  # it has ended: nothing is to be told
+                cluster.ask(JobRequest("b", "release"))  # it has ended: nothing is to be told
             case _:
                 pass
-    kinds = JobHeld | JobCancelled | JobReleased | JobFinished | JobSubmitted
+    kinds = JobRequest | JobFinished | JobSubmitted
     assert [(seconds, event) for seconds, event in seen if isinstance(event, kinds)][2:] == [
-        (20.0, JobHeld("b")),
-        (50.0, JobCancelled("a")),
+        (20.0, JobRequest("b", "hold")),
+        (50.0, JobRequest("a", "cancel")),
         (55.0, JobSubmitted("late", BASE, 1, made_job("late", 5).job.profile, max_slowdown=2.0)),
-        (60.0, JobReleased("b")),
+        (60.0, JobRequest("b", "release")),
         (150.0, JobFinished("b")),  # 10 steps in company, 90 alone
     ]
     a, b = cluster.jobs["a"].record(), cluster.jobs["b"].record()
@@ -450,5 +448,5 @@ def test_a_job_is_submitted_cancelled_held_and_released_at_any_time():
     assert (b.state, b.steps, b.regroupings) == ("done", 100.0, 1)
     assert cluster.poll() == []
     cluster.submit(made_job("last", 1, at=1000.0))
-    cluster.cancel("last")
-    assert [type(event) for event in (*cluster.poll(), *cluster.poll())] == [JobSubmitted, JobCancelled]
+    cluster.ask(JobRequest("last", "cancel"))
+    assert [type(event) for event in (*cluster.poll(), *cluster.poll())] == [JobSubmitted, JobRequest]

@@ -74,7 +74,7 @@ def test_a_log_is_read_as_it_was_written_without_its_torn_last_line(tmp_path: Pa
         ),
         (f'{{"seconds": {10**400}, "type": "Tick"}}', f'"seconds" is 1{79 * "0"}, and must be a number'),
         ('{"seconds": 6, "type": "Tock"}', "'Tock'"),
-        ('{"seconds": 6, "type": "JobCancelled", "job_id": 7}', "JobCancelled.job_id is 7"),
+        ('{"seconds": 6, "type": "JobCancelled", "job_id": 7}', "JobRequest.job_id is 7"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, second: str, says: str) -> None:

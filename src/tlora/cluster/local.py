@@ -32,17 +32,14 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GroupFound,
-    JobCancelled,
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     MemoryFound,
     NodeAdded,
     RejectJob,
-    Request,
     StartGroup,
     StopGroup,
     Tick,
@@ -83,7 +80,7 @@ class LocalMachine:
 class LocalBackend:
     """A `Backend`. A group is one worker, however many GPUs it has; where these change, its jobs go on in another from their checkpoints.
 
-    `submit`, `cancel`, `hold`, `release` and `seal` may be called at any time and from any thread. A worker outlives its group: the next
+    `submit`, `ask` and `seal` may be called at any time and from any thread. A worker outlives its group: the next
     group on its GPU need not load the same base again. A job is in one worker at a time. Use it as a context manager, or `close` it.
 
     Where an earlier back end on the same store was killed, its workers train on; this one finds them, and takes their groups over with
@@ -122,7 +119,7 @@ class LocalBackend:
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
-        self._asked: list[tuple[float, int, JobSubmitted | Request]] = []  # a heap: seconds, serial, what users ask
+        self._asked: list[tuple[float, int, JobSubmitted | JobRequest]] = []  # a heap: seconds, serial, what users ask
         self._serial = itertools.count()
         self._ended: set[str] = set()  # jobs that may be forgotten
         self._expected: queue.SimpleQueue[str] = queue.SimpleQueue()  # bases
@@ -195,16 +192,12 @@ class LocalBackend:
             known[spec.job_id] = replace(job, tokens_per_step=spec.profile.tokens_per_step)
             self._arrives[spec.job_id] = at_seconds
 
-    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
-        """End the job at that time, or now; its last checkpoint stays. Raises ConfigError for an unknown job, as the next two do."""
-        self._ask_of(JobCancelled(job_id), at_seconds)
-
-    def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
-        """The job checkpoints and leaves its GPU until it is released."""
-        self._ask_of(JobHeld(job_id), at_seconds)
-
-    def release(self, job_id: str, at_seconds: float = 0.0) -> None:
-        self._ask_of(JobReleased(job_id), at_seconds)
+    def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
+        """At that time, or now. The last checkpoint of a job that is cancelled stays. Raises ConfigError for an unknown job."""
+        with self._asking:
+            if request.job_id not in self._arrives:
+                raise ConfigError(f"unknown job {request.job_id!r}. Submit it first")
+            self._ask(request, max(at_seconds, self._arrives[request.job_id]))
 
     def forget(self, job_id: str) -> None:
         """Forget a job that has ended, which frees its name. A job that has not ended stays known."""
@@ -224,13 +217,7 @@ class LocalBackend:
         self._sealed = True
         self.worker_pool.wake()
 
-    def _ask_of(self, request: Request, at_seconds: float) -> None:
-        with self._asking:
-            if request.job_id not in self._arrives:
-                raise ConfigError(f"unknown job {request.job_id!r}. Submit it first")
-            self._ask(request, max(at_seconds, self._arrives[request.job_id]))
-
-    def _ask(self, request: JobSubmitted | Request, at_seconds: float) -> None:
+    def _ask(self, request: JobSubmitted | JobRequest, at_seconds: float) -> None:
         if self._sealed and isinstance(request, JobSubmitted):
             raise ConfigError(f"job {request.job_id!r} comes after the back end was sealed. Submit all jobs before")
         heapq.heappush(self._asked, (at_seconds, next(self._serial), request))
@@ -366,7 +353,7 @@ class LocalBackend:
                     self.reconciler.arrive(event.job_id, again=event.submitted_at is not None)
                 elif event.job_id not in living:  # it has ended meanwhile
                     continue
-                elif isinstance(event, JobCancelled):
+                elif event.verb == "cancel":
                     living.discard(event.job_id)
                     self._ended.add(event.job_id)
                 self._events.append(event)

@@ -42,14 +42,11 @@ from tlora.protocol import (
     Action,
     BaseAdded,
     Event,
-    JobCancelled,
     JobFailed,
     JobFinished,
-    JobHeld,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     RejectJob,
-    Request,
     Tick,
 )
 from tlora.report.run_page import write_report
@@ -65,7 +62,7 @@ from tlora.supermodel.load import Base, find_directory, load_config, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 
-Arrival = tuple[float, JobSubmitted | Request]
+Arrival = tuple[float, JobSubmitted | JobRequest]
 
 
 def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: Iterable[Arrival]) -> None:
@@ -76,12 +73,8 @@ def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: It
                 if name not in jobs:
                     raise ConfigError(f"unknown job {name!r}. Give its spec too")
                 backend.submit(event, jobs[name], seconds)
-            case JobCancelled(name):
-                backend.cancel(name, seconds)
-            case JobHeld(name):
-                backend.hold(name, seconds)
-            case JobReleased(name):
-                backend.release(name, seconds)
+            case JobRequest():
+                backend.ask(event, seconds)
     backend.seal()
 
 

@@ -21,12 +21,10 @@ from tlora.protocol import (
     GroupFound,
     GroupLost,
     GroupReady,
-    JobCancelled,
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     MemoryFound,
     NodeAdded,
@@ -114,14 +112,14 @@ class Scheduler:
                 return [], False
             case JobSubmitted():
                 return self._submit(event)
-            case JobFinished() | JobFailed() | JobCancelled():
+            case JobFinished() | JobFailed() | JobRequest(verb="cancel"):
                 known = event.job_id in state.jobs
                 if known:
                     state.end_job(event.job_id)
                 return [], known
-            case JobHeld():
+            case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
-            case JobReleased():
+            case JobRequest(verb="release"):
                 held = event.job_id in state.held
                 if held:
                     state.release(event.job_id)

@@ -21,7 +21,7 @@ from tlora.api import OrderSpec
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.errors import TloraError
-from tlora.protocol import Action, Event, Tick
+from tlora.protocol import Action, Event, JobRequest, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.service.backend_factory import BackendFactory, Cluster, intake_settings
@@ -119,16 +119,15 @@ class Controller:
         """In a thread of its own: requests are answered meanwhile."""
         self._feeder.put(jobs)
 
-    def paused(self, job_id: str) -> None:
-        self._ask(job_id, lambda cluster: cluster.hold(job_id))
-
-    def resumed(self, job_id: str) -> None:
-        self._ask(job_id, lambda cluster: cluster.release(job_id))
-
-    def cancelled(self, job_id: str) -> None:
-        self._intake.forget(job_id)
-        self._ask(job_id, lambda cluster: cluster.cancel(job_id))
-        self._outcomes.ended(job_id)
+    def asked(self, request: JobRequest) -> None:
+        """Of a job that the cluster has; of another the store alone knows, and the cluster hears with its submission."""
+        if request.verb == "cancel":
+            self._intake.forget(request.job_id)
+        with self._lock:
+            if self._cluster is not None and request.job_id in self._known:
+                self._cluster.ask(request)
+        if request.verb == "cancel":
+            self._outcomes.ended(request.job_id)
 
     def base_added(self, name: str, path: str) -> None:
         with self._lock:
@@ -142,12 +141,6 @@ class Controller:
         if name in self._problems:
             return "failed", self._problems[name], None
         return ("ready", None, self._sizes[name]) if name in self._sizes else ("unknown", None, None)
-
-    def _ask(self, job_id: str, ask: Callable[[Cluster], None]) -> None:
-        """Of a job that the cluster has; of another the store alone knows, and the cluster hears with its submission."""
-        with self._lock:
-            if self._cluster is not None and job_id in self._known:
-                ask(self._cluster)
 
     # -- into the cluster ----------------------------------------------------------------------------------------------
 
@@ -302,7 +295,7 @@ class Controller:
             return
         self._known[row.id] = row.base_model
         if status == "paused":
-            cluster.hold(row.id)
+            cluster.ask(JobRequest(row.id, "hold"))
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

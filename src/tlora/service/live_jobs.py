@@ -16,12 +16,10 @@ from tlora.protocol import (
     Event,
     GroupFound,
     GroupLost,
-    JobCancelled,
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     RejectJob,
     StartGroup,
@@ -80,10 +78,10 @@ class LiveJobs:
         match item:
             case JobSubmitted(job_id):
                 self._waiting[job_id] = None
-            case JobHeld(job_id):
+            case JobRequest(job_id, "hold"):
                 self._held.add(job_id)
                 self._waiting.pop(job_id, None)
-            case JobReleased(job_id) if job_id in self._held:  # one that was not held may run
+            case JobRequest(job_id, "release") if job_id in self._held:  # one that was not held may run
                 self._release(job_id)
             case GroupFound(group, _, steps):
                 return self._find(group, steps)
@@ -97,7 +95,7 @@ class LiveJobs:
                 return [EndJob(job_id, "succeeded")]
             case JobFailed(job_id, reason) | RejectJob(job_id, reason):
                 return [EndJob(job_id, "failed", reason)]
-            case JobCancelled(job_id):
+            case JobRequest(job_id, "cancel"):
                 return [EndJob(job_id, "cancelled")]
             case _:
                 pass

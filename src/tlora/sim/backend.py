@@ -16,14 +16,11 @@ from tlora.protocol import (
     Event,
     GpusLost,
     GroupReady,
-    JobCancelled,
     JobFailed,
     JobFinished,
     JobGroup,
-    JobHeld,
-    JobReleased,
+    JobRequest,
     RejectJob,
-    Request,
     StartGroup,
     StepsDone,
     StopGroup,
@@ -58,7 +55,7 @@ class SimulatedCluster:
         self._saturated = conditions.saturated or {base: constants.tokens_per_second for base, constants in cost.constants.items()}
         self._now, self._serial, self._alive, self._waiting = 0.0, 0, 0, 0
         self._arrives: dict[str, float] = {}  # job -> its submission
-        self._asked: list[tuple[float, int, MappedJob | Request]] = []  # a heap: seconds, serial, what users ask
+        self._asked: list[tuple[float, int, MappedJob | JobRequest]] = []  # a heap: seconds, serial, what users ask
         self._asked_at = math.inf  # of the first of them
         self._groups: dict[str, GroupFlow] = {}
         self._touched: dict[str, GroupFlow] = {}  # whose next event is to be worked out anew
@@ -76,18 +73,13 @@ class SimulatedCluster:
         self._arrives[job.job.job_id] = job.submit_seconds
         self._ask(job, job.submit_seconds)
 
-    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
-        """It ends as far as it is, at that time or now, but not before it has come. A job that has ended is left alone."""
-        self._ask(JobCancelled(job_id), max(at_seconds, self._arrives[job_id]))
+    def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
+        """At that time or now, but not before the job has come. One that is cancelled ends as far as it is; one that is held leaves its
+        group with a checkpoint, as soon as the scheduler hears of it. A job that has ended is left alone.
+        """
+        self._ask(request, max(at_seconds, self._arrives[request.job_id]))
 
-    def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
-        """It leaves its group with a checkpoint, as soon as the scheduler hears of it, and gets no GPU until `release`."""
-        self._ask(JobHeld(job_id), max(at_seconds, self._arrives[job_id]))
-
-    def release(self, job_id: str, at_seconds: float = 0.0) -> None:
-        self._ask(JobReleased(job_id), max(at_seconds, self._arrives[job_id]))
-
-    def _ask(self, request: MappedJob | Request, at_seconds: float) -> None:
+    def _ask(self, request: MappedJob | JobRequest, at_seconds: float) -> None:
         self._serial += 1
         heapq.heappush(self._asked, (max(at_seconds, self._now), self._serial, request))
         self._asked_at = self._asked[0][0]
@@ -179,7 +171,7 @@ class SimulatedCluster:
             return
         job = self.jobs[request.job_id]
         if job.state == "unfinished":
-            if isinstance(request, JobCancelled):
+            if request.verb == "cancel":
                 self._end_job(job, "cancelled")
             self._happened(request)
 
@@ -225,7 +217,7 @@ class SimulatedCluster:
         if job.ends in ("done", "unknown"):
             self._happened(JobFinished(name))
         else:
-            self._happened(JobCancelled(name) if job.ends == "cancelled" else JobFailed(name, "it failed in the trace"))
+            self._happened(JobRequest(name, "cancel") if job.ends == "cancelled" else JobFailed(name, "it failed in the trace"))
 
     def _end_job(self, job: SimulatedJob, state: FinalState, steps: float | None = None) -> None:
         """With `steps` done, or as many as it has by now, in a group or none."""

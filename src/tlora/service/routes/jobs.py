@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Row
 from tlora.api import CloneOrder, JobList, JobView, Name, OrderSpec, Status, Sweep, SweepOrder
 from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
+from tlora.protocol import JobRequest
 from tlora.service.access import caller_of
 from tlora.service.database import job_rows
 from tlora.service.database.answer_rows import Answer, find_answer, hash_orders, keep_answers
@@ -21,7 +22,7 @@ from tlora.service.keys import new_id
 from tlora.service.order_reader import Accepted, start_path
 from tlora.service.orders import describe, expand_sweep
 from tlora.service.problems import ErrorBody, RefusedError
-from tlora.service.services import JobController, Services, services_of
+from tlora.service.services import Services, services_of
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorBody} for code in (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 503)
@@ -182,28 +183,28 @@ def show_job(job_id: JobId, request: Request) -> JobView:
 Change = Callable[[Connection, str, str], Row[Any]]
 
 
-async def _change(request: Request, job_id: str, change: Change, tell: Callable[[JobController], Callable[[str], None]]) -> JobView:
+async def _change(request: Request, change: Change, asked: JobRequest) -> JobView:
     services, tenant = services_of(request), caller_of(request).tenant
-    row = await services.write(lambda connection: change(connection, tenant, job_id), lambda _: tell(services.job_controller)(job_id))
+    row = await services.write(lambda connection: change(connection, tenant, asked.job_id), lambda _: services.job_controller.asked(asked))
     return services.view(row)
 
 
 @router.post("/jobs/{job_id}/pause")
 async def pause_job(job_id: JobId, request: Request) -> JobView:
     """The job checkpoints, leaves its GPU and waits for `resume`. One that is paused stays so."""
-    return await _change(request, job_id, job_rows.pause, lambda job_controller: job_controller.paused)
+    return await _change(request, job_rows.pause, JobRequest(job_id, "hold"))
 
 
 @router.post("/jobs/{job_id}/resume")
 async def resume_job(job_id: JobId, request: Request) -> JobView:
     """A paused job goes on from its checkpoint."""
-    return await _change(request, job_id, job_rows.resume, lambda job_controller: job_controller.resumed)
+    return await _change(request, job_rows.resume, JobRequest(job_id, "release"))
 
 
 @router.post("/jobs/{job_id}/cancel")
 async def cancel_job(job_id: JobId, request: Request) -> JobView:
     """The job ends; its checkpoints stay."""
-    return await _change(request, job_id, job_rows.cancel, lambda job_controller: job_controller.cancelled)
+    return await _change(request, job_rows.cancel, JobRequest(job_id, "cancel"))
 
 
 @router.post("/jobs/{job_id}/clone", status_code=201, response_model=JobView)
