@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from bench.machine import wait
 from bench.shapes import shape_of
 from bench.shared_base_rank import JOBS, STD, Rank
+from bench.shared_models import random_rows
 from tlora.job import LoraConfig
 from tlora.sharing.layout import lay_out
 from tlora.sharing.peers import Peers
-from tlora.sharing.shards import random_rows
 from tlora.supermodel.assembly import assemble, stand_in
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.held_linear import hold

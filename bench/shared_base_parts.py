@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bench.machine import wait
 from bench.shared_base_rank import JOBS, Rank, open_process_group
+from bench.shared_models import share_model
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.objectives import Dpo
 from tlora.sharing.layer_stream import LayerStream
@@ -27,7 +28,7 @@ from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.held_linear import hold, possible_precisions
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
-from tlora.supermodel.shared_base import share_model, shared_weights
+from tlora.supermodel.shared_base import shared_weights
 from tlora.supermodel.supermodel import SuperModel
 
 WARM_UP = 3  # micro-batches of each kind: compiled, counted, captured

@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM
 
 from bench import machine
 from bench.shapes import SHAPES, shape_of
+from bench.shared_models import random_rows
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.sharing.host_memory import Alone, Streaming, measure_link
 from tlora.sharing.layout import lay_out
-from tlora.sharing.shards import random_rows
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.shared_models import random_rows
 from tlora.kernels.frozen import PlainWeight
 from tlora.sharing import layer_stream
 from tlora.sharing.layer_stream import LayerStream, upcoming
 from tlora.sharing.layout import BaseLayout, lay_out
-from tlora.sharing.shards import fill, random_rows
+from tlora.sharing.shards import fill
 
 
 class Memory:

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.shared_models import random_rows
 from tlora.job import BasePrecision
 from tlora.kernels.frozen import FrozenWeight, PlainWeight
 from tlora.sharing.layout import ALIGNMENT, BaseLayout, lay_out
-from tlora.sharing.shards import fill, random_rows
+from tlora.sharing.shards import fill
 from tlora.supermodel.held_linear import quantized
 
 WIDTHS = st.sampled_from([16, 48, 64, 192])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
+from bench.shared_models import share_model
 from tests.kernels.interpreter import INTERPRETED_ALONE, interpret
 from tests.sharing.ranks import Ranks, start_ranks, store_path
 from tests.tiny import make_model, make_samples
@@ -25,7 +26,6 @@ from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, find_head, make_base
-from tlora.supermodel.shared_base import share_model
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = INTERPRETED_ALONE

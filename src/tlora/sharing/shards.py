@@ -1,8 +1,7 @@
-"""Fills this rank's part of a shared base from any source of its weights' rows: files, a loaded model, or a seed."""
+"""Fills this rank's part of a shared base from any source of its weights' rows."""
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +15,6 @@ from tlora.sharing.layout import BaseLayout, LayerLayout, Piece
 
 _BLOCK_BYTES = 64 << 20  # of rows at a time
 _READERS = 4  # threads, each with a block
-_SEEDED_ROWS = 1024  # rows that one seed gives, independent of which rank asks for which of them
 
 Found = Tensor | Mapping[str, Tensor]
 Rows = Callable[[str, int, int], Found]
@@ -91,22 +89,3 @@ def _place(own: Tensor, layer: LayerLayout, rank: int, position: int, values: Te
     if low < high:
         at = layer.range_start + low - held_from
         own[at : at + high - low].copy_(source[low - position : high - position])
-
-
-def random_rows(
-    seed: int, layout: BaseLayout, dtype: torch.dtype, device: torch.device, std: float = 0.02
-) -> Callable[[str, int, int], Tensor]:
-    """Normally distributed weights, drawn on `device`: the same for any number of ranks."""
-
-    def rows(name: str, first: int, last: int) -> Tensor:
-        length = layout.places[name][1].row_length
-        blocks = range(first // _SEEDED_ROWS, -(-last // _SEEDED_ROWS))
-        drawn = torch.cat([_draw(seed, name, block, length, dtype, device) for block in blocks])
-        return drawn[first - blocks[0] * _SEEDED_ROWS :][: last - first].mul_(std)
-
-    return rows
-
-
-def _draw(seed: int, name: str, block: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name} {block}".encode()))
-    return torch.randn(_SEEDED_ROWS, length, generator=generator, dtype=dtype, device=device)

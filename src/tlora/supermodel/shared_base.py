@@ -107,18 +107,6 @@ def _peers_of(sharing: Sharing | Streaming) -> Peers | Alone:
     return Alone(sharing) if isinstance(sharing, Streaming) else Peers(sharing)
 
 
-def share_model(model: Any, name: str, sharing: Sharing | Streaming, device: torch.device, precision: BasePrecision | None = None) -> Base:
-    """A base of a causal LM that every rank has loaded whole: its decoder layers are shared, or streamed, from then on.
-
-    With `precision` they are held in that, with the bits of a base that is not shared. Raises ModelError, RankError.
-    """
-    peers = _peers_of(sharing)
-    with peers.telling():
-        form = Precision(precision, model.get_output_embeddings().weight.dtype)
-        stream = share_linears(model, name, form, lambda linear, first, last: model.get_submodule(linear).weight[first:last], peers, device)
-    return make_base(model, name, stream)
-
-
 @dataclass(frozen=True)
 class Precision:
     """How a base's linears are held, and the dtype of its checkpoint. `packed`: linears that its files hold packed, which stay so."""
