@@ -45,6 +45,14 @@ class Load:
     calibrate: bool = False
 
 
+_SHARED = ("deterministic", "dtype", "base_precision", "layout", "unused_weights", "recompute", "memory_limit")
+
+
+def settings_of(source: object) -> dict[str, Any]:
+    """What a jobs file (`RunSpec`), a server's settings or a machine says of how workers hold a base and compute: fields of a `Load`."""
+    return {name: getattr(source, name) for name in _SHARED}
+
+
 @message
 class Join:
     """A job that shall be in, from its newest whole checkpoint in `output_dir` if it has one. `train_set` and `eval_set` are directories of

@@ -25,10 +25,12 @@ from tests.service.test_full_disk import fill
 from tests.small_disks import mounted
 from tlora.job import JobSpec
 from tlora.service.base_shapes import Precision, find_outline
+from tlora.service.config import Limits
 from tlora.service.intake import MOST_DEATHS, Intake, IntakeRequest, IntakeSettings, request_line
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
-SETTINGS = IntakeSettings("", "auto", None, 2, 1 << 30, 120, 300.0, 100_000, 2_000)
+LIMITS = Limits(intake_memory_bytes=1 << 30, intake_cpu_seconds=120, intake_seconds=300.0, line_bytes=100_000, file_rows=2_000)
+SETTINGS = IntakeSettings("", Precision(), LIMITS, 2)
 
 
 class Asked:
@@ -193,7 +195,10 @@ def test_intake_imports_no_torch(asked: Asked, tmp_path: Path) -> None:
 
 def test_data_that_takes_too_long_fails_its_job(tmp_path: Path) -> None:
     find_outline(tmp_path / "intake" / "bases", BASE, Precision())
-    slow = Asked(tmp_path / "intake", replace(SETTINGS, cpu_seconds=1, rows=10**9, row_characters=10**9))
+    slow = Asked(
+        tmp_path / "intake",
+        replace(SETTINGS, limits=LIMITS.model_copy(update={"intake_cpu_seconds": 1, "file_rows": 10**9, "line_bytes": 10**9})),
+    )
     try:
         path = tmp_path / "much.jsonl"
         path.write_bytes(write_rows(tmp_path / "some.jsonl", 2_000).read_bytes() * 200)

@@ -44,7 +44,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Load
+from tlora.worker_protocol import Load, settings_of
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 
@@ -374,21 +374,8 @@ class LocalBackend:
 
     def _load(self, base_model: str) -> Load:
         machine = self._machine
-        return Load(
-            base_model,
-            str(machine.output_dir / "jobs"),
-            machine.device,
-            self._start_unix,
-            machine.deterministic,
-            machine.dtype,
-            machine.base_precision,
-            machine.layout,
-            machine.unused_weights,
-            machine.recompute,
-            machine.memory_limit,
-            machine.report_to,
-            machine.calibrate,
-        )
+        place = base_model, str(machine.output_dir / "jobs"), machine.device, self._start_unix
+        return Load(*place, report_to=machine.report_to, calibrate=machine.calibrate, **settings_of(machine))
 
     def _start_worker(self, gpus: tuple[int, ...], base_model: str) -> None:
         worker = self.worker_pool.workers.get(gpus[0])

@@ -61,6 +61,7 @@ from tlora.store.run_directory import earlier_base, pin_base, pin_dtype, write_r
 from tlora.supermodel.load import Base, find_directory, load_config, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
+from tlora.worker_protocol import settings_of
 
 Arrival = tuple[float, JobSubmitted | JobRequest]
 
@@ -230,17 +231,11 @@ class _Run:
             "cuda" if kind == "cuda" else "cpu",
             {_BASE: run.base_model},
             self._out,
-            run.deterministic,
-            _TICK_SECONDS,
-            run.dtype,
-            run.base_precision,
-            run.layout,
-            run.unused_weights,
-            run.recompute,
-            run.memory_limit,
-            tuple(run.report_to),
+            tick_seconds=_TICK_SECONDS,
+            report_to=tuple(run.report_to),
             calibrate=True,
             memory_bytes=room,
+            **settings_of(run),
         )
 
     # -- while it goes on ----------------------------------------------------------------------------------------------

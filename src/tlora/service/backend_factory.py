@@ -10,6 +10,7 @@ from typing import Protocol
 from tlora.cluster.controller import Backend
 from tlora.cluster.reconciler import LocalJob
 from tlora.protocol import JobRequest, JobSubmitted
+from tlora.service.base_shapes import precision_of
 from tlora.service.config import ServerConfig
 from tlora.service.intake import Answer, Intake, IntakeSettings
 from tlora.service.machine import Devices
@@ -54,18 +55,4 @@ class BackendFactory:
 
 def intake_settings(config: ServerConfig, device: str) -> IntakeSettings:
     """Of the intake process, on a machine with that device."""
-    limits = config.limits
-    return IntakeSettings(
-        str(config.directory / "bases"),
-        config.dtype,
-        config.base_precision,
-        _INTAKE_SLOTS,
-        limits.intake_memory_bytes,
-        limits.intake_cpu_seconds,
-        limits.intake_seconds,
-        limits.line_bytes,
-        limits.file_rows,
-        device,
-        config.unused_weights,
-        config.layout,
-    )
+    return IntakeSettings(str(config.directory / "bases"), precision_of(config, device), config.limits, _INTAKE_SLOTS)

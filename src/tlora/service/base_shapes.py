@@ -9,12 +9,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tlora import durable
 from tlora.errors import CheckpointError, ModelError
 from tlora.json_file import read_object
 from tlora.shape.base_shape import BaseShape, parse_shape
 from tlora.version import __version__
+
+if TYPE_CHECKING:
+    from tlora.service.config import ServerConfig
 
 _SECONDS = 600.0  # for a hub's config to come and torch to be imported on a busy machine
 
@@ -28,6 +32,10 @@ class Precision:
     device: str = "cuda"
     unused_weights: str = "refuse"
     layout: str = "auto"
+
+
+def precision_of(config: ServerConfig, device: str) -> Precision:
+    return Precision(config.dtype, config.base_precision, device, config.unused_weights, config.layout)
 
 
 def find_outline(directory: Path, base_model: str, precision: Precision) -> BaseShape:

@@ -6,7 +6,7 @@ from tlora.adapters.targets import resolve, trained_parameters
 from tlora.api import OrderSpec
 from tlora.errors import ModelError
 from tlora.job import Recompute
-from tlora.service.base_shapes import Precision, known_outline
+from tlora.service.base_shapes import known_outline, precision_of
 from tlora.service.config import ServerConfig
 from tlora.service.machine import Devices
 from tlora.service.problems import RefusedError
@@ -22,7 +22,7 @@ class Capacity:
     def __init__(self, config: ServerConfig, places: Devices) -> None:
         self._directory = config.directory / "bases"
         self._recompute: Recompute = config.recompute
-        self._precision = Precision(config.dtype, config.base_precision, places.device, config.unused_weights, config.layout)
+        self._precision = precision_of(config, places.device)
         self._place = "a GPU here" if places.device == "cuda" else "this machine"
         self._most, self._gpus = places.memory_bytes, len(places.gpus)
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):

@@ -17,26 +17,18 @@ from tlora.job import JobSpec
 from tlora.link.lines import Line
 from tlora.link.supervisor import SupervisedProcess, start_talking
 from tlora.message_codec import Codec, message
+from tlora.service.base_shapes import Precision
+from tlora.service.config import Limits
 
 
 @message
 class IntakeSettings:
-    """`bases_dir` keeps the outlines of bases, held on a `device`; `slots` are batches at a time; the others are those of
-    `data.request.DataLimits`.
-    """
+    """`bases_dir` keeps the outlines of bases; `slots` are batches at a time; `limits` has those of a job's data."""
 
     bases_dir: str
-    dtype: str
-    base_precision: str | None
+    precision: Precision
+    limits: Limits
     slots: int
-    memory_bytes: int
-    cpu_seconds: int
-    seconds: float
-    row_characters: int
-    rows: int
-    device: str = "cuda"
-    unused_weights: str = "refuse"
-    layout: str = "auto"
 
 
 @message

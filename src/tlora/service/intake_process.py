@@ -27,7 +27,7 @@ from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import JobSpec, LoraShape
 from tlora.json_file import read_object
 from tlora.link.supervisor import line_to_parent
-from tlora.service.base_shapes import Precision, find_outline
+from tlora.service.base_shapes import find_outline
 from tlora.service.intake import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
 from tlora.shape.base_shape import BaseShape
 
@@ -40,8 +40,8 @@ class Intake:
     def __init__(self, settings: IntakeSettings, answer: Callable[[dict[str, Any]], None]) -> None:
         """`answer` is called in any thread."""
         self._outlines, self._answer, self._slots = Path(settings.bases_dir), answer, settings.slots
-        self._precision = Precision(settings.dtype, settings.base_precision, settings.device, settings.unused_weights, settings.layout)
-        self._limits = DataLimits(settings.memory_bytes, settings.cpu_seconds, settings.seconds, settings.row_characters, settings.rows)
+        self._precision, most = settings.precision, settings.limits
+        self._limits = DataLimits(most.intake_memory_bytes, most.intake_cpu_seconds, most.intake_seconds, most.line_bytes, most.file_rows)
         self._state = threading.Condition()
         self._waiting: dict[str, deque[IntakeRequest]] = {}  # by tenant, whose turn is next first
         self._busy: dict[str, int] = {}  # slots by tenant

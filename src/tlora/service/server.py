@@ -42,10 +42,11 @@ from tlora.service.database.writer import Failpoint, StoreError, Writer, WriterE
 from tlora.service.housekeeping import Housekeeping
 from tlora.service.keys import KeyRing, NewKey, write_first_key
 from tlora.service.live_state import LiveState
-from tlora.service.machine import Devices, find_places
+from tlora.service.machine import find_places
 from tlora.service.request_log import RequestLog
 from tlora.service.services import Notifier, Services
 from tlora.service.store_id import StoreId
+from tlora.worker_protocol import settings_of
 
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
 _TICK_SECONDS = 10.0
@@ -133,28 +134,12 @@ def local_hall(config: ServerConfig) -> BackendFactory:
     listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:
-        return LocalBackend(_machine(config, places, base_models), logging.getLogger(__name__).warning, listener)
+        here = places.gpus, places.device, base_models, config.directory
+        settings = settings_of(config)
+        machine = LocalMachine(*here, tick_seconds=_TICK_SECONDS, calibrate=True, memory_bytes=places.room_bytes, **settings)
+        return LocalBackend(machine, logging.getLogger(__name__).warning, listener)
 
     return BackendFactory(places, make)
-
-
-def _machine(config: ServerConfig, places: Devices, base_models: Mapping[str, str]) -> LocalMachine:
-    return LocalMachine(
-        places.gpus,
-        places.device,
-        base_models,
-        config.directory,
-        config.deterministic,
-        _TICK_SECONDS,
-        config.dtype,
-        config.base_precision,
-        config.layout,
-        config.unused_weights,
-        config.recompute,
-        config.memory_limit,
-        calibrate=True,
-        memory_bytes=places.room_bytes,
-    )
 
 
 def _stored_bases(engine: Engine) -> dict[str, str]:
