@@ -1,6 +1,6 @@
 """The HTTP messages between a client and `tlora serve`: requests, then answers, each declared once and imported by both.
 
-No rows and no routes: `service/views.py` makes answers from rows of the store, `service/orders.py` expands sweeps.
+No rows and no routes: `service/services.py` makes answers from rows of the store, `service/orders.py` expands sweeps.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ import pytest
 from made_runs import write_job, write_run
 from pages import PageReader, read_charts
 
-from tlora.report.job_styles import job_looks, keys_html
-from tlora.report.line_styles import CATEGORIES, job_colours, sequence_colours
+from tlora.report.line_styles import CATEGORIES, job_colours, job_looks, keys_html, sequence_colours
 from tlora.report.run_page import report_page
 from tlora.report.run_view import RunView, read_run
 

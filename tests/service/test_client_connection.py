@@ -173,7 +173,7 @@ def test_a_server_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_client_and_its_commands_import_no_torch_and_no_server() -> None:
     modules = (
-        "tlora.cli.commands, tlora.client.transfers, tlora.client.transfers, tlora.cli.submission, tlora.cli.follow_view, tlora.jobs_file"
+        "tlora.cli.commands, tlora.client.transfers, tlora.client.transfers, tlora.cli.submission, tlora.cli.service_view, tlora.jobs_file"
     )
     heavy = ("torch", "transformers", "numpy", "pyarrow", "datasets", "fastapi", "sqlalchemy")
     code = f"import sys, {modules}; print([name for name in {heavy!r} if name in sys.modules])"

@@ -148,7 +148,7 @@ def create_key(
     scopes = scope or ["read", "submit"]
     if local:
         from tlora.service.keys import create_key as create
-        from tlora.service.views import new_key_view
+        from tlora.service.services import new_key_view
 
         created = _in_store(_config(config, data_dir), lambda connection: create(connection, tenant, name, scopes))
         key = new_key_view(created, tenant)

@@ -195,7 +195,7 @@ def _change(names: Sequence[str], verb: str) -> None:
 
 def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -> int:
     """Follow the jobs. Returns the exit status: 0 if all have succeeded, 1 if one has not, 130 after Ctrl-C, which ends no job."""
-    from tlora.cli.follow_view import follow
+    from tlora.cli.service_view import follow
     from tlora.client.jobs import EventStream, watch
 
     try:

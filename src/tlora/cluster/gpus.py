@@ -14,7 +14,7 @@ from typing import Literal
 import psutil
 
 from tlora.errors import ConfigError
-from tlora.shape.memory_share import CPU_SHARE, GPU_SHARE
+from tlora.shape import CPU_SHARE, GPU_SHARE
 
 _SECONDS = 30.0  # for the driver to answer
 

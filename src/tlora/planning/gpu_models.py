@@ -18,7 +18,7 @@ from tlora.byte_size import Bytes
 from tlora.errors import ConfigError, cut
 from tlora.json_file import read_object
 from tlora.kernels.cards import class_of_capability
-from tlora.shape.memory_share import GPU_SHARE
+from tlora.shape import GPU_SHARE
 
 # What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/benchmarks-history.md).
 # Where tiles are loaded by pointer, products alone make about 0.8 of the rate, and a step about 0.8 of theirs.

@@ -23,8 +23,8 @@ from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
 from tlora.kernels.library_attention import SampleLayout, lay_out_samples
 from tlora.kernels.linear_cross_entropy import chunk_bytes
+from tlora.shape import CPU_SHARE
 from tlora.shape.memory import MOST_GPUS, BaseMemory, MemoryModel, Stage, StreamedBytes, base_memory
-from tlora.shape.memory_share import CPU_SHARE
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate

@@ -13,8 +13,7 @@ from markupsafe import Markup
 from tlora import durable
 from tlora.errors import CheckpointError, ConfigError
 from tlora.report.charts import job_curves, learning_charts, run_charts
-from tlora.report.job_styles import job_looks, keys_html, swept_fields, swept_values
-from tlora.report.line_styles import LineStyle
+from tlora.report.line_styles import LineStyle, job_looks, keys_html, swept_fields, swept_values
 from tlora.report.page import Chart, LegendEntry, Section, render_page
 from tlora.report.rows import number, smoothing_window
 from tlora.report.run_view import JobView, RunView, read_run

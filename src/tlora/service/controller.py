@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tlora import durable
 from tlora.api import OrderSpec
 from tlora.cluster.controller import run as run_controller
+from tlora.cluster.event_log import EventRecord
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.errors import TloraError
 from tlora.protocol import Action, Event, JobRequest, Tick
@@ -29,7 +30,6 @@ from tlora.service.capacity import Capacity
 from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
-from tlora.service.event_record import EventRecord
 from tlora.service.intake import Answer, IntakeRequest, request_line
 from tlora.service.job_status_writer import JobStatusWriter, Recorded
 from tlora.service.live_state import LiveState

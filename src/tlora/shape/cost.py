@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 
 from tlora.errors import ConfigError
 from tlora.protocol import BaseSpeed
+from tlora.shape import GPU_SHARE
 from tlora.shape.memory import ADAPTER_BYTES, BaseMemory
-from tlora.shape.memory_share import GPU_SHARE
 from tlora.shape.token_cost import recompute_factor
 
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0

@@ -16,9 +16,8 @@ from tlora.service.database import file_rows, job_rows
 from tlora.service.database.answer_rows import Answer, hash_payload, once
 from tlora.service.problems import ErrorBody, RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, IdempotencyKey
-from tlora.service.services import services_of
+from tlora.service.services import file_view, services_of
 from tlora.service.uploads import receive_upload
-from tlora.service.views import file_view
 
 router = APIRouter(prefix="/v1", tags=["files"], responses=REFUSALS | {507: {"model": ErrorBody}})
 FileId = Annotated[str, Path(min_length=1, max_length=64, pattern="^[a-z0-9-]+$", description="The file's id.")]

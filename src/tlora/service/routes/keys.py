@@ -14,8 +14,7 @@ from tlora.service.access import caller_of
 from tlora.service.database.tables import bases, jobs, keys, tenants
 from tlora.service.problems import RefusedError, missing
 from tlora.service.routes.jobs import REFUSALS
-from tlora.service.services import Services, services_of
-from tlora.service.views import key_view, new_key_view
+from tlora.service.services import Services, key_view, new_key_view, services_of
 
 router = APIRouter(prefix="/v1", responses=REFUSALS)
 ModelName = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@/-]*$", description="Its id.")]

@@ -23,8 +23,7 @@ from tlora.service.database import file_rows, job_rows
 from tlora.service.keys import Caller
 from tlora.service.problems import RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, JobId
-from tlora.service.services import Services, services_of
-from tlora.service.views import event_view
+from tlora.service.services import Services, event_view, services_of
 
 router = APIRouter(prefix="/v1", tags=["streams"], responses=REFUSALS)
 EventLimit = Annotated[int, Query(ge=1, le=1000)]
