@@ -110,9 +110,10 @@ class Controller:
         self._outcomes.requeue()
         self._outcomes.flush()
 
-    # -- told by requests ----------------------------------------------------------------------------------------------
+    # -- told by requests, of what has been committed; none of it waits ------------------------------------------------
 
     def check(self, order: OrderSpec) -> None:
+        """Before anything is committed. Raises RefusedError for a job that can never run here."""
         self._capacity.check(order)
 
     def accepted(self, jobs: Sequence[Accepted]) -> None:
@@ -138,6 +139,7 @@ class Controller:
         self._intake.put(_BASE_KEY + name, request_line(IntakeRequest(_BASE_KEY + name, self._bases[name])))
 
     def base_status(self, name: str) -> tuple[str, str | None, int | None]:
+        """Of a base: "unknown", "ready" or "failed"; what is wrong with it; its bytes."""
         if name in self._problems:
             return "failed", self._problems[name], None
         return ("ready", None, self._sizes[name]) if name in self._sizes else ("unknown", None, None)

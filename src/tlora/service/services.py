@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from sqlalchemy import Engine, Row
 
 from tlora.api import EventView, FileView, JobView, KeyView, NewKeyView, OrderSpec, Scope
-from tlora.protocol import JobRequest
 from tlora.service.browser_sessions import BrowserSessions
 from tlora.service.config import ServerConfig
 from tlora.service.connections import Connections
@@ -23,10 +22,12 @@ from tlora.service.cursors import Cursors
 from tlora.service.database.writer import Operation, Together, Writer
 from tlora.service.keys import SCOPES, Caller, KeyRing, NewKey
 from tlora.service.live_state import LiveState
-from tlora.service.order_reader import Accepted
 from tlora.service.problems import RefusedError
 from tlora.service.request_log import Answered, RequestLog, RequestNumbers
 from tlora.service.storage import Storage
+
+if TYPE_CHECKING:
+    from tlora.service.controller import Controller
 
 
 def file_view(row: Row[Any]) -> FileView:
@@ -80,21 +81,6 @@ def new_key_view(made: NewKey, tenant_name: str) -> NewKeyView:
 T = TypeVar("T")
 
 
-class JobController(Protocol):
-    """Is told of what has been committed; none of it waits."""
-
-    def check(self, order: OrderSpec) -> None:
-        """Before anything is committed. Raises RefusedError for a job that can never run here."""
-        ...
-
-    def accepted(self, jobs: Sequence[Accepted]) -> None: ...
-    def asked(self, request: JobRequest) -> None: ...
-    def base_added(self, name: str, path: str) -> None: ...
-    def base_status(self, name: str) -> tuple[str, str | None, int | None]:
-        """Of a base: "unknown", "ready" or "failed"; what is wrong with it; its bytes."""
-        ...
-
-
 class Notifier:
     """Wakes whoever streams events. `ring` may be called in any thread."""
 
@@ -134,7 +120,7 @@ class Services:
     ring: KeyRing
     cursors: Cursors
     live: LiveState
-    job_controller: JobController
+    job_controller: Controller
     notifier: Notifier
     bases: dict[str, str]
     browser_sessions: BrowserSessions
