@@ -213,6 +213,6 @@ def test_an_evaluation_of_many_jobs_takes_the_calls_of_few() -> None:
             join(shared, job_id, LORA["a"])
         batch = make_batch({job_id: make_samples(2, seed=ord(job_id)) for job_id in jobs})
         with Calls() as calls, torch.no_grad():
-            shared._decode(batch, shared.bank, {}, train=False)
+            shared.plain_path.decode(batch, shared.weights, shared.bank, {}, train=False)
         found.append(sum(calls.found.values()))
     assert found[0] == found[1], found

@@ -175,11 +175,16 @@ class FastPath:
         tables = replace(tables, width=rank_width(self.largest_rank))
         return PassState(self.groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic))
 
-    def train(self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank, dropout: Mapping[str, float]) -> tuple[Tensor, Backward]:
-        """Hidden states [T, H] of `batch`, or of it with more padding, and what takes their gradient back. A pass that overlaps another one
-        runs without a graph.
+    def decode(
+        self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
+    ) -> tuple[Tensor, Backward | None]:
+        """Hidden states [T, H] of `batch` with the adapters of `bank` (None: the base alone), and in training what takes their gradient
+        back; then perhaps with more padding. A pass that overlaps another one runs without a graph.
         """
         state = self.begin(batch, weights, bank, dropout)
+        if not train or bank is None:
+            with torch.no_grad():
+                return self._decode(batch, state), None
         if self._graphs is None or self._graphs.busy:
             return self.run(batch, state)
         if self._base.decoder._forward_hooks:  # a measurement is on: a graph calls no hooks
@@ -210,11 +215,6 @@ class FastPath:
                 hidden_TH.backward(dhidden_TH)
 
         return hidden_TH.detach(), backward
-
-    def evaluate(self, batch: PackedBatch, state: PassState) -> Tensor:
-        """Hidden states [T, H] of `batch`, without a way back."""
-        with torch.no_grad():
-            return self._decode(batch, state)
 
     def _decode(self, batch: PackedBatch, state: PassState) -> Tensor:
         with self._context.enter_pass(state.number):

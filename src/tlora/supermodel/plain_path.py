@@ -42,7 +42,7 @@ class PlainPath:
         self._repeatable = deterministic and device.type == "cuda"
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
-    def run(
+    def decode(
         self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
     ) -> tuple[Tensor, Callable[[Tensor], object] | None]:
         """Hidden states [T, H] of `batch`, without its padding where passes are grouped, and in training what takes their gradient back."""

@@ -118,6 +118,11 @@ class SuperModel(nn.Module):
         return self.fast_path.tiles if self.fast_path is not None else None
 
     @property
+    def _path(self) -> FastPath | PlainPath:
+        """What decodes a batch: kernels compiled for the GPU, captured as graphs where shapes come again, or torch's own operations."""
+        return self.fast_path or self.plain_path
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers whose activations backward can compute again; 0 without a GPU's compiled layers."""
         return self.fast_path.num_layers if self.fast_path is not None else 0
@@ -358,7 +363,7 @@ class SuperModel(nn.Module):
         if train and self.bank.dtype == torch.float16:
             part = part.with_scaled_gradients()
         reference, sum_dtype = self._reference_logprobs(part, objectives), self.bank.sum_dtype if train else None
-        hidden_TH, backward = self._decode(part, self.bank, dropout, train)
+        hidden_TH, backward = self._path.decode(part, self.weights, self.bank, dropout, train)
         self.computed_tokens += len(hidden_TH)
         losses, dhidden_TH = Losses(part, self.base.head, objectives, reference, sum_dtype).of(hidden_TH)
         return losses, None if backward is None or dhidden_TH is None else partial(self._go_back, part, backward, dhidden_TH)
@@ -370,18 +375,6 @@ class SuperModel(nn.Module):
                 self.bank.scale_sums(span.job_id, span.grad_scale)
         backward(dhidden_TH)
 
-    def _decode(
-        self, part: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
-    ) -> tuple[Tensor, Backward | None]:
-        """Hidden states [T, H] with the adapters of `bank` (None: the base alone), with more padding perhaps, and what takes their gradient
-        back.
-        """
-        if self.fast_path is not None:
-            if train and bank is not None:
-                return self.fast_path.train(part, self.weights, bank, dropout)
-            return self.fast_path.evaluate(part, self.fast_path.begin(part, self.weights, bank, dropout)), None
-        return self.plain_path.run(part, self.weights, bank, dropout, train)
-
     def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, Tensor]:
         """Log-probabilities [N] under each job's reference, for the jobs whose objective compares with it."""
         jobs = {s.job_id for s in part.spans if s.job_id in objectives and objectives[s.job_id].needs_reference}
@@ -389,5 +382,5 @@ class SuperModel(nn.Module):
             return {}
         part = part.only(jobs)
         bank = self.references if any(job_id in self.references for job_id in jobs) else None
-        hidden_TH, _ = self._decode(part, bank, {}, train=False)
+        hidden_TH, _ = self._path.decode(part, self.weights, bank, {}, train=False)
         return token_logprobs(part, hidden_TH, self.base.head)
