@@ -70,11 +70,9 @@ class Batch:
     origin: Origin = Origin()
 
 
-def insert_jobs(
-    connection: Connection, tenant: str, orders: Sequence[OrderSpec], limits: Limits, origin: Origin = Origin()
-) -> list[Row[Any]]:
+def insert_jobs(connection: Connection, tenant: str, orders: Sequence[OrderSpec], limits: Limits) -> list[Row[Any]]:
     """All of `orders`, or none. Raises RefusedError for files and jobs that there are not, and beyond the tenant's quota."""
-    (found,) = insert_batches(connection, [Batch(tenant, orders, origin)], limits)
+    (found,) = insert_batches(connection, [Batch(tenant, orders)], limits)
     if isinstance(found, RefusedError):
         raise found
     return found
