@@ -77,6 +77,8 @@ class DesiredState:
     """All that a worker shall have: the base, the plan and weights of its group, and the jobs that shall be in now, which may be fewer than
     the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit.
 
+    `expected`: jobs that may come, told until the base is loaded, so that what they will launch is compiled meanwhile.
+
     `epoch` counts the controllers of a store, `generation` the wishes of one of them: anything older than the newest known is void.
     `lease_seconds`: for so long a worker that is cut off trains on.
     """
@@ -89,6 +91,7 @@ class DesiredState:
     alone: bool = False
     stop: bool = False
     lease_seconds: float = 600.0
+    expected: tuple[JobSpec, ...] = ()
 
 
 @message

@@ -49,6 +49,9 @@ def job(name: str) -> LocalJob:
     return LocalJob(JobSpec.model_validate({"name": name, "data": "d.jsonl"}))
 
 
+LARGE = JobSpec.model_validate({"name": "large", "data": "d.jsonl", "r": 64})
+
+
 def submitted(name: str, base: str = "base", gpus: int = 1) -> JobSubmitted:
     return JobSubmitted(name, base, gpus, PROFILE)
 
@@ -113,7 +116,7 @@ def test_a_group_is_ready_when_its_base_is_loaded_and_all_are_in(backend: LocalB
 def test_an_expected_base_is_loaded_by_a_gpu_that_is_free_and_its_group_finds_it(backend: LocalBackend) -> None:
     backend.execute(StartGroup(group("g0", 0, "a", base="other")))
     for name in ("base", "base", "other", "unknown"):
-        backend.expect(name)
+        backend.expect(name, LARGE)
     backend.execute(StartGroup(group("g0", 0, "a", base="other")))  # settles
     assert [(worker.gpu, worker.load.base_model) for worker in STARTED] == [(0, "models/other"), (1, "models/base")]
     backend.execute(StartGroup(group("g1", 1, "b")))
@@ -123,6 +126,23 @@ def test_an_expected_base_is_loaded_by_a_gpu_that_is_free_and_its_group_finds_it
     while len(found) < 2:
         found += backend.poll()
     assert len(STARTED) == 2 and {GroupReady("g0"), GroupReady("g1")} == set(found)
+
+
+def test_a_worker_that_loads_hears_of_the_jobs_that_may_come_as_far_as_their_kernels_differ(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(group("g0", 0, "a", base="other")))
+    small, dropout = (LARGE.model_copy(update=changed) for changed in ({"r": 8}, {"r": 8, "lora_dropout": 0.1}))
+    for spec in (small, small, LARGE, small, dropout, dropout):
+        backend.expect("base", spec)
+    backend.execute(StartGroup(group("g0", 0, "a", base="other")))  # settles
+    worker = next(worker for worker in STARTED if worker.gpu == 1)
+    want = worker.worker_reconciler.want
+    assert want is not None and want.expected == (small, LARGE, dropout) and not want.jobs
+    worker.obey()
+    backend.poll()
+    backend.expect("base", LARGE.model_copy(update={"r": 128}))
+    backend.execute(StartGroup(group("g1", 1, "b")))
+    want = worker.worker_reconciler.want
+    assert want is not None and want.expected == () and [join.job.name for join in want.jobs] == ["b"]
 
 
 def test_a_bases_speed_is_told_once_by_each_name_that_it_has(tmp_path: Path) -> None:

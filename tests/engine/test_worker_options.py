@@ -95,6 +95,9 @@ def test_the_worker_tells_its_trainer_of_the_jobs_that_it_shall_have(made: Order
     assert worker.expected == ()
     worker.hear(DesiredState(1, 1, made.load(tmp_path), None, (made.join("stays"),)))
     assert [spec.name for spec in worker.expected] == ["stays"]
+    may_come = made.join("stays").job.model_copy(update={"name": "may-come"})
+    worker.hear(DesiredState(1, 2, made.load(tmp_path), None, (made.join("stays"),), expected=(may_come,)))
+    assert [spec.name for spec in worker.expected] == ["stays", "may-come"]
 
 
 def test_numbers_go_to_the_clients_of_report_to(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora.cluster.reconciler import LocalJob
+from tlora.job import JobSpec
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -93,7 +94,7 @@ class FakeCluster:
     def forget(self, job_id: str) -> None:
         self.asked.append(("forget", job_id))
 
-    def expect(self, base_model: str) -> None:
+    def expect(self, base_model: str, spec: JobSpec) -> None:
         self.asked.append(("expect", base_model))
 
     def stop(self) -> None:

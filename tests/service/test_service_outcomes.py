@@ -255,3 +255,25 @@ def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monk
         other.join()
         sys.setswitchinterval(before)
     assert not errors, errors
+
+
+def test_a_base_is_loaded_ahead_for_jobs_that_came_before_it_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a server's start: its intake process looks at the bases while the first jobs come."""
+    known, put = threading.Event(), FakeIntake.put
+
+    def put_late(intake: FakeIntake, key: str, line: bytes) -> None:
+        if key.startswith("base:") and not known.is_set():
+            threading.Thread(target=lambda: (known.wait(), put(intake, key, line)), daemon=True).start()
+        else:
+            put(intake, key, line)
+
+    monkeypatch.setattr(FakeIntake, "put", put_late)
+    with serving(tmp_path / "server", held=True) as served:
+        job = served.submit("alice", file=served.upload("alice"))["id"]
+        until(lambda: job in served.intakes[0].asked)
+        assert not served.cluster.asked
+        known.set()
+        until(lambda: bool(served.cluster.asked))
+        assert [what for what, _ in served.cluster.asked] == ["expect"] and not served.cluster.submitted
+        served.intakes[0].let_go()
+        served.wait("alice", job, "succeeded")

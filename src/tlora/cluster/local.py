@@ -26,7 +26,7 @@ from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.errors import ConfigError
-from tlora.job import BasePrecision, DType, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
+from tlora.job import BasePrecision, DType, JobSpec, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -122,7 +122,7 @@ class LocalBackend:
         self._asked: list[tuple[float, int, JobSubmitted | JobRequest]] = []  # a heap: seconds, serial, what users ask
         self._serial = itertools.count()
         self._ended: set[str] = set()  # jobs that may be forgotten
-        self._expected: queue.SimpleQueue[str] = queue.SimpleQueue()  # bases
+        self._expected: queue.SimpleQueue[tuple[str, JobSpec]] = queue.SimpleQueue()  # bases and jobs
         self._sealed = self._stopped = False
         self.worker_pool.find(records)
 
@@ -207,9 +207,9 @@ class LocalBackend:
                 del self._arrives[job_id]
                 self.reconciler.forget_job(job_id)
 
-    def expect(self, base_model: str) -> None:
-        """Jobs over that base will be submitted: if no worker has it, start one on a free GPU that loads it."""
-        self._expected.put(base_model)
+    def expect(self, base_model: str, spec: JobSpec) -> None:
+        """The job will perhaps be submitted: if no worker has its base, start one on a free GPU that loads it."""
+        self._expected.put((base_model, spec))
         self.worker_pool.wake()
 
     def seal(self) -> None:
@@ -364,7 +364,8 @@ class LocalBackend:
     def _settle(self) -> None:
         self.reconciler.step()
         while not self._expected.empty():
-            self.reconciler.expect(self._expected.get(), self._machine.gpus)
+            self.reconciler.expect(*self._expected.get(), self._machine.gpus)
+            self.reconciler.step()  # which tells the worker
         self._collect()
 
     def _collect(self) -> None:

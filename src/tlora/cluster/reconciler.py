@@ -81,14 +81,24 @@ class Reconciler:
         for name, held in self.workers[group.gpus[0]].jobs.items():
             self.crash_attribution.see_steps(name, held.steps)
 
-    def expect(self, base_model: str, gpus: tuple[int, ...]) -> None:
-        """If no worker has that base and one of `gpus` has neither worker nor group, start a worker there that loads it."""
+    def expect(self, base_model: str, spec: JobSpec, gpus: tuple[int, ...]) -> None:
+        """The job may come over that base. If no worker has it and one of `gpus` has neither worker nor group, start a worker there that
+        loads it; a worker that is loading it compiles meanwhile what the job will launch.
+        """
         path = self._base_models.get(base_model)
-        if path is None or any(worker.load is not None and worker.load.base_model == path for worker in self.workers.values()):
+        if path is None:
             return
-        taken = {gpu for held in (*self.workers.values(), *self.groups.values()) for gpu in held.gpus}
-        if free := [gpu for gpu in gpus if gpu not in taken]:
-            self._start((free[0],), path)
+        if not (there := self._workers_of(path)):
+            taken = {gpu for held in (*self.workers.values(), *self.groups.values()) for gpu in held.gpus}
+            if free := [gpu for gpu in gpus if gpu not in taken]:
+                self._start((free[0],), path)
+            there = self._workers_of(path)
+        for worker in there:
+            if not worker.loaded and not any(_compiles_for(known, spec) for known in worker.expected):
+                worker.expected = (*worker.expected, spec)
+
+    def _workers_of(self, path: str) -> list[RemoteWorker]:
+        return [worker for worker in self.workers.values() if worker.load is not None and worker.load.base_model == path]
 
     def arrive(self, job_id: str, *, again: bool) -> None:
         """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
@@ -230,3 +240,8 @@ class Reconciler:
             return True
         del self._refused[job_id]
         return False
+
+
+def _compiles_for(known: JobSpec, spec: JobSpec) -> bool:
+    """Whether all kernels that `spec` will launch are among those of `known`: ten thousand expected jobs need two of them."""
+    return known.largest_rank >= spec.largest_rank and (known.lora_dropout > 0 or spec.lora_dropout == 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tlora.job import JobSpec
 from tlora.link.outbox import Intake
 from tlora.protocol import JobGroup
 from tlora.worker_protocol import (
@@ -74,6 +75,7 @@ class RemoteWorker:
         self.jobs: dict[str, Held] = {}
         self.found: JobGroup | None = None  # its group, as an earlier controller wanted it
         self.settled = 0
+        self.expected: tuple[JobSpec, ...] = ()  # jobs that may come, until it has loaded its base
         self.residents: dict[str, int] = {}  # when it was settled last
         self.heartbeat: Alive | None = None
         self.given_up = ""  # why it was killed
@@ -121,7 +123,7 @@ class RemoteWorker:
 
     def want(self, group: JobGroup | None, jobs: tuple[Join, ...], alone: bool) -> None:
         """Set the worker's desired state: this group and nothing else."""
-        wanted = replace(self._want, group=group, jobs=jobs, alone=alone)
+        wanted = replace(self._want, group=group, jobs=jobs, alone=alone, expected=() if self.loaded else self.expected)
         if wanted != self._want or not self._is_decided:
             self._tell(wanted)
 

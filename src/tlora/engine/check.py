@@ -20,7 +20,7 @@ from tlora.engine.ranks.placement import place as place_jobs
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, Layout, RunSpec
-from tlora.kernels.device import as_if_on
+from tlora.kernels.device import as_if_on, name_of
 from tlora.planning.base_placement import choose_form
 from tlora.planning.gpu_models import GpuModel, find_gpu
 from tlora.planning.job_plan import PlannedJob
@@ -28,7 +28,7 @@ from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.streaming import Machine, StreamPlan, choose_layout, this_machine
-from tlora.planning.work import choose_replicas, predicted_seconds, trained_tokens
+from tlora.planning.work import choose_replicas, flops_here, predicted_seconds, trained_tokens
 from tlora.shape.token_cost import StreamCost
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
@@ -147,7 +147,14 @@ class _Devices:
 
     @property
     def flops(self) -> float | None:
-        return self.elsewhere.flops if self.elsewhere is not None else None
+        return self.elsewhere.flops if self.elsewhere is not None else flops_here(self.place)
+
+    @property
+    def rated_as(self) -> str:
+        """What predicted speeds are those of."""
+        if self.elsewhere is not None:
+            return self.elsewhere.rated_as
+        return RunCheck.rated_as if self.flops is None else f"extrapolated for {name_of(self.place)}"
 
     def machine(self, layout: Layout) -> Machine:
         gpu = self.elsewhere
@@ -197,7 +204,7 @@ def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
         base_parameters=parameters,
         base_bytes=base_bytes if plan.streaming is None else plan.memory.base_bytes,
         device=shown,
-        rated_as=elsewhere.rated_as if elsewhere is not None else RunCheck.rated_as,
+        rated_as=where.rated_as,
         kernels=model.kernels_on(place, run.deterministic) if place.type == "cuda" else "",
         resident_jobs=len(resident),
         **_memory(plan, resident),

@@ -94,7 +94,7 @@ class Trainer:
         expected: Sequence[JobSpec] = (),
     ) -> None:
         """`heartbeat` gets what this is at, and says when the process is to end. `rank_context`: among the ranks of a worker; `send`
-        then also gets what is for these. For `expected`, the jobs that will join first, kernels are compiled while the base is loaded.
+        then also gets what is for these. For `expected`, jobs that may join first, kernels are compiled while the base is loaded.
         """
         rank_context = rank_context or RankContext()
         dtype, line = settle_dtype(load.base_model, load.dtype, load.base_precision, load.device)
@@ -115,7 +115,6 @@ class Trainer:
         measured = recall(speed_key, device_name(model.device)) if load.calibrate else None
         if measured is not None:
             send(measured)
-        self._expected = {spec.name for spec in expected}  # of those, the jobs that have not come
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
@@ -190,7 +189,7 @@ class Trainer:
     def _calibrate(self) -> bool:
         """Make a turn of the measurement, where it is time for one: never before the first step of jobs that are here or on their way."""
         beside_jobs = bool(self._group.runs)
-        on_their_way = self._expected or self._preparing or self._opening or self._parts.expects_jobs
+        on_their_way = self._preparing or self._opening or self._parts.expects_jobs
         if not (self._has_stepped if beside_jobs else not on_their_way) or not self._calibration.is_due(beside_jobs=beside_jobs):
             return False
         self._heartbeat.begin("compiling")
@@ -230,7 +229,6 @@ class Trainer:
 
     def _take(self, join: Join) -> None:
         name = join.job.name
-        self._expected.discard(name)
         here = {*self._preparing, *self._opening, *self._group.runs, *self._records.ending}
         assert name not in here and not self._parts.is_here(name), f"{name} is here already"
         self._preparing[name] = join

@@ -66,9 +66,9 @@ class Worker:
 
     @property
     def expected(self) -> tuple[JobSpec, ...]:
-        """The jobs that it shall have by now."""
+        """The jobs that it shall have by now, and those that may come."""
         want = self._worker_reconciler.want
-        return tuple([join.job for join in want.jobs]) if want is not None else ()
+        return (*(join.job for join in want.jobs), *want.expected) if want is not None else ()
 
     def report(self, report: Report) -> None:
         """Of the trainer."""
@@ -193,7 +193,7 @@ def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
 
         WorkerGroup(load, gpus, worker.inbox, worker.report, worker.heartbeat, worker.expected).go_on()
     else:
-        open_trainer(load, worker.inbox, worker.report, worker.heartbeat, expected=worker.expected).go_on()
+        open_trainer(load, worker.inbox, worker.report, worker.heartbeat, expected=lambda: worker.expected).go_on()
 
 
 def open_trainer(
@@ -202,9 +202,9 @@ def open_trainer(
     send: Callable[[Any], None],
     heartbeat: Heartbeat,
     rank_context: RankContext | None = None,
-    expected: Sequence[JobSpec] = (),
+    expected: Callable[[], Sequence[JobSpec]] = tuple,
 ) -> Trainer:
-    """The model libraries, then the base. The arguments as of `Trainer`."""
+    """The model libraries, then the base. The arguments as of `Trainer`; `expected` is asked when the libraries are there."""
     with no_collection():
         import torch
         from transformers.utils import logging
@@ -216,7 +216,7 @@ def open_trainer(
         torch.cuda.set_device(load.device)  # kernels are launched on the current device
     logging.disable_progress_bar()  # the last line of the log is reported for a worker that has died
     logging.set_verbosity_error()
-    return Trainer(load, inbox, send, heartbeat, rank_context, expected)
+    return Trainer(load, inbox, send, heartbeat, rank_context, expected())
 
 
 def main() -> None:

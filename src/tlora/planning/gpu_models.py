@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tlora.byte_size import Bytes
 from tlora.errors import ConfigError, cut
 from tlora.json_file import read_object
-from tlora.kernels.cards import class_of_capability
+from tlora.kernels.cards import CardClass, class_of_capability
 from tlora.shape import GPU_SHARE
 
 # What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/benchmarks-history.md).
@@ -25,6 +25,9 @@ from tlora.shape import GPU_SHARE
 # What copies make of PCI Express with 16 lanes, about 0.8 of its rate, by its generation; 8 lanes make half of it.
 _GEN3, _GEN4, _GEN5 = 12.0, 25.0, 50.0
 _SHARES = {"descriptor": 0.55, "pointers": 0.65}
+# A Hopper card's rate by the instructions of older ones: 9,887 tokens/s of an 8B on an H100 are 0.32 of its 989 TFLOP/s, and so 0.5 of them
+# by that share (bench/results/h100_2daf61c_sm80_r16_8b.json).
+_OLDER_INSTRUCTIONS = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,13 @@ class GpuModel:
     def flops(self) -> float | None:
         """What training makes of `tflops`, extrapolated; None on the plain path, where nothing follows from them."""
         card = class_of_capability(self.capability)
-        return _SHARES[card.loads] * self.tflops * 1e12 if card is not None else None
+        return self.flops_by(card) if card is not None else None
+
+    def flops_by(self, card: CardClass) -> float:
+        """The same with the kernels of another class, which is forced."""
+        own = class_of_capability(self.capability)
+        older = own is not None and own.loads == "descriptor" and card.loads == "pointers"
+        return _SHARES[card.loads] * self.tflops * 1e12 * (_OLDER_INSTRUCTIONS if older else 1.0)
 
     @property
     def rated_as(self) -> str:
@@ -116,11 +125,11 @@ def find_gpu(name: str) -> GpuModel:
     return _described(path)
 
 
-def flops_of(device_name: str) -> float | None:
-    """What training makes of the GPU that its driver calls so ("NVIDIA A100-SXM4-40GB"), as `GpuModel.flops`; None for one of no row."""
+def gpu_called(device_name: str) -> GpuModel | None:
+    """The GPU that its driver calls so ("NVIDIA A100-SXM4-40GB"); None for one of no row."""
     key, rows = _key(device_name), _KNOWN | {alias: _KNOWN[_key(name)] for alias, name in _ALIASES.items()}
     row = max((name for name in rows if key.startswith(name)), key=len, default=None)
-    return rows[row].flops if row is not None else None
+    return rows[row] if row is not None else None
 
 
 def _described(path: Path) -> GpuModel:

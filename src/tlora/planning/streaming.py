@@ -14,13 +14,11 @@ import torch
 
 from tlora.errors import CapacityError, ModelError
 from tlora.job import DataConfig, JobSpec, Layout, RunSpec
-from tlora.kernels.device import name_of
-from tlora.planning.gpu_models import flops_of
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths, token_cost
 from tlora.planning.plan import RunPlan, fit, fitted_jobs, gib, is_sound, plan_memory, settle
-from tlora.planning.work import multiplied_weights, rate_of
+from tlora.planning.work import flops_here, multiplied_weights, rate_of
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import StreamCost, fetched_layers
 from tlora.sharing.host_memory import Streaming, host_problem, measure_link
@@ -51,8 +49,7 @@ class Machine:
 
 def this_machine(device: torch.device, layout: Layout) -> Machine:
     """The link is measured when it is asked for; other GPUs than those of the table count as an H200."""
-    link = partial(measure_link, device, layout == "streamed")
-    return Machine(link, flops_of(name_of(device)) if device.type == "cuda" else None)
+    return Machine(partial(measure_link, device, layout == "streamed"), flops_here(device))
 
 
 @dataclass(frozen=True)

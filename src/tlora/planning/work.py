@@ -13,8 +13,10 @@ from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
 from tlora.job import JobSpec
+from tlora.kernels.device import card_of, name_of
 from tlora.kernels.fp8_weight import Fp8Weight
 from tlora.objectives import objective_of
+from tlora.planning.gpu_models import gpu_called
 from tlora.planning.job_plan import PlannedJob
 from tlora.shape.work import JobWork, multiply_adds_per_second
 from tlora.supermodel.load import layers_of
@@ -42,6 +44,13 @@ def rate_of(model: SuperModel, device: torch.device, flops: float | None = None)
     """Multiply-adds a second that are predicted with; `flops` as of `predicted_seconds`."""
     in_8_bits = any(isinstance(m, LoraLinear) and isinstance(m.form, Fp8Weight) for m in model.model.modules())
     return multiply_adds_per_second(device.type, flops, in_8_bits)
+
+
+def flops_here(device: torch.device) -> float | None:
+    """`flops` of a GPU of this machine, with the kernels that run on it; None for one that is not in the table of GPUs, and for a CPU."""
+    gpu = gpu_called(name_of(device)) if device.type == "cuda" else None
+    card = card_of(device) if gpu is not None else None
+    return gpu.flops_by(card) if gpu is not None and card is not None else None
 
 
 def choose_replicas(jobs: Sequence[PlannedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:

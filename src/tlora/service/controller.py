@@ -22,6 +22,7 @@ from tlora.cluster.controller import run as run_controller
 from tlora.cluster.event_log import EventRecord
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.errors import TloraError
+from tlora.job import JobSpec
 from tlora.protocol import Action, Event, JobRequest, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
@@ -64,6 +65,7 @@ class Controller:
         self._problems: dict[str, str] = {}  # of bases
         self._known: dict[str, str] = {}  # jobs that the cluster has -> their base
         self._early: dict[str, list[Row[Any]]] = {}  # jobs whose data is read, by the base that is not known yet
+        self._expected: dict[str, list[JobSpec]] = {}  # jobs whose data is being read, by the base that is not known yet
         self._cluster: Cluster | None = None
         self._scheduler: Scheduler | None = None
         self._closing = False
@@ -166,8 +168,19 @@ class Controller:
             tokens = str(self._directory / "tokens" / row.tenant)
             request = IntakeRequest(row.id, self._bases[row.base_model], row.tenant, spec, tokens)
             self._intake.put(row.id, request_line(request))
-            if self._cluster is not None and row.base_model in self._sizes:
-                self._cluster.expect(row.base_model)  # which takes longer to load than most data does to be read
+            self._expect(row.base_model, spec)
+
+    def _expect(self, base_model: str, spec: JobSpec) -> None:
+        """Load the base, which takes longer than most data does to be read, once it is known to be one. Holds the lock."""
+        if self._cluster is not None and base_model in self._sizes:
+            self._cluster.expect(base_model, spec)
+        elif base_model not in self._problems:
+            self._expected.setdefault(base_model, []).append(spec)
+
+    def _expect_early(self, base_model: str) -> None:
+        """The jobs that came before it was known what their base is."""
+        for spec in self._expected.pop(base_model, []):
+            self._expect(base_model, spec)
 
     def _hear(self, answer: Answer) -> None:
         """Of intake, in its thread: an answer that is lost would stall its job."""
@@ -235,6 +248,7 @@ class Controller:
             self._base_heard.notify_all()
             if "problem" in answer:
                 self._problems[name] = answer["problem"]
+                self._expected.pop(name, None)
                 for row in self._early.pop(name, []):
                     self._outcomes.fail(row.id, answer["problem"])
                 return
@@ -242,6 +256,7 @@ class Controller:
             self._capacity.learn(name, self._bases[name])
             if self._scheduler is not None and self._cluster is not None:
                 self._learn(self._scheduler.state.cost, name, self._cluster.now())
+            self._expect_early(name)
             for row in self._early.pop(name, []):
                 self._admit(row)
 
@@ -316,6 +331,8 @@ class Controller:
                         self._learn(scheduler.state.cost, name, cluster.now())
                     early, self._early = self._early, {}
                     rows = sorted((row for rows in early.values() for row in rows), key=lambda row: row.serial)
+                    for name in list(self._expected):
+                        self._expect_early(name)
                     for row in rows:
                         self._admit(row)
                 self._outcomes.begin(self._backend_factory.places)

@@ -54,7 +54,7 @@ def serve(address: str, number: int, count: int) -> int:
         threading.Thread(target=_beat, args=(line, heartbeat), name="heartbeat", daemon=True).start()
         rank_context = RankContext(number, count, entered.store, flight_name(entered.worker_pid, number))
         load = replace(entered.load, device=entered.device)
-        trainer = open_trainer(load, inbox, line.send, heartbeat, rank_context, entered.expected)
+        trainer = open_trainer(load, inbox, line.send, heartbeat, rank_context, lambda: entered.expected)
         trainer.go_on()
         line.send(Bye())
     except BaseException as error:
