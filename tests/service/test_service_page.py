@@ -14,10 +14,10 @@ import pytest
 from sqlalchemy import update
 
 from tests.service.served import Served, listening, until
-from tlora.service.browser_sessions import COOKIE_SECONDS
 from tlora.service.database.tables import jobs
 from tlora.service.keys import revoke_key
 from tlora.service.losses import read_losses
+from tlora.service.signed import COOKIE_SECONDS
 
 HTML = {"Accept": "text/html"}
 
@@ -104,13 +104,13 @@ def test_a_cookie_falls_with_its_key_and_forged_ones_are_none(served: Served) ->
 
 
 def test_links_and_cookies_have_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.service.browser_sessions.COOKIE_SECONDS", -1)
+    monkeypatch.setattr("tlora.service.signed.COOKIE_SECONDS", -1)
     assert served.client.get("/", headers=log_in(served, "alice")).status_code == 401
-    monkeypatch.setattr("tlora.service.browser_sessions.LINK_SECONDS", -1)
+    monkeypatch.setattr("tlora.service.signed.LINK_SECONDS", -1)
     token = served.ask("alice", "POST", "/v1/login-links", 201)["path"].partition("#")[2]
     assert served.client.post("/login", json={"token": token}).status_code == 401
-    monkeypatch.setattr("tlora.service.browser_sessions._MOST_LINKS", 2)
-    monkeypatch.setattr("tlora.service.browser_sessions.LINK_SECONDS", 600)
+    monkeypatch.setattr("tlora.service.signed._MOST_LINKS", 2)
+    monkeypatch.setattr("tlora.service.signed.LINK_SECONDS", 600)
     browser_sessions = served.opened.services.browser_sessions
     first, *_ = [browser_sessions.make_link("key-0", "tenant-0") for _ in range(3)]
     assert browser_sessions.use_link(first.partition("#")[2]) is None

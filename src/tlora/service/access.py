@@ -15,13 +15,13 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tlora.service.browser_sessions import BrowserSessions
 from tlora.service.config import Limits, ServerConfig
 from tlora.service.connection_protocol import connection_of
 from tlora.service.connections import Body, shared_address
 from tlora.service.keys import Caller, KeyRing
 from tlora.service.problems import answer
 from tlora.service.request_log import Answered
+from tlora.service.signed import BrowserSessions
 from tlora.version import __version__
 
 PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/login.js", "/page/icon.svg")

@@ -29,12 +29,10 @@ from tlora.link.address import tcp_place
 from tlora.server_directory import ADDRESS, FIRST_KEY
 from tlora.service.app import make_app
 from tlora.service.backend_factory import BackendFactory
-from tlora.service.browser_sessions import BrowserSessions, oldest_key
 from tlora.service.config import ServerConfig
 from tlora.service.connection_protocol import ConnectionFactory
 from tlora.service.connections import Connections, forwarders
 from tlora.service.controller import Controller
-from tlora.service.cursors import Cursors, open_secret
 from tlora.service.database.lease import Heart, take_lease, this_server
 from tlora.service.database.store import default_url, open_store
 from tlora.service.database.tables import bases
@@ -45,6 +43,7 @@ from tlora.service.live_state import LiveState
 from tlora.service.machine import find_places
 from tlora.service.request_log import RequestLog
 from tlora.service.services import Notifier, Services
+from tlora.service.signed import BrowserSessions, Cursors, oldest_key, open_secret
 from tlora.service.store_id import StoreId
 from tlora.worker_protocol import settings_of
 

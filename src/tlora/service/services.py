@@ -15,15 +15,14 @@ from fastapi import Request
 from sqlalchemy import Engine, Row
 
 from tlora.api import EventView, FileView, JobView, KeyView, NewKeyView, OrderSpec, Scope
-from tlora.service.browser_sessions import BrowserSessions
 from tlora.service.config import ServerConfig
 from tlora.service.connections import Connections
-from tlora.service.cursors import Cursors
 from tlora.service.database.writer import Operation, Together, Writer
 from tlora.service.keys import SCOPES, Caller, KeyRing, NewKey
 from tlora.service.live_state import LiveState
 from tlora.service.problems import RefusedError
 from tlora.service.request_log import Answered, RequestLog, RequestNumbers
+from tlora.service.signed import BrowserSessions, Cursors
 from tlora.service.storage import Storage
 
 if TYPE_CHECKING:

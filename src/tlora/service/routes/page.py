@@ -20,7 +20,6 @@ from sqlalchemy import Connection, Row, select
 
 from tlora.api import ENDED, JobView, LoginLink
 from tlora.service.access import caller_of
-from tlora.service.browser_sessions import COOKIE_SECONDS, LINK_SECONDS
 from tlora.service.database import job_rows
 from tlora.service.database.tables import jobs
 from tlora.service.live_state import PAUSED
@@ -30,6 +29,7 @@ from tlora.service.problems import RefusedError, answer
 from tlora.service.routes.cluster import show_cluster
 from tlora.service.routes.jobs import REFUSALS, JobId
 from tlora.service.services import Services, services_of
+from tlora.service.signed import COOKIE_SECONDS, LINK_SECONDS
 from tlora.version import __version__
 from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
 
