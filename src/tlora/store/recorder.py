@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,8 +18,8 @@ from tlora.errors import CheckpointError
 from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
 from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped, TrainingProgress
-from tlora.job import BasePrecision
-from tlora.store import checkpoint, not_finite
+from tlora.job import BasePrecision, JobSpec
+from tlora.store import checkpoint
 from tlora.store.best_checkpoint import settle_best
 from tlora.store.checkpoint import Snapshot, on_host
 from tlora.store.full_disk import DiskReserve, WaitsForRoom, retry_when_disk_full
@@ -86,7 +87,7 @@ class Recorder:
         run, self._stepped = self._run, report
         self._unlogged = (*self._unlogged, report.loss)
         self._unlogged_metrics.append(report.metrics)
-        self._tell(not_finite.skipped_step(report))
+        self._tell(_note_on_skipped_step(report))
         if run.due(run.spec.logging_steps) or run.exhausted:
             self._log_steps(report)
 
@@ -112,7 +113,7 @@ class Recorder:
         run = self._run
         tokens = int(run.evaluation.lengths.sum()) if run.evaluation is not None else 0
         row = {"step": report.progress.step, "epoch": round(run.epoch, 6), "eval_loss": report.loss, "eval_num_tokens": tokens}
-        if (line := not_finite.evaluation(run.spec, report)) is not None and not self._told_of_evaluation:
+        if (line := _note_on_evaluation(run.spec, report)) is not None and not self._told_of_evaluation:
             self._told_of_evaluation = True
             self._tell(line)
         self._write(row | {f"eval_{name}": value for name, value in report.metrics.items()} | {"seconds": self._context.clock()})
@@ -150,7 +151,7 @@ class Recorder:
         assert report.state is not None, f"{report.job_id} has no state to be written"
         if status == "done" and self._unlogged and self._stepped:  # an early stop comes between two rows
             self._log_steps(self._stepped)
-        for line in not_finite.at_the_end(self._run.spec, report):
+        for line in _notes_on_lost_numbers(self._run.spec, report):
             self._tell(line)
         snapshot = try_call(self._snapshot, report.progress, report.state)
         if status == "done":
@@ -334,3 +335,35 @@ class Recorder:
 
         if isinstance(failed := try_call(write), Failure):
             self._context.note(f"{path}: {failed.reason}")
+
+
+def _note_on_skipped_step(report: Stepped) -> str | None:
+    """The note on the first optimizer step that was skipped."""
+    if report.progress.skipped_steps != 1 or report.stats.applied:
+        return None
+    what = "gradient" if math.isfinite(report.loss) else "loss"
+    return (
+        f"step {report.progress.step} changed nothing: its {what} is not finite. Look at the job's data, its learning rate and the base's "
+        "dtype. More such steps are counted"
+    )
+
+
+def _note_on_evaluation(spec: JobSpec, report: Evaluated) -> str | None:
+    """The note on an evaluation without a finite loss."""
+    if math.isfinite(report.loss):
+        return None
+    kept = ["it is never the best"] if spec.load_best_model_at_end else []
+    kept += ["early_stopping_patience does not count it"] if spec.early_stopping_patience else []
+    return ": ".join([f"the evaluation at step {report.progress.step} has no finite loss", *([" and ".join(kept)] if kept else [])])
+
+
+def _notes_on_lost_numbers(spec: JobSpec, report: Ended) -> Iterator[str]:
+    """The summary at the job's end."""
+    p = report.progress
+    if p.skipped_steps:
+        yield (
+            f"{p.skipped_steps} of {p.step} steps changed nothing: their loss or gradient was not finite; first at step {p.first_skipped}. "
+            "Mean losses are over the others"
+        )
+    if report.status == "done" and spec.load_best_model_at_end and p.best_step < 0 and not math.isfinite(p.eval_last or 0.0):
+        yield "no evaluation had a finite loss, so none is the best: its adapter is that of the last step"
