@@ -159,15 +159,6 @@ def test_digests_that_are_known_are_not_computed_again(tmp_path: Path, monkeypat
         verify(tmp_path / "checkpoint-1", {FILES[1]})
 
 
-def test_directories_are_made_with_their_parents(tmp_path: Path) -> None:
-    make_directory(tmp_path / "a" / "b" / "c")
-    make_directory(tmp_path / "a" / "b" / "c")
-    assert (tmp_path / "a" / "b" / "c").is_dir()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write .*file: File exists"):
-        make_directory(tmp_path / "file")
-
-
 def test_a_directory_that_another_thread_makes_meanwhile_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs that are opened at once make their run's directory."""
     is_dir = Path.is_dir
@@ -314,12 +305,6 @@ def test_an_error_at_every_step_leaves_the_old_one_and_no_litter(tmp_path: Path)
         assert names(tmp_path) == ["checkpoint-1"], name
         verify(tmp_path / "checkpoint-1")
         assert holds(tmp_path / "checkpoint-1", "new" if at >= seen.index("renamed") else "old")
-
-
-def test_a_subdirectory_in_a_durable_directory_is_a_bug(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="only plain files"):
-        write_directory(tmp_path / "checkpoint-1", lambda d: (d / "sub").mkdir())
-    assert names(tmp_path) == []
 
 
 def test_a_missing_parent_is_reported(tmp_path: Path) -> None:

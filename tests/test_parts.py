@@ -14,17 +14,6 @@ from hypothesis import strategies as st
 from tests.parts import SECONDS, WORKERS, parts_of, read_part, seconds_of
 
 REPOSITORY = Path(__file__).parent.parent
-CONFTEST = """
-from tests.parts import pytest_addoption as pytest_addoption
-from tests.parts import pytest_collection_modifyitems as pytest_collection_modifyitems
-"""
-ONE_FILE = """
-import pytest
-@pytest.mark.gpu
-@pytest.mark.parametrize("i", range(7))
-def test_on_a_gpu(i): pass
-def test_on_a_cpu(): pass
-"""
 
 
 def collect(directory: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,29 +38,11 @@ def test_parts_are_stretches_alike_in_time(files: list[str], count: int) -> None
         assert abs(sum(seconds_of(name) for name, its in zip(names, parts, strict=True) if its == part) - share) <= max(SECONDS.values())
 
 
-def test_every_test_of_a_gpu_is_in_exactly_one_part(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\nmarkers = gpu\n")
-    for name in ("test_a.py", "test_b.py"):
-        (tmp_path / name).write_text(ONE_FILE)
-    whole = names_in(collect(tmp_path, "-m", "gpu"))
-    by_variable = [names_in(collect(tmp_path, "-m", "gpu", PART=part)) for part in ("1/3", "2/3")]
-    parts = [*by_variable, names_in(collect(tmp_path, "-m", "gpu", "--part", "3/3", PART="1/3"))]
-    assert len(whole) == 14 and [name for part in parts for name in part] == whole
-    assert [len(part) for part in parts] == [5, 4, 5]
-
-
 @pytest.mark.parametrize("part", ["0/3", "4/3", "x", "1", "1/0", "1/3/3", "-1/3", "²/3", ""])
 def test_a_part_that_there_is_not_is_one_clear_error(part: str) -> None:
     with pytest.raises(pytest.UsageError) as told:
         read_part(part)
     assert str(told.value) == f"PART or --part is {part!r}: it must be k/n with k from 1 to n. Give for example PART=1/3"
-
-
-def test_the_error_comes_before_anything_is_collected() -> None:
-    refused = collect(REPOSITORY, "tests/test_parts.py", PART="4/3")
-    assert refused.returncode == pytest.ExitCode.USAGE_ERROR and not refused.stdout
-    assert refused.stderr.startswith("ERROR: PART or --part is '4/3'") and refused.stderr.count("\n") <= 2
 
 
 @pytest.mark.soak

@@ -49,6 +49,7 @@ def test_four_jobs_over_an_8b_train_in_22_gib(tmp_path: Path) -> None:
     assert found.stream_cost is not None and found.stream_cost.exposed_seconds < 0.1 * found.stream_cost.seconds
 
 
+@pytest.mark.slow
 def test_every_arm_trains_the_same_samples(tmp_path: Path) -> None:
     """On a CPU nothing is recomputed and no memory is counted: it shows that the program runs."""
     out = tmp_path / "found.json"

@@ -20,6 +20,7 @@ def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_speed, "WIDE_SEEDS", (233,))  # of a cluster of 32 GPUs
 
 
+@pytest.mark.slow
 def test_it_tells_speeds_and_times_of_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "speed.json"
     scheduler_speed.main(["--jobs", "50", "--load", "0.9", "--repeats", "2", "--commit", "abc", "--json", str(file)])

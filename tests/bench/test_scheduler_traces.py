@@ -45,6 +45,7 @@ def test_traces_differ_in_all_that_matters_and_keep_to_what_they_promise() -> No
         assert submitted[0] == 0 and submitted == sorted(submitted) and not any(job.user or job.vc for job in each.trace.jobs)
 
 
+@pytest.mark.slow
 def test_ratios_are_of_the_best_baseline_and_the_same_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "first.json", tmp_path / "second.json"]
     for file in files:

@@ -39,6 +39,7 @@ def test_together_counts_useful_tokens_of_equal_jobs_equally(model: SuperModel, 
     assert not model.bank.jobs(), "jobs were left behind for the next measurement"
 
 
+@pytest.mark.slow
 def test_one_by_one_runs_each_job_with_nobody_else(model: SuperModel, jobs: list[Job], monkeypatch: pytest.MonkeyPatch):
     seen: list[int] = []
     original = model.forward_backward

@@ -33,6 +33,7 @@ def texts(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_real_jobs_take_the_files_in_turn_and_share_by_their_tokens(texts: Path, tmp_path: Path):
     jobs = make_jobs(Order(3, (4,), 2, "real", 64), 400, texts, tmp_path)
     assert [row["data"] for row in describe(jobs)] == ["a.json", "b.jsonl", "a.json"]

@@ -204,7 +204,7 @@ def test_jobs_go_on_on_other_gpus(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rank", ["killed", pytest.param("stopped", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rank", [pytest.param("killed", marks=pytest.mark.slow), pytest.param("stopped", marks=pytest.mark.soak)])
 def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -> None:
     """With a rank all of its worker is lost, as with the worker's own process; of neither a process is left, and all goes on."""
     ended: list[int] = []

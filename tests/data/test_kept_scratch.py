@@ -88,8 +88,17 @@ def in_one_go(order: Order, tokenizer: Any) -> dict[str, bytes]:
     return make(replace(order, cache_dir=order.cache_dir.with_name("whole")), tokenizer)
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-@pytest.mark.parametrize("after", [[1], [128, 900], [1000], [1001, 1002, 1900], [2000]])
+@pytest.mark.parametrize(
+    ("after", "processes"),
+    [
+        ([1], 1),
+        ([128, 900], 3),
+        ([1000], 1),
+        ([1001, 1002, 1900], 1),
+        pytest.param([1001, 1002, 1900], 3, marks=pytest.mark.slow),
+        ([2000], 1),
+    ],
+)
 def test_the_same_bytes_as_without_an_interruption(
     after: list[int], processes: int, order: Order, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

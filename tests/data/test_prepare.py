@@ -184,6 +184,7 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
     assert len(good(results["first"]).train) == len(good(results["last"]).train) == 40 and len(sets_in(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
     tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

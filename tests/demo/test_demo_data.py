@@ -60,12 +60,6 @@ def test_the_jobs_file_orders_four_different_jobs(demo: dict[str, ModuleType]) -
     assert all(job.data.eval_size for job in run.jobs)
 
 
-def test_the_demo_stays_below_ten_megabytes() -> None:
-    shipped = [path for folder in ("base", "corpus", "data") for path in (DEMO / folder).iterdir()]
-    assert not [path for path in shipped if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
-    assert sum(path.stat().st_size for path in shipped) < 10_000_000
-
-
 @pytest.mark.parametrize("job", JOBS)
 def test_held_out_is_disjoint_from_training(demo: dict[str, ModuleType], job: str) -> None:
     pairs, kept = trained(demo, job), held_out(job)
@@ -95,83 +89,3 @@ def test_a_constant_answer_scores_at_most_one(demo: dict[str, ModuleType], job: 
     check, rows = demo["checkers"].CHECKERS[job], held_out(job)
     for constant in ("", rows[0]["answer"], trained(demo, job)[0][1]):
         assert sum(check(row["prompt"], constant) for row in rows) <= 1
-
-
-@pytest.mark.parametrize(
-    ("job", "prompt", "right", "wrong"),
-    [
-        (
-            "polite",
-            "My lamp is late! Signed, Leo.",
-            "Thank you for writing, Leo. We are sorry that your lamp is late. We will pay back the postage today.",
-            ["Leo. lamp late", "Thank you, Leo. We are sorry that your lamp is late. We will send a new one today.", "We are sorry."],
-        ),
-        (
-            "fields",
-            'We need "carpets" for "Rosa", "Paris".',
-            '{"item": "carpets", "city": "Paris", "name": "Rosa"}',
-            ['{"name": "Rosa", "city": "Paris", "item": "carpets", "count": "5"}', '{"name": "Rosa", "city": "Paris", "item": []}', "[]"],
-        ),
-        (
-            "triage",
-            "For Leo: cannot find the parcel, today.",
-            "about: parcel | team: shipping | priority: high | from: Leo",
-            ["about: parcel | team: shipping | priority: low | from: Leo", "team: shipping", "shipping high parcel Leo"],
-        ),
-        (
-            "sql",
-            "Show the price of cars with speed above 30.",
-            "select price from cars where 30 < speed",
-            [
-                "SELECT price FROM cars WHERE speed >= 30;",
-                "SELECT price FROM cars",
-                "SELECT weight FROM cars WHERE speed > 30;",
-                "SELECT price FROM cars WHERE speed > 30; DROP TABLE cars;",
-                "DROP TABLE cars;",
-                "SELECT price FROM (SELECT 1 AS price);",
-                "WITH RECURSIVE n(price) AS (SELECT 1 UNION ALL SELECT price + 1 FROM n) SELECT price FROM n;",
-                "SELECT",
-                "SELECT price\0 FROM cars",
-            ],
-        ),
-        (
-            "sql",
-            "How many books have pages below 20?",
-            "SELECT COUNT(*) FROM books WHERE pages < 20;",
-            ["SELECT 20;", "SELECT COUNT(*) FROM books WHERE stock < 20;", "SELECT COUNT(*) FROM books, books a, books b, cars;"],
-        ),
-        (
-            "sql",
-            "How many books have pages above 50?",
-            "SELECT count(*) AS \"COUNT(*)\" FROM books WHERE pages > 50;",
-            ["SELECT COUNT(*) FROM books WHERE pages < 50;", "SELECT COUNT(*) FROM books WHERE pages > 60;"],
-        ),
-        (
-            "sql",
-            "Which 3 rivers have the least depth?",
-            "SELECT name FROM rivers ORDER BY depth LIMIT 3;",
-            ["SELECT name FROM rivers ORDER BY depth DESC LIMIT 3;", "SELECT name FROM rivers ORDER BY depth ASC LIMIT 4;"],
-        ),
-    ],
-)  # fmt: skip
-def test_checker_by_hand(demo: dict[str, ModuleType], job: str, prompt: str, right: str, wrong: list[str]) -> None:
-    check = demo["checkers"].CHECKERS[job]
-    assert check(prompt, right)
-    assert [answer for answer in wrong if check(prompt, answer)] == []
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_checker_refuses_a_prompt_of_another_job(demo: dict[str, ModuleType], job: str) -> None:
-    check = demo["checkers"].CHECKERS[job]
-    for other in JOBS:
-        if other != job:
-            assert not any(check(row["prompt"], row["answer"]) for row in held_out(other))
-
-
-def test_checker_refuses_a_question_about_unknown_columns(demo: dict[str, ModuleType]) -> None:
-    for prompt in (
-        "Show the colour of cars with speed above 30.",
-        "Show all planes with speed above 30.",
-        "Which 3 cars have the most pages?",
-    ):
-        assert not demo["checkers"].check_sql(prompt, "SELECT name FROM cars;")

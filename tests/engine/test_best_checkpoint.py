@@ -15,7 +15,6 @@ from tlora.engine.results import Results
 from tlora.engine.watcher import Watcher
 from tlora.store.best_checkpoint import settle_best
 from tlora.store.checkpoint import read_progress
-from tlora.store.recorder import Recorder
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -81,36 +80,6 @@ def test_where_the_adapter_is_gone_too_the_best_of_what_is_left_takes_its_place(
     expected = min((step for step in later if step not in (0, best)), key=later.__getitem__)
     assert results["a"].status == "done" and results["a"].best_step == expected
     assert sha256(out / "a") == sha256(out / "a" / f"checkpoint-{expected}")
-
-
-def test_where_no_evaluation_has_a_checkpoint_the_next_ones_choose(base: Path, data: Path, copied: tuple[Path, int]) -> None:
-    """Only the newest checkpoint was copied to another machine, and the file of metrics was not."""
-    out, _ = copied
-    for path in (out / "a").iterdir():
-        if path.name not in ("checkpoint-12", "job.json", "base.json"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    results, said = run(base, out, order(data, max_steps=14), resume=True)
-    losses = eval_losses(out)
-    assert any("no other evaluation has a checkpoint" in line for line in said) and set(losses) == {13, 14}
-    assert results["a"].status == "done" and results["a"].best_step == min(losses, key=losses.__getitem__)
-
-
-def test_a_checkpoint_that_goes_while_the_job_trains_costs_no_job(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export, gone = Recorder._export, list[int]()
-
-    def lose_it(recorder: Recorder, p: Any) -> None:
-        gone.append(p.best_step)
-        shutil.rmtree(recorder._directory / f"checkpoint-{p.best_step}")
-        export(recorder, p)
-
-    monkeypatch.setattr(Recorder, "_export", lose_it)
-    results, said = run(base, tmp_path / "out", order(data))
-    losses = eval_losses(tmp_path / "out")
-    second = min((step for step in losses if step not in (0, *gone)), key=losses.__getitem__)
-    assert results["a"].status == "done" and results["a"].best_step == second
-    assert results["a"].eval_loss == losses[second] and any(f"what is left is checkpoint-{second}" in line for line in said)
 
 
 def test_the_best_is_one_that_was_trained_and_a_line_says_that_none_beats_the_start(base: Path, data: Path, tmp_path: Path) -> None:

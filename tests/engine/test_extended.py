@@ -78,15 +78,6 @@ def test_from_there_on_the_rate_is_that_of_the_longer_schedule(base: Path, data:
     assert not any("instead of" in line for line in resume(base, tmp_path / "out", longer)[1]), "and not again"
 
 
-def test_epochs_count_as_steps(base: Path, data: Path, tmp_path: Path) -> None:
-    """24 rows in batches of 4 are 6 steps an epoch."""
-    train(base, tmp_path / "out", [order(data, max_steps=None, num_train_epochs=0.5)])
-    results, lines = resume(base, tmp_path / "out", [order(data, max_steps=None, num_train_epochs=1)])
-    assert results["a"].steps == 6 and any(line.startswith("a: 6 steps instead of 3: from step 4 on") for line in lines)
-    results, lines = resume(base, tmp_path / "out", [order(data, max_steps=6, num_train_epochs=3)])
-    assert results["a"].steps == 6 and not any("instead of" in line for line in lines), "it is the same length"
-
-
 @pytest.fixture(scope="module")
 def interrupted(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A job of 8 steps that was interrupted at step 4."""

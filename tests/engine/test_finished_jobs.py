@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.tiny_runs import job, rows, same_bytes, sha256, train, write_rows
 from tlora.data.prepare import prepare
-from tlora.engine.watcher import RunProgress, Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.planning import job_plan
 
@@ -76,16 +76,6 @@ def test_a_finished_run_is_done_at_once_and_its_jobs_are_shown(base: Path, data:
     assert not any("token budget" in line for line in said)
 
 
-def test_the_progress_shows_a_finished_job_as_done(base: Path, data: Path, tmp_path: Path) -> None:
-    out, jobs = tmp_path / "out", [job("a", str(data / "a.jsonl"))]
-    first = train(base, out, jobs)["a"]
-    shown: list[RunProgress] = []
-    train(base, out, [*jobs, job("b", str(data / "b.jsonl"))], resume=True, watcher=Watcher(shown.append))
-    for state in shown:
-        (row,) = [row for row in state.jobs if row.name == "a"]
-        assert (row.status, row.step, row.total_steps, row.loss) == ("done", 6, 6, first.train_loss)
-
-
 def test_more_steps_without_the_data_fail_and_keep_the_earlier_result(base: Path, data: Path, own: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = train(base, out, [job("a", str(own))])["a"]
@@ -137,16 +127,6 @@ def test_a_finished_job_that_started_from_an_adapter_stays_done(base: Path, data
     assert results["a"] == first and results.status == "done"
 
 
-def test_an_interrupted_job_that_cannot_go_on_keeps_its_numbers(base: Path, data: Path, own: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    train(base, out, [job("a", str(own), max_steps=4)])
-    (out / "a" / "result.json").unlink()  # as after a kill
-    own.unlink()
-    failed = resume(base, out, [job("a", str(own), max_steps=9)])[0]["a"]
-    assert (failed.status, failed.steps, failed.total_steps) == ("failed", 4, 9) and failed.train_loss is not None
-    assert json.loads((out / "a" / "result.json").read_text())["steps"] == 4
-
-
 def test_a_misspelt_new_and_left_out_name_is_said(base: Path, data: Path, tmp_path: Path) -> None:
     out, path = tmp_path / "out", str(data / "b.jsonl")
     train(base, out, [job("colours", path, max_steps=1), job("shapes", path, max_steps=1)])
@@ -156,11 +136,6 @@ def test_a_misspelt_new_and_left_out_name_is_said(base: Path, data: Path, tmp_pa
     assert f"{begins}. The earlier run has a job 'colours', which is left out now: is this its name misspelt?" in said
     assert f"colours: in {out}, but not in the jobs file: left out, and kept as before" in said
     assert kept(out / "colours") == before
-
-
-def test_a_resume_without_an_earlier_run_says_that_all_begin(base: Path, data: Path, tmp_path: Path) -> None:
-    _, said = resume(base, tmp_path / "out", [job(name, str(data / "b.jsonl"), max_steps=1) for name in "abcdef"])
-    assert "a, b, c, d and 2 more: nothing to resume: begins at step 0" in said
 
 
 def test_a_job_whose_checkpoints_are_all_damaged_is_said_to_begin_anew(base: Path, data: Path, tmp_path: Path) -> None:

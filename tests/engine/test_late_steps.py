@@ -127,7 +127,9 @@ def test_a_run_that_is_interrupted_goes_on_the_same(
 
 
 @pytest.mark.usefixtures("unread")
-@pytest.mark.parametrize("part", ["read", *(pytest.param(part, marks=pytest.mark.soak) for part in ("Losses", "queue"))])
+@pytest.mark.parametrize(
+    "part", [pytest.param("read", marks=pytest.mark.slow), *(pytest.param(part, marks=pytest.mark.soak) for part in ("Losses", "queue"))]
+)
 def test_what_raises_about_a_step_leaves_checkpoints_that_agree(
     part: str, wide_base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_worker_that_stops_checkpoints_all_though_one_of_them_fails_then(wide_
         assert list((tmp_path / "out" / name).glob("checkpoint-*")), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unread")
 def test_a_job_that_fails_in_the_step_at_which_it_leaves_has_failed(wide_base: Path, data: Path, tmp_path: Path) -> None:
     load, joins = worker_of(wide_base, data, tmp_path / "out")

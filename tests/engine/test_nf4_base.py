@@ -51,6 +51,7 @@ def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(dtype: torch.
     assert all(sha256(tmp_path / "bare" / name) != sha256(tmp_path / "nf4" / name) for name in JOBS), "its weights were not packed"
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     base, _ = save_both(tmp_path, torch.float32)
     jobs, settings = orders(tmp_path), {"base_precision": "nf4", "deterministic": True}

@@ -105,6 +105,7 @@ def test_sources_of_a_mixture_are_drawn_by_rows(base: Path, data: Path, tmp_path
     assert train(base, tmp_path / "out", [order])["mixed"].status == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_resumed_job_stays_packed_or_not(base: Path, data: Path, tmp_path: Path, packing: bool) -> None:
     order = job("a", str(data / "c.jsonl"), **{**PACKED, "packing": packing}, save_steps=2, max_steps=4)

@@ -146,6 +146,7 @@ def test_a_resume_without_its_reference_fails_and_says_why(wide_base: Path, sets
     assert result.status == "failed" and str(kept) in result.reason and "Put it back" in result.reason
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_goes_on_with_the_bare_base(wide_base: Path, sets: Path, tuned: Path, tmp_path: Path) -> None:
     """As it began, twice over; `reference: base` says the same without a word."""
     order = orders(sets, tuned)[0]

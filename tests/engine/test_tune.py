@@ -78,6 +78,7 @@ def test_the_fastest_that_is_right_wins_by_a_margin(
     assert len(asked) == num_faults + (chosen != RULE), "only what would win is proven"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a clock of our own times the interpreter")
 def test_a_candidate_that_fails_or_errs_is_left_out_and_the_rest_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     key = Key("shrink", torch.float32, 0, 32, 1)

@@ -131,6 +131,7 @@ def test_a_job_that_moves_ends_as_if_it_had_stayed(made: Orders, tmp_path: Path)
         assert of_train - files == {"base.json"} and not files - of_train  # what a lost run.json is made of; workers write none
 
 
+@pytest.mark.slow
 def test_a_job_may_come_back_where_it_was(made: Orders, tmp_path: Path) -> None:
     leave, back = when(Stepped, "stays", 3, Leave("stays")), when(Left, "stays", 3, made.join("stays"))
     told = work(made.load(tmp_path), [made.join("stays"), made.join("mover")], lambda report: leave(report) + back(report))

@@ -51,6 +51,7 @@ def test_options_that_no_jobs_file_may_have_are_rejected(field: str, value: Any)
         parse_controller_line(json.dumps(want | {"load": want["load"] | {field: value}}).encode())
 
 
+@pytest.mark.slow
 def test_the_dtype_is_that_of_training(made: Orders, data: Path, tmp_path: Path) -> None:
     order = [fields for fields in made.run.jobs if fields.name == "stays"]
     fields = order[0].model_dump(exclude_unset=True)

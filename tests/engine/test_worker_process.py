@@ -74,7 +74,7 @@ def training(crew: WorkerPool, long: Join, base: Path) -> RemoteWorker:
     return worker
 
 
-@pytest.mark.parametrize("how", ["stop", "lease", "refused", pytest.param("sigterm", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("how", ["stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("lease", "refused", "sigterm"))])
 def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, tmp_path: Path, crews: list[WorkerPool], how: str) -> None:
     """A job that runs long is cut short, and goes on in another worker."""
     load = made.load(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The promises on a GPU: together equals alone (bitwise in deterministic mode), neighbours' NaN stays theirs, and a run end to end."""
+"""The promises on a GPU: together equals alone (bitwise in deterministic mode), and a run end to end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tlora
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import write_rows
 from tests.tiny import make_model, make_samples
-from tlora.adapters.state import init_state
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base
@@ -21,35 +20,28 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 RANKS = {"a": 4, "b": 16, "c": 64}
 
 
-def batch_of(job_ids: list[str], step: int, nan_loss: str = "") -> PackedBatch:
+def batch_of(job_ids: list[str], step: int) -> PackedBatch:
     rows: list[BatchRow] = []
     for job_id in job_ids:
         own = make_samples(3, seed=100 * step + ord(job_id), low=3, high=90)
         normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
-        factor = float("nan") if job_id == nan_loss else 1.0
-        rows += [BatchRow(job_id, s.input_ids, s.loss_weights * factor, normalizer, (7, step, i)) for i, s in enumerate(own)]
+        rows += [BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, (7, step, i)) for i, s in enumerate(own)]
     return collate(rows, "cuda", pad_to=1024)
 
 
-def train_adapters(job_ids: list[str], dtype: torch.dtype, deterministic: bool, poison: str = "") -> dict[str, torch.Tensor]:
-    """Adapters after five steps; `poison` is what is wrong with "b"."""
+def train_adapters(job_ids: list[str], dtype: torch.dtype, deterministic: bool) -> dict[str, torch.Tensor]:
+    """Adapters after five steps."""
     model = make_model("llama", dtype, hidden_size=256, intermediate_size=512).to("cuda")
     shared = SuperModel(make_base(model, "llama"), deterministic)
     for job_id in job_ids:
         lora = LoraConfig(r=RANKS[job_id], lora_dropout=0.1 if job_id == "b" else 0.0)
         train = TrainConfig(learning_rate=1e-3, max_steps=10, seed=ord(job_id))
-        state = None
-        if job_id == "b" and poison == "weights of 3e38":  # finite, as the bank's weights always are; NaN in every layer
-            state = init_state(shared.layout(lora), 1, torch.float32, "cuda")
-            state.params.fill_(3e38)
-        if job_id == "b" and poison == "learning rate 1e30":
-            train = train.model_copy(update={"learning_rate": 1e30, "lr_scheduler_type": "constant"})
-        shared.join(job_id, lora, train, state=state)
+        shared.join(job_id, lora, train)
     applied: list[bool] = []
     for step in range(5):
-        shared.forward_backward(batch_of(job_ids, step, nan_loss="b" if poison == "NaN loss" else ""))
+        shared.forward_backward(batch_of(job_ids, step))
         stats = shared.optim_step(job_ids)
-        applied += [stats[job_id].applied for job_id in job_ids if job_id != "b" or not poison]
+        applied += [stats[job_id].applied for job_id in job_ids]
         assert all(bool(shared.state(job_id).params.isfinite().all()) for job_id in job_ids)
     assert all(applied)
     return {job_id: shared.leave(job_id).params.cpu() for job_id in job_ids}
@@ -60,20 +52,6 @@ def test_together_is_alone_bitwise_in_deterministic_mode(dtype: torch.dtype) -> 
     together = train_adapters(["a", "b", "c"], dtype, deterministic=True)
     for job_id in RANKS:
         assert torch.equal(together[job_id], train_adapters([job_id], dtype, deterministic=True)[job_id]), job_id
-
-
-def test_together_is_alone_within_rounding() -> None:
-    together = train_adapters(["a", "b", "c"], torch.float32, deterministic=False)
-    for job_id in RANKS:
-        alone = train_adapters([job_id], torch.float32, deterministic=False)[job_id]
-        assert float((together[job_id] - alone).norm() / alone.norm()) <= 1e-3, job_id
-
-
-@pytest.mark.parametrize("poison", ["weights of 3e38", "NaN loss", "learning rate 1e30"])
-def test_a_poisoned_neighbour_changes_no_bit(poison: str) -> None:
-    healthy = train_adapters(["a", "b", "c"], torch.bfloat16, deterministic=True)
-    beside = train_adapters(["a", "b", "c"], torch.bfloat16, deterministic=True, poison=poison)
-    assert torch.equal(healthy["a"], beside["a"]) and torch.equal(healthy["c"], beside["c"])
 
 
 def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ ON_A_CPU = ("llama", "gemma4", "gemma4-shared", "qwen3-moe", "deepseek-v3")  # i
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CASES = [
     *(pytest.param(family, "cuda", marks=NEEDS_GPU) for family in FAMILIES),
-    *(pytest.param(family, "cpu", marks=[] if family in ON_A_CPU else [pytest.mark.soak]) for family in FAMILIES),
+    *(pytest.param(family, "cpu", marks=[pytest.mark.slow] if family in ON_A_CPU else [pytest.mark.soak]) for family in FAMILIES),
 ]
 STEPS, PAIRS, BETA = 3, 4, 0.2
 TARGETS = {"deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]}

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from tlora.errors import ConfigError
-from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
-from tlora.jobs_file import explain, located, read_jobs_file, suggest
+from tlora.job import DataConfig, JobSpec, RunSpec, TrainConfig
+from tlora.jobs_file import located, read_jobs_file, suggest
 
 
 def problems_of(directory: Path, text: str | bytes, *overrides: str) -> list[str]:
@@ -153,70 +152,6 @@ def test_a_defaults_eval_size_can_be_undone_beside_an_eval_path(tmp_path: Path):
 
 def test_the_most_epochs_give_a_number_of_steps():
     assert TrainConfig(num_train_epochs=1e6, batch_size=1).total_steps(10**9) == 10**15
-
-
-ONE = {"name": "a", "data": "d"}
-
-
-@pytest.mark.parametrize(
-    ("model", "fields", "expected"),
-    [
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "lr": 3}, "lr: unknown key; did you mean 'learning_rate' of JobSpec?"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "r": 3}, "r: unknown key; it belongs to JobSpec"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "token_budgt": 99}, "token_budgt: unknown key; did you mean 'token_budget'?"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "zzz": 1}, "zzz: unknown key; known here: base_model, base_precision, cpu_threads"),
-        (
-            RunSpec,
-            {"base_model": "b", "jobs": [ONE], "token_budget": 3},
-            "token_budget: 3 is not 'auto' or a whole number from 16 to 1000000000",
-        ),
-        (RunSpec, {"base_model": "b", "jobs": [ONE], "report_to": ["x"]}, "report_to: contains 'x'; it must be a list, each one of"),
-        (RunSpec, {"base_model": "b", "jobs": []}, "jobs: [] is not a list, each a mapping with name and data"),
-        (RunSpec, {"base_model": "b", "jobs": [3]}, "job 1: jobs: 3 is not a mapping such as {name: polite"),
-        (RunSpec, {"jobs": [ONE]}, "base_model: missing; it must be text; add `base_model: ...`"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE, ONE]}, "two jobs are named 'a'"),
-        (RunSpec, {"base_model": "b", "jobs": [ONE, ONE | {"r": 0}]}, "job 2: r: 0 is not a whole number from 1 to 256; the default is 16"),
-        (
-            RunSpec,
-            {"base_model": "b", "jobs": [ONE | {"data": {"path": "d", "pth": 1}}]},
-            "job 1: data.pth: unknown key; did you mean 'path'?",
-        ),
-        (
-            RunSpec,
-            {"base_model": "b", "jobs": [ONE | {"eval_steps": "x"}]},
-            "job 1: eval_steps: 'x' is not a whole number from 1 to 1000000000 or 'epoch'",
-        ),
-        (
-            JobSpec,
-            ONE | {"rank_pattern": {"q": 0}},
-            "rank_pattern: contains 0; it must be a mapping of module names, each to a whole",
-        ),
-        (JobSpec, ONE | {"max_lenght": 9}, "max_lenght: unknown key; did you mean 'max_length'?"),
-        (JobSpec, ONE | {"eval_size": 2.5}, "eval_size 2.5 is no whole number of rows"),
-        (JobSpec, ONE | {"gpus": 2.5}, "gpus: 2.5 is not a whole number from 1 to 1000000000; the default is 1"),
-        (JobSpec, ONE | {"gpus": 3, "batch_size": 2}, "gpus 3 is more than batch_size 2"),
-        (JobSpec, {"name": "a"}, "data: missing; it must be a path, or a mapping of path"),
-        (LoraConfig, {"rank": 3}, "rank: unknown key; did you mean 'r'?"),
-        (TrainConfig, {"eval_size": 3}, "eval_size: unknown key; it belongs to DataConfig"),
-        (DataConfig, {"max_length": 1, "path": "d"}, "max_length: 1 is not a whole number from 2 to 1000000000; the default is 1024"),
-    ],
-)
-def test_specs_made_in_python_are_explained_in_the_same_words(model: type[BaseModel], fields: dict[str, object], expected: str):
-    with pytest.raises(ValidationError) as caught:
-        model.model_validate(fields)
-    assert explain(caught.value).startswith(expected), explain(caught.value)
-
-
-def test_several_mistakes_in_python_are_a_list():
-    with pytest.raises(ValidationError) as caught:
-        RunSpec.model_validate({"base_model": "b", "lr": 1, "jobs": [ONE | {"r": 0, "target_modules": ["q", 3]}]})
-    assert explain(caught.value).splitlines() == [
-        "3 problems:",
-        "  job 1: r: 0 is not a whole number from 1 to 256; the default is 16",
-        "  job 1: target_modules: ['q', 3] is not 'all-linear' or a list of names or a regular expression of whole names; "
-        "the default is all-linear",
-        "  lr: unknown key; did you mean 'learning_rate' of JobSpec?",
-    ]
 
 
 @pytest.mark.parametrize(

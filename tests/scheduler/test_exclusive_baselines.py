@@ -5,23 +5,18 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Move, made_cost, made_scheduler, made_spec, started, steps_through
+from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec, started, steps_through
 from tlora.protocol import GpusLost, JobFinished, NodeAdded, StartGroup, StopGroup, Tick
 from tlora.scheduler.draft import Draft, has_room
 from tlora.scheduler.exclusive_baselines import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.job import Job
 from tlora.scheduler.policies import POLICIES
-from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import arrival
 
 EXCLUSIVE = {"fifo": fifo, "backfill": backfill, "sjf": sjf, "srtf": srtf, "las": las}
 DECIDES = (Tick, NodeAdded, GpusLost)  # after these the policy was asked for certain
 WORK_CONSERVING = ("backfill", "sjf", "srtf", "las", "memory", "tlora")
-
-
-def running(scheduler: Scheduler) -> set[str]:
-    return {name for name, job in scheduler.state.jobs.items() if job.status == "placed"}
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------------
@@ -61,11 +56,6 @@ def test_asked_again_nothing_is_left_to_want(name: str, moves: list[Move]) -> No
             assert POLICIES[name]()(state) == []
 
 
-def test_nothing_is_wanted_where_nobody_waits() -> None:
-    for policy in EXCLUSIVE.values():
-        assert policy()(ClusterState(made_cost())) == []
-
-
 # -- first in, first out ---------------------------------------------------------------------------------------------------
 
 
@@ -74,24 +64,6 @@ def test_strict_fifo_never_starts_a_job_before_an_earlier_one(moves: list[Move])
     for _, state, actions in steps_through(fifo(), moves):
         waits = [arrival(state.jobs[name]) for name in state.pending]
         assert all(arrival(state.jobs[name]) < min(waits, default=(1e9,)) for name in started(actions))
-
-
-def test_fifo_waits_behind_the_first_and_backfill_does_not() -> None:
-    for policy, then in ((fifo, set()), (backfill, {"small"})):
-        scheduler = made_scheduler(policy(), 4)
-        scheduler.handle(made_spec("runs", 3), 0.0)
-        scheduler.handle(made_spec("large", 4), 1.0)
-        scheduler.handle(made_spec("small", 1), 2.0)
-        assert running(scheduler) == {"runs"} | then
-
-
-def test_a_job_that_lost_its_gpus_is_as_early_as_it_was() -> None:
-    scheduler = made_scheduler(fifo(), 1, 1)
-    for name in ("a", "b", "c"):
-        scheduler.handle(made_spec(name), 0.0)
-    scheduler.handle(GpusLost((0,)), 1.0)
-    assert list(scheduler.state.pending) == ["c", "a"]
-    assert started(scheduler.handle(JobFinished("b"), 2.0)) == ["a"]
 
 
 # -- by remaining time -------------------------------------------------------------------------------------------------------
@@ -124,12 +96,6 @@ def test_what_remains_counts_and_not_what_there_was() -> None:
     assert started(scheduler.handle(made_spec("shorter", steps=30), 101.0)) == ["shorter"]
 
 
-def test_an_equal_does_not_give_way() -> None:
-    scheduler = made_scheduler(srtf(), 1)
-    scheduler.handle(made_spec("a"), 0.0)
-    assert scheduler.handle(made_spec("b"), 0.0) == []
-
-
 def test_nobody_gives_way_in_vain() -> None:
     scheduler = made_scheduler(srtf(), 4)
     for name, gpus, steps in (("large", 2, 1000), ("small", 1, 2000), ("short", 1, 5)):
@@ -140,17 +106,6 @@ def test_nobody_gives_way_in_vain() -> None:
         StopGroup("g0")
     ]  # "small" alone is too little, "large" enough
     assert started(actions) == ["pair"]
-
-
-def test_who_gave_way_starts_elsewhere_at_once() -> None:
-    scheduler = made_scheduler(srtf(), 2, 2)
-    scheduler.handle(made_spec("a", steps=1000), 0.0)
-    scheduler.handle(made_spec("b", steps=500), 0.0)
-    scheduler.handle(made_spec("c", steps=3000), 0.0)  # on n1, whose other GPU is free
-    actions = scheduler.handle(made_spec("pair", 2, steps=10, tokens=2000.0), 1.0)
-    assert started(actions) == ["pair"] and scheduler.state.num_free == 0 and set(scheduler.state.pending) == {"c"}
-    scheduler.handle(JobFinished("pair"), 2.0)
-    assert running(scheduler) == {"a", "b", "c"}
 
 
 @given(moves=MOVES)
@@ -182,14 +137,6 @@ def test_a_job_sinks_with_the_gpu_seconds_it_had_and_gives_way_to_those_above() 
     assert scheduler.handle(Tick(), 149.0) == []
     assert scheduler.handle(Tick(), 150.0) == []  # 100 GPU-seconds as well: an equal does not give way
     assert started(scheduler.handle(JobFinished("new"), 160.0)) == ["old"]
-
-
-def test_within_a_queue_whoever_came_first_goes_first() -> None:
-    scheduler = made_scheduler(las(), 1)
-    scheduler.handle(made_spec("runs", steps=10**6), 0.0)
-    scheduler.handle(made_spec("b", steps=10), 1.0)
-    scheduler.handle(made_spec("c", steps=1), 1.0)
-    assert started(scheduler.handle(JobFinished("runs"), 2.0)) == ["b"]
 
 
 def test_three_queues_by_default() -> None:

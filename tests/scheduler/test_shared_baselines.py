@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec, started, steps_through
+from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec, steps_through
 from tlora.protocol import BaseMeasured, ChangeGroup, JobFinished, JobGroup, StartGroup, StopGroup, Tick
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.shared_baselines import memory_only, tlora_published
@@ -38,12 +38,6 @@ def test_a_job_without_gpus_joins_whatever_becomes_of_the_bounds() -> None:
     assert min(scheduler.state.groups["g0"].step_seconds) > 1.9 * scheduler.state.jobs["a"].alone_step_seconds
 
 
-def test_free_gpus_come_before_company() -> None:
-    scheduler = made_scheduler(memory_only(), 2)
-    scheduler.handle(made_spec("a"), 0.0)
-    assert isinstance(scheduler.handle(made_spec("b"), 0.0)[0], StartGroup)
-
-
 def test_memory_alone_refuses_and_whoever_takes_less_passes() -> None:
     scheduler = made_scheduler(memory_only(), 1)
     scheduler.handle(made_spec("a", parameters=10**9), 0.0)  # 52 + 18 GB of 92
@@ -52,23 +46,6 @@ def test_memory_alone_refuses_and_whoever_takes_less_passes() -> None:
     assert scheduler.handle(made_spec("long", parameters=5 * 10**8, longest=16384), 0.0) == []
     assert len(scheduler.handle(made_spec("small", parameters=5 * 10**8), 0.0)) == 1
     assert members_of(scheduler) == {"g0": ("a", "small")}
-
-
-def test_another_base_is_no_company() -> None:
-    for policy in (memory_only, tlora_published):
-        scheduler = made_scheduler(policy(), 1)
-        scheduler.handle(made_spec("a", max_slowdown=9.0), 0.0)
-        assert scheduler.handle(made_spec("b", base_model="south", max_slowdown=9.0), 0.0) == []
-
-
-def test_of_several_groups_the_one_whose_gpus_are_asked_for_least() -> None:
-    scheduler = made_scheduler(memory_only(), 4)
-    scheduler.handle(made_spec("one", 1), 0.0)
-    scheduler.handle(made_spec("three", 3, tokens=3000.0), 0.0)
-    scheduler.handle(made_spec("a", 3, tokens=3000.0), 0.0)
-    assert members_of(scheduler) == {"g0": ("one",), "g1": ("three", "a")}
-    scheduler.handle(made_spec("b"), 0.0)
-    assert members_of(scheduler) == {"g0": ("one", "b"), "g1": ("three", "a")}
 
 
 @given(moves=MOVES)
@@ -114,51 +91,10 @@ def test_what_joins_or_merges_raises_joint_throughput(moves: list[Move]) -> None
         before = {name: known.group for name, known in state.groups.items()}
 
 
-def test_a_job_without_gpus_joins_where_bounds_permit() -> None:
-    scheduler = made_scheduler(tlora_published(), 1)
-    scheduler.handle(made_spec("a", tokens=500.0, max_slowdown=2.0), 0.0)
-    assert scheduler.handle(made_spec("strict", tokens=500.0, max_slowdown=1.2), 0.0) == []
-    (change,) = scheduler.handle(made_spec("b", tokens=500.0, max_slowdown=2.0), 0.0)
-    assert isinstance(change, ChangeGroup) and change.group.job_ids == ("a", "b")
-
-
 def test_a_job_that_would_not_raise_throughput_waits() -> None:
     scheduler = made_scheduler(tlora_published(), 1)
     scheduler.handle(made_spec("full", tokens=16384.0, max_slowdown=math.inf), 0.0)  # several fill a micro-batch to 95 % only
     assert scheduler.handle(made_spec("b", tokens=16384.0, max_slowdown=math.inf), 0.0) == []
-
-
-def test_as_many_of_the_queue_join_as_bounds_permit() -> None:
-    scheduler = made_scheduler(tlora_published(), 1)
-    scheduler.handle(made_spec("whole", tokens=9000.0, max_slowdown=1.0), 0.0)
-    for index in range(7):
-        assert scheduler.handle(made_spec(f"j{index}", tokens=500.0, max_slowdown=3.1), float(index)) == []
-    actions = scheduler.handle(JobFinished("whole"), 10.0)
-    assert [type(action) for action in actions] == [StopGroup, StartGroup]
-    # alone 1 s a step; six together take 0.5 + 5 * 0.01 + 3 s, five take 3.04 s
-    assert members_of(scheduler) == {"g1": ("j0", "j1", "j2", "j3", "j4")}
-    assert list(scheduler.state.pending) == ["j5", "j6"]
-
-
-def test_the_most_urgent_joins_first() -> None:
-    scheduler = made_scheduler(tlora_published(), 1)
-    scheduler.handle(made_spec("whole", tokens=9000.0, max_slowdown=1.0), 0.0)
-    scheduler.handle(made_spec("long", tokens=500.0, steps=1000), 0.0)
-    scheduler.handle(made_spec("short", tokens=500.0, steps=10), 1.0)
-    assert started(scheduler.handle(JobFinished("whole"), 30.0)) == ["short"]
-    scheduler = made_scheduler(tlora_published(), 1)
-    scheduler.handle(made_spec("whole", tokens=9000.0, max_slowdown=1.0), 0.0)
-    scheduler.handle(made_spec("short", tokens=500.0, steps=10), 1.0)
-    scheduler.handle(made_spec("long", tokens=500.0, steps=1000, priority=1.0), 0.0)
-    assert started(scheduler.handle(JobFinished("whole"), 30.0)) == ["long"]
-
-
-def test_of_groups_the_one_with_the_least_residual_capacity_is_tried_first() -> None:
-    scheduler = made_scheduler(tlora_published(), 2)
-    scheduler.handle(made_spec("light", tokens=500.0, max_slowdown=8.0), 0.0)
-    scheduler.handle(made_spec("heavy", tokens=500.0, max_slowdown=3.0), 0.0)
-    scheduler.handle(made_spec("c", tokens=500.0, max_slowdown=3.0), 0.0)
-    assert members_of(scheduler) == {"g0": ("light",), "g1": ("heavy", "c")}
 
 
 # -- tLoRA's merges --------------------------------------------------------------------------------------------------------

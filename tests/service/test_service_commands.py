@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tests.service.served import ROW, Served, listening, until
 from tlora import manifest
-from tlora.api import ClusterView, GroupView, WaitingView
 from tlora.cli import server_commands
 from tlora.cli.commands import app
-from tlora.cli.service_view import print_cluster
 from tlora.jobs_file import read_jobs_file
 
 JOBS = """base_model: base
@@ -145,18 +141,6 @@ def test_a_base_that_is_not_served_and_one_under_its_directorys_name(job_control
     assert "more" in job_controller("bases", "list").output
 
 
-def test_what_the_server_decides_is_noted(job_controller: Desk, place: Path) -> None:
-    (place / "jobs.yaml").write_text("base_model: base\ndtype: float32\njobs: [{name: a, data: data.jsonl, arrival_seconds: 3}]\n")
-    found = job_controller("submit", "jobs.yaml")
-    assert "note: dtype: the server's own settings hold" in found.output and "note: arrival_seconds" in found.output
-
-
-def test_jobs_that_were_accepted_before_a_refusal_are_told(job_controller: Desk, place: Path) -> None:
-    (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: a, data: data.jsonl}, {name: b, data: data.jsonl, gpus: 3}]\n")
-    found = job_controller("submit", "jobs.yaml", status=2)
-    assert "b: gpus: 3" in found.output and "1 jobs before it were accepted" in found.output
-
-
 def test_jobs_are_found_by_id_and_name_and_ambiguous_names_are_one_error(slow_desk: Desk) -> None:
     job_controller = slow_desk
     job_controller("submit", "jobs.yaml")
@@ -261,13 +245,6 @@ def test_keys_are_made_listed_and_revoked_by_the_server_and_in_its_store(job_con
     assert "is no id of a key" in job_controller("keys", "revoke", "../x", tenant="operator", status=2).output
 
 
-def test_a_store_that_is_not_there_or_anothers_gets_no_key(job_controller: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = job_controller("keys", "create", "x", "--local", "--data-dir", str(tmp_path / "nothing"), status=2)
-    assert "no server has its store there" in found.output and not (tmp_path / "nothing").exists()
-    monkeypatch.setattr("os.getuid", lambda: 12345)
-    assert "belongs to another user" in job_controller("keys", "list", "--local", status=2).output
-
-
 def test_login_saves_a_key_that_the_server_accepts(job_controller: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "unknown there, or revoked" in job_controller("login", job_controller.url, stdin="tml-wrong-key\n", status=2).output
     assert "is no key" in job_controller("login", job_controller.url, stdin="\n", status=2).output
@@ -316,13 +293,3 @@ def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:
     job_controller.tick_until(lambda: "polite (3/10)" in job_controller("queue").output)
     assert "jobs that share it" in job_controller("queue").output and json.loads(job_controller("queue", "--json").output)["gpus"] == [0, 1]
     assert "of others" in job_controller("queue", tenant="bob").output
-
-
-def test_a_job_that_its_group_has_yet_to_let_in_has_its_name_there() -> None:
-    group = GroupView(id="group", base_model="base", gpus=[0], token_budget=0, jobs=["job-1"], other_jobs=0)
-    waiting = [WaitingView(job="job-1", name="polite", reason="its group on GPU 0 to load the base and let it in")]
-    console = Console(file=io.StringIO(), width=100)
-    cluster = ClusterView(device="cuda", gpus=[0], groups=[group], waiting=waiting, others_waiting=0, draining=False)
-    print_cluster(console, cluster, {})
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("polite") == 2 and "job-1" not in text

@@ -93,20 +93,6 @@ def test_data_without_room_on_the_disk_is_read_later(tmp_path: Path, monkeypatch
         assert intake.asked.count(jobs[0]) == 4, "one that was cancelled is not asked for again"
 
 
-def test_a_base_without_room_on_the_disk_for_its_outline_is_looked_at_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No job fails for that, nor do those that are ordered meanwhile."""
-    monkeypatch.setattr("tlora.service.controller._ROOM_SECONDS", 0.05)
-    directory = tmp_path / "server"
-    with serving(directory, eager=True) as served:
-        name = next(iter(served.opened.services.bases))
-        intake, key = served.intakes[0], f"base:{name}"
-        for _ in range(3):
-            asked = intake.asked.count(key)
-            intake.tell({"key": key, "problem": "no room", "base_problem": True, "disk_full": True})
-            until(lambda asked=asked: intake.asked.count(key) == asked + 1)
-        assert served.wait("alice", served.submit("alice")["id"], "succeeded")["steps"] == 10
-
-
 def test_a_worker_that_fails_a_job_tells_why_without_a_path_of_the_server(served_slowly: Served) -> None:
     job = served_slowly.submit("alice")["id"]
     until(lambda: job in served_slowly.cluster.placed)
@@ -179,12 +165,6 @@ def _admin(served: Served) -> dict[str, str]:
     return {"Authorization": f"Bearer {served.key('operator', 'admin', 'read', 'submit')}"}
 
 
-def test_no_adapter_before_its_end(served_slowly: Served) -> None:
-    job = served_slowly.submit("alice")["id"]
-    assert served_slowly.ask("alice", "GET", f"/v1/jobs/{job}/adapter", 409)["error"]["code"] == "no_adapter"
-    assert served_slowly.ask("alice", "GET", f"/v1/jobs/{job}/metrics", 200) == {"object": "list", "data": [], "next_offset": 0}
-
-
 @pytest.mark.parametrize(
     ("fields", "status", "said"),
     [
@@ -227,17 +207,6 @@ def test_limits_of_the_server(tmp_path: Path) -> None:
             served.ask("alice", "POST", "/v1/jobs", 201, json=served.order("alice", file))
         assert served.ask("alice", "POST", "/v1/jobs", 429, json=served.order("alice", file))["error"]["code"] == "too_many_jobs"
         served.submit("bob")  # another tenant has its own
-
-
-def test_a_draining_server_refuses_orders_and_trains_on(served: Served) -> None:
-    order = served.order("alice")
-    job = served.submit("alice", file=order["data"]["file"])["id"]
-    answer = served.ask("operator", "PUT", "/v1/drain", 200, json={"draining": True}, headers=_admin(served))
-    assert answer["draining"] is True
-    assert served.ask("alice", "POST", "/v1/jobs", 503, json=order)["error"]["code"] == "draining"
-    served.wait("alice", job, "succeeded")
-    served.ask("operator", "PUT", "/v1/drain", 200, json={"draining": False}, headers=_admin(served))
-    served.submit("alice", file=order["data"]["file"])
 
 
 def test_the_cluster_shows_own_jobs_and_counts_others(served_slowly: Served) -> None:

@@ -20,11 +20,10 @@ from tests.service.postgres import make_database
 from tests.service.served import Served, config_of, listening, serving, until
 from tlora.errors import ConfigError, TloraError
 from tlora.service import server as server_module
-from tlora.service.backup import back_up, restore
 from tlora.service.database import lease as leases
 from tlora.service.database.lease import Holder, Lease, take_lease
 from tlora.service.database.store import open_store
-from tlora.service.database.tables import jobs, store
+from tlora.service.database.tables import store
 
 _numbers = itertools.count()
 
@@ -45,14 +44,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def open_second(directory: Path, url: str | None) -> None:
     with serving(directory, database_url=url):
         pass
-
-
-def statuses(url: str) -> set[str]:
-    engine = open_store(url)
-    with engine.connect() as connection:
-        found = set(connection.execute(select(jobs.c.status)).scalars())
-    engine.dispose()
-    return found
 
 
 def test_a_second_server_on_the_database_is_refused_and_every_job_of_the_first_goes_on(tmp_path: Path, url: str, quick: None) -> None:
@@ -261,14 +252,6 @@ def test_an_empty_or_cut_secret_is_refused_and_never_replaced(tmp_path: Path, co
     assert secret.read_text() == content
     secret.unlink()
     open_second(tmp_path / "server", None)  # the remedy
-
-
-def test_a_backup_is_restored_while_the_first_server_runs(tmp_path: Path) -> None:
-    with serving(tmp_path / "first") as served:
-        upload_and_end(served)
-        back_up(served.opened.services.config, tmp_path / "backup")
-        restore(config_of(tmp_path / "second"), tmp_path / "backup")
-        open_second(tmp_path / "second", None)
 
 
 def test_a_job_whose_files_the_server_has_lost_waits_and_is_not_failed(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_requests_and_the_cluster_may_tell_at_the_same_time(tmp_path: Path, monk
     other = threading.Thread(target=requests)
     try:
         other.start()
-        for number in range(3000):
+        for number in range(600):
             names = tuple(f"j{number}-{index}" for index in range(4))
             made.see(ChangeGroup(JobGroup(f"g{number}", "base", (0,), ParallelPlan(1, 256), names, (1.0,) * 4)))
             if number >= 8:

@@ -94,29 +94,6 @@ def test_a_tokenized_set_goes_with_its_file_and_is_kept_and_counted_until_then(s
     assert tokens_of(served) == 0 and tokens_of(served, "bob") > 0
 
 
-def test_a_set_of_two_files_goes_with_the_first_of_them(served: Served) -> None:
-    one, two = served.upload("alice"), served.upload("alice", ROW * 9)
-    (tenant,) = (served.opened.services.config.directory / "files").iterdir()
-    make_set(served.opened.services.config.directory / "tokens" / tenant.name, sorted(map(str, tenant.iterdir())), 1024)
-    sweep(served)
-    assert len(sets(served)) == 1
-    served.ask("alice", "DELETE", f"/v1/files/{two}", 200)
-    sweep(served)
-    assert sets(served) == []
-    served.ask("alice", "GET", f"/v1/files/{one}", 200)
-
-
-def test_a_second_file_of_the_same_content_keeps_the_set(served: Served) -> None:
-    one, twin = served.upload("alice"), served.upload("alice")
-    run(served, one)
-    served.ask("alice", "DELETE", f"/v1/files/{one}", 200)
-    sweep(served)
-    assert len(sets(served)) == 1
-    served.ask("alice", "DELETE", f"/v1/files/{twin}", 200)
-    sweep(served)
-    assert sets(served) == []
-
-
 @pytest.mark.parametrize("state", ["preparing", "queued", "running", "paused", "left a moment ago"])
 def test_what_an_unfinished_job_needs_stays(tmp_path: Path, state: str) -> None:
     with serving(tmp_path / "server", eager=False, held=state == "preparing") as served:

@@ -155,18 +155,6 @@ def test_an_event_that_no_store_can_number_is_refused_or_waited_for(served: Serv
     assert served.client.get("/v1/events", headers=headers, params={"after": number}).status_code in (200, 422)
 
 
-def test_pages_of_events(live: tuple[Served, str]) -> None:
-    served, _ = live
-    job = served.submit("alice")["id"]
-    until(lambda: len(served.ask("alice", "GET", f"/v1/jobs/{job}/events", 200)["data"]) == 2)
-    page = served.ask("alice", "GET", "/v1/events", 200, params={"limit": 1})
-    assert page["has_more"] and page["data"][0]["kind"] == "created"
-    rest = served.ask("alice", "GET", "/v1/events", 200, params={"cursor": page["next_cursor"]})
-    assert [event["kind"] for event in rest["data"]] == ["queued"] and not rest["has_more"]
-    after = served.ask("alice", "GET", f"/v1/jobs/{job}/events", 200, params={"after": page["data"][0]["id"]})
-    assert after["data"] == rest["data"]
-
-
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_stream_that_begins_at_or_after_the_last_event_of_an_ended_job_ends(served: Served, after: int) -> None:
     job = served.submit("alice")["id"]

@@ -183,11 +183,6 @@ def test_forms_that_are_none(served: Served, body: bytes, kind: str) -> None:
     assert kept(served) == []
 
 
-def test_a_purpose_is_one_of_a_list(served: Served) -> None:
-    assert post_form(served, b"a.jsonl", ROW, "mischief").json()["error"]["code"] == "bad_purpose"
-    assert kept(served) == []
-
-
 def test_an_endless_chunked_upload_and_one_that_breaks_off_leave_nothing(tmp_path: Path) -> None:
     with listening(tmp_path / "server", limits={"upload_bytes": 1 << 20, "line_bytes": 1 << 30}) as (served, url):
         host, port = url.removeprefix("http://").split(":")
@@ -270,17 +265,6 @@ def test_a_full_disk_refuses_an_upload_and_keeps_nothing(served: Served, monkeyp
     assert kept(served) == []
     monkeypatch.setattr(uploads.durable, "make_directory", full)
     assert served.ask("alice", "POST", "/v1/files", 507, files={"file": ("a.jsonl", ROW)}, data={"purpose": "fine-tune"})
-
-
-def test_pages_of_files(served: Served) -> None:
-    ids = [served.upload("alice", ROW * (number + 1)) for number in range(4)]
-    page = served.ask("alice", "GET", "/v1/files", 200, params={"limit": 3})
-    assert [file["id"] for file in page["data"]] == ids[:0:-1] and page["has_more"]
-    for where in ({"cursor": page["next_cursor"]}, {"after": page["last_id"]}):
-        assert [file["id"] for file in served.ask("alice", "GET", "/v1/files", 200, params=where)["data"]] == [ids[0]]
-    both = {"cursor": page["next_cursor"], "after": page["last_id"]}
-    assert served.ask("alice", "GET", "/v1/files", 400, params=both)["error"]["code"] == "two_cursors"
-    assert served.ask("alice", "GET", "/v1/files", 200, params={"purpose": "evals"})["data"] == []
 
 
 def test_a_log_is_cut_to_its_younger_half_at_a_line(tmp_path: Path) -> None:

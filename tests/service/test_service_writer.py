@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.exc import IntegrityError
 
 from tests.service.fake_cluster import fake_hall
 from tests.service.served import Served, config_of, until
@@ -139,24 +138,6 @@ def test_neighbours_of_one_work_are_done_in_one_call(engine: Engine) -> None:
     with pytest.raises(ValueError, match="refused"):
         found[1].result()
     assert names(engine) == ["a", "b", "between", "c", "d"]
-
-
-def test_where_one_call_fails_each_is_done_alone(engine: Engine) -> None:
-    found = written_together(engine, *(Together(add_all, name) for name in ("a", "twice", "twice", "b")))
-    assert [future.result() for future in (found[0], found[1], found[3])] == ["a of 1", "twice of 1", "b of 1"]
-    assert isinstance(found[2].exception(), IntegrityError)
-    assert names(engine) == ["a", "b", "twice"]
-
-
-def test_one_of_them_that_is_cancelled_is_left_out(engine: Engine) -> None:
-    writer, gate = Writer(engine), Gate()
-    writer.submit(gate)
-    gate.reached.wait()
-    found = [writer.submit(Together(add_all, name)) for name in ("a", "b", "c")]
-    assert found[1].cancel()
-    gate.open.set()
-    writer.close()
-    assert [found[0].result(), found[2].result()] == ["a of 2", "c of 2"] and names(engine) == ["a", "c"]
 
 
 def test_a_bell_that_cannot_ring_ends_nothing(engine: Engine) -> None:

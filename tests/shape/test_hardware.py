@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tlora.errors import ConfigError
-from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.cost import BaseConstants
 from tlora.shape.hardware import LIVE_GPU, cost_model, extrapolated_fields, live_cost_model, load_constants, nearest_base
 
 ROOT = Path(__file__).parents[2]
@@ -57,20 +57,6 @@ def test_the_points_are_in_the_files_that_they_name(gpu: str, kernels: str, base
         assert any(row.get("tokens_per_second") == pytest.approx(point["tokens_per_second"], abs=0.06) for row in rows), point
 
 
-def test_the_point_that_is_carried_on_from_recomputed_layers_is_so() -> None:
-    rows = json.loads((ROOT / "bench/results/h200_memory.json").read_text())["rows"]
-    seconds = {
-        (row["token_budget"], row["recomputed_layers"]): row["token_budget"] / row["tokens_per_second"]
-        for row in rows
-        if row["tokens_per_second"] is not None
-    }
-    carried_on = {budget: 2 * seconds[budget, 16] - seconds[budget, 32] for budget in (2048, 8192, 16384)}
-    (point,) = [point for point in points("h200", "tlora", "llama-3-8b") if point["tokens"] == 2048]
-    assert 2048 / carried_on[2048] == pytest.approx(point["tokens_per_second"], abs=0.06)
-    assert carried_on[8192] == pytest.approx(seconds[8192, 0], rel=1e-4)
-    assert carried_on[16384] == pytest.approx(seconds[16384, 0], rel=4e-3)
-
-
 @EACH_OF_LARGE
 def test_the_points_are_met_within_two_percent(gpu: str, kernels: str, base: str) -> None:
     cost = cost_model(gpu, kernels)
@@ -100,20 +86,6 @@ def test_measured_peaks_of_memory_are_met_within_two_percent() -> None:
         assert cost.memory_bytes("llama-3-8b", parameters, row["token_budget"]) == pytest.approx(row["peak_bytes"], rel=0.02)
 
 
-def test_fused_kernels_are_faster_at_every_budget_of_the_8b_shape() -> None:
-    ours, peft = cost_model(), cost_model(kernels="peft")
-    for tokens in CostModel.budgets:
-        assert ours.capacity("llama-3-8b", tokens, 1, 1, 1) > peft.capacity("llama-3-8b", tokens, 1, 1, 1)
-
-
-@EACH
-def test_where_a_file_tells_how_far_off_the_fit_is_that_is_so(gpu: str, kernels: str, base: str) -> None:
-    cost = cost_model(gpu, kernels)
-    for point in [each for each in points(gpu, kernels, base) if "error" in each]:
-        predicted = cost.capacity(base, point["tokens"], 1, 1, point["members"])
-        assert point["tokens_per_second"] / predicted - 1 == pytest.approx(point["error"], abs=1e-3)
-
-
 @EACH_OF_LARGE
 def test_what_nobody_measured_is_told(gpu: str, kernels: str, base: str) -> None:
     constants = load_constants()[gpu][kernels][base]
@@ -121,13 +93,6 @@ def test_what_nobody_measured_is_told(gpu: str, kernels: str, base: str) -> None
     assert {"member_seconds", "exchange_gpu_seconds", "exchange_between_nodes_seconds"} <= set(found)
     assert not {"base_bytes", "gpu_bytes", "activation_bytes_per_token"} & set(found)
     assert all(text and constants.source[name].endswith(text) for name, text in found.items())
-
-
-def test_two_names_can_have_the_constants_of_one_base() -> None:
-    cost = cost_model(bases={"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"})
-    assert cost.constants["llama-3-8b-instruct"] == cost.constants["llama-3-8b"] == load_constants()["h200"]["tlora"]["llama-3-8b"]
-    cost.observe("llama-3-8b", 1, 1, 2.0, 0.0)
-    assert cost.capacity("llama-3-8b", 4096, 1, 1, 1) < cost.capacity("llama-3-8b-instruct", 4096, 1, 1, 1)
 
 
 def test_constants_can_be_scaled_and_say_so() -> None:
@@ -188,13 +153,6 @@ def test_a_wrong_field_is_refused_with_its_place(tmp_path: Path, damage: Callabl
     (tmp_path / "mine.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message):
         load_constants(tmp_path / "mine.json")
-
-
-def test_no_member_and_no_exchange_may_cost_nothing(tmp_path: Path) -> None:
-    content = entry()
-    content["mine"]["tlora"]["tiny"]["fields"]["member_seconds"]["value"] = 0
-    (tmp_path / "mine.json").write_text(json.dumps(content))
-    assert load_constants(tmp_path / "mine.json")["mine"]["tlora"]["tiny"].member_seconds == 0.0
 
 
 @pytest.mark.parametrize("text", ["{", None])

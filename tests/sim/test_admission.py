@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.small_traces import write_trace
 from tlora.errors import ConfigError
 from tlora.sim.metrics import metrics
 from tlora.sim.run import run_scenario
@@ -77,10 +76,6 @@ def test_a_state_that_is_not_listed_is_named_and_left_out_of_jct(tmp_path: Path)
     assert found["mean_jct_seconds"] < 1000 and found["jobs_unknown"] == 3 and found["jobs_done"] == 1
     (warning,) = result.warnings
     assert warning.startswith("3 jobs ended in a state that is not known ('Vanished' (2), 'Odd' (1)); they run")
-
-
-def test_a_scene_without_oddities_says_nothing(tmp_path: Path) -> None:
-    assert scene_of(Scenario(trace=str(write_trace(tmp_path)), nodes=1)).warnings == []
 
 
 def test_a_kubernetes_trace_counts_what_succeeded_and_leaves_out_what_had_not_ended(tmp_path: Path) -> None:

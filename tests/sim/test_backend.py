@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -165,19 +164,6 @@ def test_a_group_that_grows_starts_anew_on_all_its_gpus_from_checkpoints():
     assert a.gpu_seconds == pytest.approx(100.9 + 2 * (a.finished_seconds - 100.9))
 
 
-def test_gpus_that_are_taken_back_before_they_are_loaded_cost_another_start():
-    cluster = cluster_of(made_job("a", 200), alarm(100.0), alarm(105.0), conditions=MOVES)
-    actions: dict[str, list[Action]] = {
-        "a": [StartGroup(group_of("g0", "a"))],
-        "alarm at 100.0": [ChangeGroup(group_of("g0", "a", gpus=(0, 1)))],
-        "alarm at 105.0": [ChangeGroup(group_of("g0", "a", gpus=(0,)))],
-    }
-    seen = list(_played(cluster, actions))
-    ends = pytest.approx(105 + 1 + 10 + 200 - 64)
-    assert seen[-1] == (ends, JobFinished("a"))
-    assert [(span.gpus, span.end_seconds) for span in cluster.spans] == [((0,), 100.0), ((0, 1), 105.0), ((0,), ends)]
-
-
 @pytest.mark.parametrize("gpus", [(0,), (1,)])
 def test_a_group_that_shrinks_starts_anew_too(gpus: tuple[int, ...]):
     cluster = cluster_of(made_job("a", 200, gpus=2), alarm(85.4), conditions=MOVES)
@@ -188,15 +174,6 @@ def test_a_group_that_shrinks_starts_anew_too(gpus: tuple[int, ...]):
     seen = list(_played(cluster, actions))
     assert seen[-1] == (pytest.approx(85.4 + 11 + 100), JobFinished("a"))
     assert (pytest.approx(85.4 + 11), GroupReady("g0")) in seen
-
-
-def test_a_group_whose_gpus_are_all_replaced_starts_anew():
-    cluster = cluster_of(made_job("a", 200), alarm(85.4), conditions=MOVES)
-    actions: dict[str, list[Action]] = {
-        "a": [StartGroup(group_of("g0", "a"))],
-        "alarm at 85.4": [ChangeGroup(group_of("g0", "a", gpus=(1,)))],
-    }
-    assert list(_played(cluster, actions))[-1] == (pytest.approx(85.4 + 11 + 150), JobFinished("a"))
 
 
 def test_a_failure_during_a_change_of_gpus_sends_jobs_back_to_the_checkpoint_of_the_change():
@@ -287,41 +264,12 @@ def test_a_group_asked_for_on_lost_gpus_is_not_started():
     assert cluster.jobs["a"].record().state == "unfinished"
 
 
-def test_a_group_that_grows_onto_a_lost_gpu_is_lost():
-    conditions, failure = lost_gpu()
-    late = alarm(failure + 1)
-    cluster = cluster_of(made_job("a", 20000, gpus=1), late, nodes=2, conditions=conditions)
-    actions: dict[str, list[Action]] = {
-        "a": [StartGroup(group_of("g0", "a", gpus=(2,)))],
-        late.job.job_id: [ChangeGroup(group_of("g0", "a", gpus=(0, 2)))],
-    }
-    seen = list(_played(cluster, actions))
-    assert not any(isinstance(event, JobFinished) for _, event in seen)
-
-
 def test_actions_that_come_too_late_do_nothing():
     cluster = cluster_of(made_job("a", 10), alarm(20.0))
     late: list[Action] = [ChangeGroup(group_of("g7", "a")), StopGroup("g7"), StopGroup("g0"), StartGroup(group_of("g1", "a"))]
     seen = list(_played(cluster, {"a": [StartGroup(group_of("g0", "a"))], "alarm at 20.0": late}))
     assert (10.0, JobFinished("a")) in seen
     assert cluster.jobs["a"].record().finished_seconds == 10.0
-
-
-def test_no_gpu_is_given_twice():
-    cluster = cluster_of(made_job("a", 10), made_job("b", 10))
-    with pytest.raises(AssertionError, match="GPU 0 is g0's"):
-        played(cluster, a=[StartGroup(group_of("g0", "a"))], b=[StartGroup(group_of("g1", "b"))])
-
-
-def test_no_job_is_in_two_groups():
-    cluster = cluster_of(made_job("a", 10), made_job("b", 10))
-    with pytest.raises(AssertionError, match="a is in g0"):
-        played(cluster, a=[StartGroup(group_of("g0", "a"))], b=[StartGroup(group_of("g1", "a", gpus=(1,)))])
-
-
-def test_no_job_comes_twice():
-    with pytest.raises(AssertionError, match="a comes twice"):
-        played(cluster_of(made_job("a", 10), made_job("a", 10)))
 
 
 def test_a_rejected_job_is_over():
@@ -350,14 +298,6 @@ def test_it_ticks_while_somebody_waits_and_a_while_after_a_change():
     ]
 
 
-def test_the_time_between_ticks_has_an_end():
-    cluster = cluster_of(made_job("a", 20000), made_job("b", 10), tick_seconds=60.0)
-    found = ticks(played(cluster, a=[StartGroup(group_of("g0", "a"))]))
-    gaps = [later - earlier for earlier, later in itertools.pairwise(found)]
-    assert gaps[:4] == [120.0, 240.0, 480.0, 960.0] and set(gaps[4:-4]) == {960.0}
-    assert found[-4:] == [20060.0, 20180.0, 20420.0, 20900.0]  # b is left, and nobody starts it
-
-
 def test_an_action_in_answer_to_a_tick_brings_the_next_one_soon():
     cluster = cluster_of(made_job("a", 1000), made_job("b", 100), tick_seconds=60.0)
     found: list[float] = []
@@ -382,12 +322,6 @@ def test_samples_are_what_runs_between_changes():
     played(cluster, a=[StartGroup(group_of("g0", "a", gpus=(0, 1)))])
     seen = [(s.seconds, s.waiting_jobs, s.running_jobs, s.allocated_gpus, s.useful_share, s.tokens_per_second) for s in cluster.samples]
     assert seen == [(0.0, 0, 1, 2, 1.0, 2000.0), (20.0, 1, 1, 2, 1.0, 2000.0), (25.0, 1, 0, 2, 0.0, 0.0)]
-
-
-def test_useful_work_is_counted_in_what_a_gpu_could_do():
-    cluster = cluster_of(made_job("a", 100), conditions=Conditions(moves=FREE_MOVES, saturated={BASE: 4000.0}))
-    played(cluster, a=[StartGroup(group_of("g0", "a"))])
-    assert cluster.samples[0].useful_share == 0.125
 
 
 def test_longer_steps_and_slower_groups_are_true_and_reported():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import cache
 
 import numpy as np
@@ -126,11 +125,6 @@ def test_the_flow_bound_is_the_largest_where_slow_jobs_queue() -> None:
     assert found.mean_jct_seconds == found.flow_mean_seconds == pytest.approx(30.0, rel=1e-3)
 
 
-def test_no_jobs_have_no_bound() -> None:
-    found = lower_bounds([], 8)
-    assert all(math.isnan(bound) for bound in (found.mean_jct_seconds, found.queue_mean_seconds, found.makespan_seconds))
-
-
 def make_record(tokens_per_step: float, steps: float = 10.0, most_gpus: int = 10**6) -> JobRecord:
     (job,) = make_result(make_orders(1), "fifo").jobs
     values = {name: getattr(job, name) for name in JobRecord.__dataclass_fields__}
@@ -155,17 +149,3 @@ def test_no_group_lets_a_job_step_faster_than_its_fastest(tokens: float, others:
     assert work.gpu_seconds == pytest.approx(10 * tokens * (1 / COST.constants[record.base_model].tokens_per_second + 0.02 / 16_384))
     members_seconds = gpus * COST.micro_batch_seconds(record.base_model, tokens, gpus, nodes, 1)
     assert tokens > budget * gpus or work.gpu_seconds <= 10 * members_seconds * (1 + 1e-9)
-
-
-def test_no_more_gpus_than_samples() -> None:
-    """A step of 8 samples of 2,000 tokens: 16 GPUs are no faster than 8, and 8 no faster than one with one sample."""
-    seconds = [work_of([make_record(16_000.0, most_gpus=most)], COST, 32, 8)[0].fastest_seconds for most in (1, 4, 8, 16)]
-    base = make_record(1.0).base_model
-    assert seconds == [pytest.approx(10 * COST.micro_batch_seconds(base, 16_000.0, gpus, 1, 1)) for gpus in (1, 4, 8)] + [seconds[3]]
-    assert seconds[3] == pytest.approx(10 * min(COST.micro_batch_seconds(base, 16_000.0, *size, 1) for size in ((8, 1), (16, 2))))
-
-
-def test_only_jobs_that_are_done_have_work() -> None:
-    result = make_result(make_orders(200), "fifo")
-    done = sum(job.state == "done" for job in result.jobs)
-    assert 0 < done < 200 and len(work_of(result.jobs, COST, 32, 8)) == done

@@ -21,9 +21,7 @@ from tlora.sim.mapping import (
     BASES,
     MOST_TOKENS,
     RULES,
-    DrawRules,
     LoraDraw,
-    adapter_parameters,
     draw_lora,
     logged_jobs,
     mapped_jobs,
@@ -115,22 +113,6 @@ def test_draws_have_the_stated_shares(field: str, wanted: dict[object, float]) -
         assert drawn[value] == pytest.approx(share, abs=4.5 * math.sqrt(share * (1 - share) / count))
 
 
-def test_the_papers_mode_draws_its_ranks_uniformly() -> None:
-    drawn = shares([draw_lora("t", row(str(k)), 0, RULES["paper"]).rank for k in range(8000)])
-    assert drawn == {rank: pytest.approx(0.25, abs=0.022) for rank in (2, 4, 8, 16)}
-
-
-def test_slowdown_bounds_can_be_given() -> None:
-    unbounded = replace(DEFAULT, slowdowns=((math.inf, 1.0),))
-    assert {draw_lora("t", row(str(k)), 0, unbounded).max_slowdown for k in range(9)} == {math.inf}
-
-
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-def test_shares_sum_to_1(rules: DrawRules) -> None:
-    for table in (rules.ranks, rules.batches, rules.slowdowns):
-        assert math.fsum(share for _, share in table) == pytest.approx(1, abs=1e-12)
-
-
 def test_mean_lengths_are_lognormal_and_clipped() -> None:
     tokens = [draw_lora("t", row(str(k)), 0, DEFAULT).mean_tokens for k in range(20_000)]
     assert min(tokens) == 64 and max(tokens) == 4096
@@ -146,11 +128,6 @@ def test_sample_lengths_keep_the_mean_and_end_at_the_longest(mean: int) -> None:
     assert len(lengths) == 128 and list(lengths) == sorted(lengths) and lengths[0] >= 1
     assert lengths[-1] == min(4 * mean, MOST_TOKENS)
     assert fmean(lengths) == pytest.approx(mean, rel=0.01)  # the last share's middle is less than its mean
-
-
-def test_adapters_have_the_size_of_llama_3_8b() -> None:
-    assert adapter_parameters(16, "all-linear") == 41_943_040  # what PEFT prints for r=16 on all linears of Llama 3 8B
-    assert adapter_parameters(1, "attention") == 851_968
 
 
 # -- anchored replay ---------------------------------------------------------------------------------------------------
@@ -172,12 +149,6 @@ def test_exclusive_replay_gives_the_recorded_run_times_within_half_a_step(name: 
     wrong = sum(one.job.gpus * abs(one.replayed_seconds - one.recorded_seconds) for one in jobs)
     assert wrong < 1e-4 * sum(one.job.gpus * one.recorded_seconds for one in jobs)
     assert sum(one.recorded_seconds < one.alone_step_seconds for one in jobs) <= 5
-
-
-def test_jobs_shorter_than_a_step_are_given_one() -> None:
-    short, long = mapped_jobs(Trace("t", (row("a", 1, 1e-4), row("b", 2, 1000.0))), ANCHOR, 0)
-    assert short.job.profile.steps == 1 and short.replayed_seconds == short.alone_step_seconds
-    assert abs(long.replayed_seconds - 1000.0) <= long.alone_step_seconds / 2
 
 
 def test_a_job_lies_on_as_few_nodes_as_hold_it() -> None:

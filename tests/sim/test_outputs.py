@@ -61,13 +61,6 @@ def test_job_csv_holds_every_record_to_the_last_digit(tmp_path: Path) -> None:
     assert (tmp_path / "jobs.csv").read_bytes() == before
 
 
-def test_no_results_leave_the_heads_only(tmp_path: Path) -> None:
-    write_job_csv(tmp_path / "jobs.csv", [])
-    write_metrics_csv(tmp_path / "metrics.csv", [])
-    assert (tmp_path / "jobs.csv").read_text().startswith("policy,kernels,trace,seed,num_gpus,load,job_id,")
-    assert (tmp_path / "metrics.csv").read_text() == "\n"
-
-
 @pytest.mark.parametrize(
     "write",
     [
@@ -101,12 +94,6 @@ def test_the_view_compares_with_fifo_without_the_kernels_gain_first() -> None:
     assert sorted(first.jct_seconds) == sorted(j.finished_seconds - j.submitted_seconds for j in results[0].jobs if j.state == "done")
     assert first.samples["allocated_share"] == [sample.allocated_gpus / 32 for sample in results[0].samples]
     assert simulation_view(results[:1], metric_rows(results[:1], [BOUND])).reference == "residual_capacity/tlora"
-
-
-def test_one_policy_twice_is_a_bug() -> None:
-    results = make_results(1)
-    with pytest.raises(AssertionError, match="two results of one policy"):
-        simulation_view([results[0], results[0]], metric_rows([results[0], results[0]], [BOUND] * 2))
 
 
 def test_constants_keep_their_source() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tlora.errors import CapacityError, ConfigError
 from tlora.sim import sweep
-from tlora.sim.sweep import Standing, map_in_processes, num_cores
+from tlora.sim.sweep import Standing, map_in_processes
 
 
 def double(number: int) -> tuple[int, int]:
@@ -50,20 +50,6 @@ def test_each_task_is_done_once_and_none_here(two_cores: None) -> None:
     assert not active_children()
 
 
-@pytest.mark.parametrize("tasks, cores", [([5], 2), ([5, 6], 1)])
-def test_one_task_or_one_core_needs_no_second_process(monkeypatch: pytest.MonkeyPatch, tasks: list[int], cores: int) -> None:
-    monkeypatch.setattr(sweep, "num_cores", lambda: cores)
-    heard: list[Standing] = []
-    found = dict(map_in_processes(double, tasks, heard.append))
-    assert found == {number: (2 * task, os.getpid()) for number, task in enumerate(tasks)}
-    assert heard == [*(Standing(len(tasks), number, (number,)) for number in range(len(tasks))), Standing(len(tasks), len(tasks), ())]
-
-
-def test_no_task() -> None:
-    heard: list[Standing] = []
-    assert not list(map_in_processes(double, [], heard.append)) and heard == [Standing(0, 0, ())]
-
-
 def test_an_error_comes_as_it_was_raised(two_cores: None) -> None:
     with pytest.raises(ConfigError, match="is refused"):
         list(map_in_processes(refuse, [1, 2], lambda _: None))
@@ -95,7 +81,3 @@ def test_workers_end_when_the_program_is_killed(tmp_path: Path) -> None:
         assert [program.stdout.readline() for _ in range(2)] == [b"at work\n"] * 2
         program.kill()
         assert program.stdout.read() == b""  # its end comes when no process holds the pipe any more
-
-
-def test_cores_are_those_that_may_be_used() -> None:
-    assert 1 <= num_cores() <= (os.cpu_count() or 1)

@@ -14,7 +14,6 @@ from tlora.errors import ConfigError, DataError
 from tlora.protocol import JobProfile, JobSubmitted, to_json
 from tlora.sim.mapping import BASES
 from tlora.sim.scenario import (
-    NO_BOUND,
     Scenario,
     check_names,
     contender,
@@ -81,12 +80,6 @@ def test_what_is_drawn_depends_on_seed_and_mode() -> None:
     assert jobs == scene_of(few).jobs != scene_of(replace(few, seed=1)).jobs
     ranks = {job.job.profile.adapter_parameters for job in scene_of(replace(few, paper=True)).jobs}
     assert max(ranks) < max(job.job.profile.adapter_parameters for job in jobs)  # 16 at most, not 64
-
-
-def test_delta_is_every_jobs_bound() -> None:
-    assert {job.job.max_slowdown for job in scene_of(Scenario(jobs=40)).jobs} == {1.2, 1.5, 2.0}
-    assert {job.job.max_slowdown for job in scene_of(Scenario(jobs=5, delta=1.3)).jobs} == {1.3}
-    assert {job.job.max_slowdown for job in scene_of(Scenario(jobs=5, delta=math.inf)).jobs} == {NO_BOUND}
 
 
 def test_constants_are_scaled_for_all_kernels_and_kappa_for_ours() -> None:

@@ -22,7 +22,7 @@ from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import compressed, first
-from tlora.sim.simulate import Labels, simulate, simulated_cluster
+from tlora.sim.simulate import simulate, simulated_cluster
 from tlora.sim.trace import read_trace
 
 SHAPE = ClusterShape(4, 8)
@@ -85,21 +85,6 @@ def test_the_truth_may_have_other_constants_than_the_belief():
     by_truth = simulate(jobs, SHAPE, POLICIES["fifo"](), cost_model("h200", "tlora", BASES), slower)
     believed = result_of("fifo", None, jobs)
     assert all(true.alone_seconds > job.alone_seconds for true, job in zip(by_truth.jobs, believed.jobs, strict=True))
-
-
-def test_it_says_what_was_simulated():
-    labels = Labels("fifo", "tlora", "synth", 7, 0.9)
-    result = simulate(some_jobs(5), SHAPE, POLICIES["fifo"](), even_cost(), ROUGH, labels)
-    assert (result.policy, result.kernels, result.trace, result.seed, result.load) == ("fifo", "tlora", "synth", 7, 0.9)
-    assert result.settings["conditions.speed_error"] == 0.15 and result.settings["cold_start_seconds"] == 35.4
-    assert {record.state for record in result.jobs} == {"rejected"}  # of bases that this cluster does not know
-    assert result.decisions > 0 and 0 < result.decision_seconds < result.wall_seconds
-    json.dumps(result.settings)
-
-
-def test_no_jobs_are_no_error():
-    result = simulate([], SHAPE, POLICIES["fifo"](), even_cost())
-    assert (result.jobs, result.spans) == ([], [])
 
 
 @pytest.mark.parametrize("policy", POLICY_CASES)

@@ -217,10 +217,6 @@ def test_a_column_that_is_there_twice_is_named(tmp_path: Path, header: str) -> N
     assert str(error.value) == f"{path}, line 1: the header names column 'user' 2 times; which one counts is unclear. Take the others out"
 
 
-def test_columns_without_a_name_are_nobodys(tmp_path: Path) -> None:
-    assert len(read_trace(written(tmp_path, OWN + ",,", own_row() + ",,")).jobs) == 1
-
-
 def test_a_trace_without_a_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no job in it \\(rows skipped: none"):
         read_trace(written(tmp_path, OWN))
@@ -246,11 +242,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, name: str, data: byte
     path.write_bytes(data)
     with pytest.raises(DataError, match="cannot be read.*UTF-8.*gzip"):
         read_trace(path)
-
-
-def test_an_event_log_is_no_table(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is an event log, no table.*read_event_log"):
-        read_trace(written(tmp_path, '{"seconds": 0.0, "type": "Tick"}', name="events.jsonl"))
 
 
 ODD_CELLS = ("", "0", "-1", "1e999", "nan", '"', "9" * 400, "2023-03-01", "2023-03-01 00:18:22+25:00", "0001-01-01", "#", "\x00")

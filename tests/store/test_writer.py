@@ -213,24 +213,6 @@ def test_a_bug_in_the_last_checkpoint_takes_nobody_with_it(base: Path, data: Pat
     assert len(list((tmp_path / "out" / "other").glob("checkpoint-*"))) == 1
 
 
-@pytest.mark.parametrize("error", [OSError(5, "input/output error"), CheckpointError("no")], ids=["plain", "told"])
-def test_a_due_checkpoint_that_fails_costs_a_note(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """Whatever of the file system raises it."""
-    prune, notes = durable.prune, list[str]()
-
-    def refuse(parent: Path, keep: int | None, protect: set[str], *, whole: str) -> None:
-        if len(list(parent.glob("checkpoint-*"))) == 1:
-            raise error
-        prune(parent, keep, protect, whole=whole)
-
-    monkeypatch.setattr(durable, "prune", refuse)
-    jobs = [job("a", str(data / "a.jsonl"), save_steps=2, max_steps=4)]
-    results = train(base, tmp_path / "out", jobs, watcher=Watcher(lambda _: None, notes.append))
-    assert results["a"].status == "done" and sum("the job goes on without it" in note for note in notes) == 1
-
-
 def test_rows_and_checkpoints_of_a_cut_run_agree(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interruption waits for what was to be written before, and its own checkpoint is the newest."""
     jobs = [job("a", str(data / "a.jsonl"), save_steps=1, max_steps=30, save_total_limit=3)]
@@ -305,14 +287,6 @@ def test_without_a_thread_whoever_wants_it_written_writes(monkeypatch: pytest.Mo
         assert writer.write("a", lambda n=n: done.append(n) or n).result(PATIENCE_SECONDS) == n
         writer.close()
     assert done == [0, 1, 2]
-
-
-def test_a_wake_that_raises_ends_no_writing() -> None:
-    def wake() -> None:
-        raise ValueError("nobody is there")
-
-    writer = Writer(wake)
-    assert [writer.write("a", lambda n=n: n).result(PATIENCE_SECONDS) for n in range(2)] == [0, 1]
 
 
 def test_what_is_to_be_written_is_written_though_the_wait_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

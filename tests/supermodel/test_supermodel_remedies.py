@@ -42,18 +42,6 @@ def test_units_of_another_objective(shared: SuperModel) -> None:
     assert torch.isfinite(shared.evaluate(batch_of("a"))["a"].loss_sum)
 
 
-@pytest.mark.parametrize("change", ["size", "dtype"])
-def test_a_gradient_of_another_shape(shared: SuperModel, change: str) -> None:
-    shared.forward_backward(batch_of("a"))
-    right = shared.gradient("a")
-    wrong = right[:-1] if change == "size" else right.half()
-    with pytest.raises(ConfigError, match=r"Give a tensor like that of gradient\('a'\)"):
-        shared.set_gradient("a", wrong)
-    assert torch.equal(shared.gradient("a"), right), "nothing is changed"
-    shared.set_gradient("a", torch.ones_like(right))
-    assert bool((shared.gradient("a") == 1).all())
-
-
 def test_a_reference_of_another_shape(shared: SuperModel) -> None:
     with pytest.raises(ConfigError, match=r"Give the params of an adapter of the shape of state\('a'\)"):
         shared.set_reference("a", shared.state("a").params[1:])
