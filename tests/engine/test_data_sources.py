@@ -87,32 +87,6 @@ def test_each_form_is_checked_and_trained(base: Path, tmp_path: Path) -> None:
     assert "Trained on `splits` (split train), evaluated on `splits` (split test):" in card(tmp_path, "splits")
 
 
-def test_a_directory_with_splits_is_trained_on_its_train_split(base: Path, tmp_path: Path) -> None:
-    test = {"path": "splits", "split": "test"}
-    jobs = [
-        job("whole", "splits", max_steps=2),
-        job("eval-split", {"path": "splits", "eval_path": [test]}, max_steps=2),
-        job("eval-file", {"path": "splits", "eval_path": "splits/test.jsonl"}, max_steps=2),
-        job("every", {"path": "splits", "split": "all", "eval_path": [test]}, max_steps=2),
-    ]
-    found = check(read_jobs_file(write_jobs(tmp_path, base, jobs)), device="cpu")
-    assert [each.data.rows for each in found.jobs if each.data] == [8, 8, 8, 13]
-    assert [each.eval_data.rows for each in found.jobs if each.eval_data] == [5, 5, 5]
-    first, *_, last = (each.warnings for each in found.jobs)
-    assert [line for line in first if "split train is read" in line and "not test.jsonl" in line]
-    assert [line for line in last if line.startswith("5 of 5 evaluation rows are training rows too")]
-
-
-def test_jobs_of_other_seeds_are_evaluated_on_the_same_rows(base: Path, tmp_path: Path) -> None:
-    """Untrained, all have the base's loss."""
-    jobs = [job(f"seed-{seed}", {"path": "a.jsonl", "eval_size": 6}, seed=seed, max_steps=2) for seed in (1, 2, 42)]
-    other = job("other", {"path": "a.jsonl", "eval_size": 6, "eval_seed": 1}, max_steps=2)
-    results = train(write_jobs(tmp_path, base, [*jobs, other], deterministic=True))
-    assert results.status == "done"
-    first = {name: result.eval_loss_first for name, result in results.items()}
-    assert first["seed-1"] == first["seed-2"] == first["seed-42"] != first["other"]
-
-
 @pytest.mark.parametrize("eval_seed", [pytest.param({}, marks=pytest.mark.slow), {"eval_seed": 7}])
 def test_a_run_of_a_version_before_splits_and_eval_seed_is_resumed(base: Path, tmp_path: Path, eval_seed: dict[str, int]) -> None:
     """It read directories whole, and drew evaluation rows by the job's seed: so does the rest of it, with the same bytes."""
@@ -224,14 +198,6 @@ def test_a_run_keeps_the_commit_of_a_hub_data_set(base: Path, tmp_path: Path, mo
         assert [result.steps for result in results.values()] == [4, 4], [result.reason for result in results.values()]
     results = train(write_jobs(tmp_path, base, [each | {"max_steps": 5} for each in jobs]), resume=True)
     assert [result.steps for result in results.values()] == [5, 5], "what was fetched needs no network"
-
-
-def test_a_set_of_one_source_is_shared_with_the_versions_before_lists(base: Path, tmp_path: Path) -> None:
-    """The same key however the one file is written."""
-    jobs = [job("path", "a.jsonl"), job("list", ["a.jsonl"]), job("weighted", [{"path": "a.jsonl", "weight": 2}])]
-    assert train(write_jobs(tmp_path, base, [each | {"max_steps": 1} for each in jobs])).status == "done"
-    states = [next((tmp_path / "out" / each["name"]).glob("checkpoint-*/state.json")) for each in jobs]
-    assert len({json.loads(state.read_text())["data"] for state in states}) == 1
 
 
 def test_a_job_that_an_earlier_version_began_goes_on(base: Path, tmp_path: Path) -> None:

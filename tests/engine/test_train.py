@@ -143,12 +143,6 @@ def check_run_files(out: Path, jobs: list[dict[str, Any]]) -> None:
     assert all(fields["name"] in page for fields in jobs)
 
 
-def test_a_list_of_specs_is_enough(base: Path, data: Path, tmp_path: Path) -> None:
-    spec = tlora.JobSpec(name="only", data=tlora.DataConfig(path=str(data / "a.jsonl")), r=2, max_steps=2)
-    results = tlora.train([spec], base_model=str(base), output_dir=str(tmp_path / "out"), device="cpu")
-    assert results["only"].status == "done" and results.report == tmp_path / "out" / "report.html"
-
-
 def test_a_jobs_file_with_a_sweep(base: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "jobs.yaml").write_text(
         f"base_model: {base}\noutput_dir: {tmp_path / 'out'}\ndefaults: {{max_steps: 3, batch_size: 4}}\n"

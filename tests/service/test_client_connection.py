@@ -60,20 +60,6 @@ def test_a_quota_is_not_asked_again(code: str) -> None:
     assert len(seen) == 1
 
 
-def test_a_drained_server_is_not_asked_again() -> None:
-    connection, seen, _ = answering(refusal(503, "draining", "the server is being drained"))
-    with pytest.raises(ServiceError, match="being drained") as caught:
-        connection.get("/v1/bases", BaseList)
-    assert len(seen) == 1 and (caught.value.status, caught.value.code) == (503, "draining")
-
-
-def test_tries_have_an_end() -> None:
-    connection, seen, waited = answering(refusal(503, "store_unavailable", "the disk is full"))
-    with pytest.raises(ServiceError, match="the disk is full"):
-        connection.get("/v1/bases", BaseList)
-    assert len(seen) == 6 and len(waited) == 5
-
-
 def test_no_server_is_said_at_once_and_a_lost_one_is_asked_again() -> None:
     connection, seen, _ = answering(httpx.ConnectError("[Errno 111] Connection refused"))
     with pytest.raises(ServiceError, match=r"Connection refused.*\$TLORA_URL"):

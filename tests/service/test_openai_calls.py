@@ -140,17 +140,6 @@ def test_nulls_are_absent_and_a_suffix_has_64_characters(live: tuple[Served, ope
     assert served.ask("alice", "GET", f"/v1/jobs/{named.id}", 200)["name"] == "s" * 63  # the most that a job's name has
 
 
-def test_files_are_listed_in_both_orders(live: tuple[Served, openai.OpenAI]) -> None:
-    served, client = live
-    ids = [served.upload("alice", name=f"{number}.jsonl") for number in range(3)]
-    assert [file.id for file in client.files.list(order="asc", limit=2)] == ids
-    assert [file.id for file in client.files.list(order="desc", limit=2)] == ids[::-1]
-    assert [file.id for file in client.files.list(order="asc", after=ids[0])] == ids[1:]
-    assert len(client.files.list(limit=10_000).data) == 3
-    with pytest.raises(openai.BadRequestError, match="expires_after: not offered here"):
-        client.files.create(file=("a.jsonl", b"{}\n"), purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 3600})
-
-
 REFUSED = {
     "a base": ({"model": "gpt-9"}, "model 'gpt-9'", "model"),
     "a fine-tuned model": ({"model": "job-00"}, "model 'job-00': there is no such fine-tuned model", "model"),

@@ -82,18 +82,6 @@ def test_the_official_client_uploads_creates_lists_pauses_resumes_cancels(live: 
         assert client.files.delete(file.id).deleted
 
 
-def test_the_official_client_orders_a_dpo_job(live: tuple[Served, str]) -> None:
-    served, _ = live
-    with client_of(live) as client:
-        file = served.upload("alice", ROW, "pairs.jsonl")
-        job = client.fine_tuning.jobs.create(
-            model="base", training_file=file, method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}
-        )
-        assert job.method is not None and job.method.type == "dpo"
-        order = served.ask("alice", "GET", f"/v1/jobs/{job.id}", 200)["order"]
-        assert (order["objective"], order["beta"], order["data"]["format"]) == ("dpo", 0.5, "auto")
-
-
 def test_its_errors_are_the_clients_own(live: tuple[Served, str]) -> None:
     with client_of(live) as client:
         with pytest.raises(openai.NotFoundError, match="there is no job"):

@@ -16,7 +16,6 @@ from sqlalchemy import update
 from tests.service.served import Served, listening, until
 from tlora.service.database.tables import jobs
 from tlora.service.keys import revoke_key
-from tlora.service.losses import read_losses
 from tlora.service.signed import COOKIE_SECONDS
 
 HTML = {"Accept": "text/html"}
@@ -181,15 +180,6 @@ def train_wide(served: Served, name: str) -> None:
     served.wait("alice", job["id"], "running")
 
 
-def test_a_group_over_several_gpus_is_one_box(served_slowly: Served) -> None:
-    served = served_slowly
-    train_wide(served, "wide")
-    until(lambda: served.cluster.tick() or served.ask("alice", "GET", "/v1/cluster", 200)["groups"])
-    assert served.ask("alice", "GET", "/v1/cluster", 200)["groups"][0]["gpus"] == [0, 1]
-    page = Elements(served.client.get("/", headers=log_in(served, "alice")).text)
-    assert "CPU processes 0, 1" in page.text and "free" not in page.text and "wide" in page.text
-
-
 def test_each_job_stands_in_one_place_with_what_it_waits_for(served_slowly: Served) -> None:
     """One that is in a group and not in its worker yet in its box, one that is paused under that, and neither in the queue."""
     served = served_slowly
@@ -233,26 +223,6 @@ def test_files_of_the_page_hold_no_inline_script_or_style(served: Served) -> Non
         found = served.client.get(path)
         assert found.status_code == 200 and found.headers["content-type"].startswith(kind)
         assert not re.search(r"innerHTML\s*=[^=]|eval\(", found.text) and "http:" not in found.text and "https:" not in found.text
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[1]\n", '{"step": null, "loss": 1}\n', '{"step": 1, "loss": null}\n', '{"step": 1, "loss": 1e999}\n']
-)
-def test_metrics_that_say_nothing_are_no_losses(tmp_path: Path, content: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(content)
-    assert read_losses(tmp_path / "metrics.jsonl", 1000, 10).train == ()
-    assert read_losses(tmp_path / "nothing", 1000, 10).steps == (0.0, 0.0)
-
-
-def test_losses_are_of_the_files_end_thinned_and_within_their_box(tmp_path: Path) -> None:
-    rows = [json.dumps({"step": step, "loss": 1.0 / step}) for step in range(1, 2001)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    found = read_losses(tmp_path / "metrics.jsonl", 1 << 20, 50)
-    assert len(found.train) == 50 and found.steps[1] == 2000 and found.train[0][1] == pytest.approx(sum(1 / s for s in range(1, 41)) / 40)
-    tail = read_losses(tmp_path / "metrics.jsonl", 1000, 50)
-    assert tail.train[0][0] > 1900 and tail.steps[1] == 2000
-    placed = [tuple(map(float, pair.split(","))) for pair in found.line(found.train, 100, 20).split()]
-    assert placed[0] == (0.0, 0.0) and placed[-1] == (100.0, 20.0)
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or ""

@@ -155,11 +155,6 @@ def test_other_files_are_refused_and_left_as_they_are(plain: Scenario, tmp_path:
     assert len(run_sweep(scenarios, tmp_path / "empty.csv", measured, silent)) == 2
 
 
-def test_a_table_that_cannot_be_written_is_told(plain: Scenario, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written .*No such file"):
-        run_sweep(points(plain, "load=0.5"), tmp_path / "no" / "rows.csv", measured, silent)
-
-
 @FORMATS
 def test_two_sweeps_never_write_one_table(plain: Scenario, tmp_path: Path, name: str) -> None:
     path, link = tmp_path / name, tmp_path / f"link-{name}"
