@@ -57,6 +57,7 @@ def test_a_job_that_fails_ends_the_benchmark(model: SuperModel, jobs: list[Job],
         train_together(model, jobs, Plan(64, 0.0))
 
 
+@pytest.mark.slow
 def test_the_whole_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peft_baseline, "settings_for", lambda _jobs: [peft_baseline.Setting()])
     arguments = "--shape tiny --device cpu --jobs 2 --ranks 4 --batch-size 2 --lengths 16 --token-budget 64 --seconds 0 --peft-steps 2"

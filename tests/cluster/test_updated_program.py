@@ -16,6 +16,7 @@ from tlora.protocol import Event, GroupLost, JobFinished
 from tlora.version import __version__
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_job_is_blamed_for_a_refused_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_base(tmp_path / "base")

@@ -271,6 +271,7 @@ def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
     """A job that asks for one GPU, of which the scheduler hears that its steps are long, gets both."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from chat_templates import CHATML, GENERATION
-from test_trained_turns import CHATS, OF_IMAGES, PAIRS, as_chat, bot, marked, ours, read, texts, user, with_tokens
+from test_trained_turns import CHATS, OF_IMAGES, PAIRS, as_chat, bot, marked, ours, read, texts, user, usual, with_tokens
 
 from tlora.data.chat import Rendered, open_template, render
 from tlora.errors import DataError
@@ -19,7 +19,7 @@ WORDS_ALONE = OPENED + "{% if m['role'] == 'assistant' %}{% generation %}{{ m['c
 WORDS_ALONE += "{% else %}{{ m['content'] }}{% endif %}" + CLOSED
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", usual(PAIRS))
 def test_the_marks_of_training_templates_are_obeyed(name: str) -> None:
     """As transformers' own mask, for each chat that the template writes."""
     source, compared = read(f"{name}_training"), 0

@@ -173,7 +173,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+IN_EVERY_RUN = ("tokens", "gone", "half a progress", "another launch's")
+
+
+@pytest.mark.parametrize("damage", [pytest.param(each, marks=() if each in IN_EVERY_RUN else pytest.mark.slow) for each in DAMAGE])
 def test_what_is_damaged_is_made_again(damage: str, order: Order, tokenizers: Any, made: list[str]) -> None:
     whole, blocks = in_one_go(order, tokenizers(CHATML)), list(made)
     DAMAGE[damage](interrupt(order, tokenizers(CHATML), 700))
@@ -203,7 +206,7 @@ def update(order: Order, monkeypatch: pytest.MonkeyPatch) -> Order:
     return order
 
 
-@pytest.mark.parametrize("change", [touch, rename, edit, update])
+@pytest.mark.parametrize("change", [edit, *(pytest.param(each, marks=pytest.mark.slow) for each in (touch, rename, update))])
 def test_what_has_changed_is_made_anew(
     change: Callable[[Order, pytest.MonkeyPatch], Order], order: Order, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

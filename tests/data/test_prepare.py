@@ -134,7 +134,7 @@ def test_evaluation_rows_that_are_training_rows_are_said(tmp_path: Path, tokeniz
     }
 
 
-@pytest.mark.parametrize("name", ["csv", "parquet", "json"])
+@pytest.mark.parametrize("name", ["csv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("parquet", "json"))])
 def test_containers_and_progress(name: str, tmp_path: Path, tokenizer_path: Path) -> None:
     rows = ROWS * 80
     path = tmp_path / f"x.{name}"

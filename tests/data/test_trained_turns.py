@@ -21,7 +21,26 @@ from tlora.errors import DataError
 DIRECTORY = Path(trl.__file__).parent / "chat_templates"
 PAIRS = sorted(file.name.removesuffix("_training.jinja") for file in DIRECTORY.glob("*_training.jinja"))
 ALL = sorted(file.stem for file in DIRECTORY.glob("*.jinja") if not file.stem.endswith("_training"))
+USUAL = (
+    "cohere2",
+    "deepseekv3",
+    "gemma3",
+    "gemma4_v5",
+    "glm4moe",
+    "gptoss",
+    "llama3",
+    "llama3_1",
+    "phi3",
+    "qwen3",
+    "qwen3_5_think",
+)  # in every run
 OF_IMAGES = ("idefics3", "llava_next", "smolvlm")  # their templates write no plain text
+
+
+def usual(names: list[str]) -> list[Any]:
+    """Parameters: the other templates are tried in `make test-slow`."""
+    return [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in names]
+
 
 TOOL = {
     "type": "function",
@@ -143,7 +162,7 @@ def prompts(source: str, messages: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", usual(PAIRS))
 def test_the_same_is_trained_as_between_generation_marks(name: str) -> None:
     """Except, on purpose: what a generation prompt writes already (a header, "<think>"), which the model never has to write; the white
     space behind an end of turn, which comes after the model has stopped; the token that ends a call of Gemma 4, which its own
@@ -175,7 +194,7 @@ def test_the_same_is_trained_as_between_generation_marks(name: str) -> None:
     assert compared or name in OF_IMAGES
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", usual(ALL))
 def test_no_word_of_a_tool_is_trained(name: str) -> None:
     """Of any family: each call whole, each answer and each end of turn, and nothing that a tool or a user says."""
     source, seen = read(name), 0

@@ -40,6 +40,7 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_adapters_are_those_over_a_resident_base(
     dtype: str, deep: Path, orders: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -165,6 +165,7 @@ def test_a_base_with_fewer_layers_than_its_files_is_trained_on_a_word_only(
     assert LEFT.format(shallow) in check(run.model_copy(update={"unused_weights": "ignore"}), device="cpu").warnings
 
 
+@pytest.mark.slow
 def test_its_adapter_answers_on_a_word_only(shallow: Path, jobs: list[dict[str, Any]], tmp_path: Path) -> None:
     train(shallow, tmp_path / "out", jobs, unused_weights="ignore")
     adapter = tmp_path / "out" / "a"

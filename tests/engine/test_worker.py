@@ -192,6 +192,7 @@ def test_others_train_while_a_job_is_opened(made: Orders, tmp_path: Path, monkey
     assert sha256(tmp_path / "stays") == made.shas["stays"] and (leaves or sha256(tmp_path / "short") == made.shas["short"])
 
 
+@pytest.mark.slow
 def test_others_train_while_a_job_that_leaves_is_written(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has left when its checkpoint can be read by the worker that gets it next, and not before."""
     go, save = threading.Event(), checkpoint.save

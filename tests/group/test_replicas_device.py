@@ -38,6 +38,7 @@ def trained(job: JobSpec, sets: Sets, heard: list[Report], budget: int) -> Adapt
     return ended(heard, job.name)
 
 
+@pytest.mark.slow
 def test_replicas_take_the_optimizer_of_a_gpu(sets: Sets, heard: list[Report]) -> None:
     """Its bytes follow from no budget, and it is the job without replicas up to rounding."""
     two, narrow, one = (

@@ -103,6 +103,7 @@ def test_an_engine_grows_its_budget_again_and_forgets_what_nobody_explained(
     ]
 
 
+@pytest.mark.slow
 def test_errors_that_no_job_repeats_are_forgiven_as_long_as_they_are_rare(
     engine: Engine, sets: Sets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +133,7 @@ def test_errors_that_no_job_repeats_are_forgiven_as_long_as_they_are_rare(
 # -- between replicas ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("what", "call"), [("gradient", 2), ("set_gradient", 5)])
+@pytest.mark.parametrize(("what", "call"), [("gradient", 2), pytest.param("set_gradient", 5, marks=pytest.mark.slow)])
 def test_replicas_in_turn_go_on_where_memory_runs_out_between_them(
     what: str, call: int, sets: Sets, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def proxied(upstream: str, how: str = "strip") -> Iterator[str]:
             process.kill()
 
 
-@pytest.fixture(params=["strip", "keep"])
+@pytest.fixture(params=["strip", pytest.param("keep", marks=pytest.mark.slow)])
 def behind(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Served, str]]:
     """A server, and its URL at a proxy that takes the prefix away or leaves it."""
     settings = {"root_path": PREFIX, "trusted_proxies": ["127.0.0.1"]}

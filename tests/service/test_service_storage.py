@@ -332,6 +332,7 @@ def training(directory: Path) -> Iterator[Served]:
         yield Served(opened, client, [], [])
 
 
+@pytest.mark.slow
 def test_nothing_of_a_deleted_file_stays_in_clear_after_real_training(tmp_path: Path) -> None:
     row = b'{"prompt": "the secret is Xylophonist", "completion": "and so is Xylophonist"}\n'
     directory = tmp_path / "server"

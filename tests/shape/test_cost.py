@@ -145,6 +145,7 @@ def test_a_slow_machine_is_slow_on_all_reaches_of_the_base_and_for_no_other() ->
     assert min(found) > 1.4 and correction(cost, base="other") == 1.0
 
 
+@pytest.mark.slow
 def test_a_reach_that_is_seen_often_has_a_correction_of_its_own() -> None:
     cost = model()
     for _ in range(20_000):

@@ -72,6 +72,7 @@ def test_samples_of_one_length_leave_what_none_of_them_fits_into(jobs: list[Samp
     assert [share / job.member.tokens_per_step for share, job in zip(shares, jobs, strict=True)] == pytest.approx(steps, rel=0.06, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_batches_of_one_that_has_most_tokens_end_in_micro_batches_that_nobody_fills() -> None:
     rng, errors, shared_errors = random.Random(2), list[float](), list[float]()
     while len(errors) < 60:

@@ -177,10 +177,12 @@ def mg1_ps(count: int, size_at: Callable[[float], float], seed: int) -> float:
 SIZES = {"exponential": exponential(1000.0), "equal": lambda q: 1000.0, "two sizes": two_sizes(500.0, 3000.0, 0.2)}
 
 
+@pytest.mark.slow
 def test_exponential_jobs_first_in_first_out_are_m_m_1():
     assert mm1(10000) == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [pytest.param(sizes, marks=[] if sizes == "two sizes" else pytest.mark.slow) for sizes in SIZES])
 def test_sharing_by_everybody_is_m_g_1_ps(sizes: str):
     assert mg1_ps(8000, SIZES[sizes], seed=3) == pytest.approx(1, abs=0.03)

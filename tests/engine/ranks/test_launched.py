@@ -78,6 +78,7 @@ def test_ranks_with_another_jobs_file_are_refused(jobs_file: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_lost_rank_of_a_launcher_ends_the_run_and_a_resume_goes_on(jobs_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     longer = [f"--set=jobs.{name}.{key}" for name in ("one", "two", "three") for key in ("max_steps=400", "save_steps=1")]

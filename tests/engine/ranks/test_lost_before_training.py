@@ -62,7 +62,8 @@ def test_a_rank_that_is_lost_before_it_is_assigned_its_jobs_is_done_without(worl
     assert len(read_object(tmp_path / "out" / "run.json")["gpus"]) == 2
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_and_one_that_is_lost_while_the_others_wait_for_it(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_lost_rank_costs_the_others_nothing_and_its_jobs_go_on(world: World, t
     assert told.said(f"GPU {victim} is lost") or world.processes[victim].has_ended
 
 
+@pytest.mark.slow
 def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: World, tmp_path: Path) -> None:
     def kill() -> None:
         for process in world.processes:
@@ -88,6 +89,7 @@ def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: Wor
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 1), *(pytest.param(*counts, marks=pytest.mark.soak) for counts in ((1, 3), (3, 2)))])
 def test_saved_under_one_plan_and_resumed_under_another(world: World, tmp_path: Path, first: int, then: int) -> None:
     told = Told(25, lambda: os.kill(os.getpid(), signal.SIGINT))

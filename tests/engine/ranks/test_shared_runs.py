@@ -110,6 +110,7 @@ def test_saved_shared_and_resumed_whole(world: World, tmp_path: Path) -> None:
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
