@@ -39,9 +39,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)  # made of the endpoint as the library is imported
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        base_files._commit.cache_clear()
+        base_files.ask_commit.cache_clear()
         yield hub
-        base_files._commit.cache_clear()
+        base_files.ask_commit.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_the_disk_must_have_room_for_what_the_cache_lacks(hub: SmallHub, tmp_pat
     fetch_base("org/name", lambda line: None)
     hub.sizes["model.safetensors"] = 10**18  # of a newer commit with the same weights, which the cache has
     hub.add("org/name", {**FILES, "tokenizer_config.json": FILES["tokenizer_config.json"] + b" "})
-    base_files._commit.cache_clear()
+    base_files.ask_commit.cache_clear()
     find_directory("org/name")
     fetch_base("org/name", lambda line: None)
     assert fetched(hub).count("model.safetensors") == 1

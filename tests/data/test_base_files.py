@@ -31,9 +31,9 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (directory / "refs" / "main").write_text(OLD)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    base_files._commit.cache_clear()
+    base_files.ask_commit.cache_clear()
     yield directory
-    base_files._commit.cache_clear()
+    base_files.ask_commit.cache_clear()
 
 
 @pytest.fixture

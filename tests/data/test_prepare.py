@@ -168,14 +168,14 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
             monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event == PrepareStarted("hangs") else 180.0)
             return event
 
-    run_worker = prepare_module._run_worker
+    run_worker = prepare_module.run_worker
 
     def start_without_hurry(*arguments: Any) -> Any:
         monkeypatch.setattr(prepare_module, "STALL_SECONDS", 180.0)
         return run_worker(*arguments)
 
     monkeypatch.setattr(prepare_module, "PREPARE_MESSAGES", HurryOnceItHangs())
-    monkeypatch.setattr(prepare_module, "_run_worker", start_without_hurry)
+    monkeypatch.setattr(prepare_module, "run_worker", start_without_hurry)
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "hangs.jinja").write_text(HANGS)
     jobs: dict[str, dict[str, Any]] = {"first": {}, "hangs": {"chat_template": "hangs.jinja"}, "last": {"max_length": 64}}
@@ -192,7 +192,7 @@ def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
     write(tmp_path / "large.jsonl", ROWS * 100)
     (tmp_path / "slow.jinja").write_text(SLOW)
     cache, slow = tmp_path / "cache", {"path": "large.jsonl", "chat_template": "slow.jinja"}
-    run_worker, workers, killed = prepare_module._run_worker, list[prepare_module.DataWorker](), list[int]()
+    run_worker, workers, killed = prepare_module.run_worker, list[prepare_module.DataWorker](), list[int]()
 
     def noted(worker: prepare_module.DataWorker, *arguments: Any) -> Any:
         workers.append(worker)
@@ -203,7 +203,7 @@ def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
             killed.append(workers[-1].process.pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(prepare_module, "_run_worker", noted)
+    monkeypatch.setattr(prepare_module, "run_worker", noted)
     keys: dict[str, dict[str, Any]] = {"first": {}, "killed": slow, "last": {}}
     results = prepare([request(key, tmp_path, tokenizer_path, data) for key, data in keys.items()], kill)
     assert len(workers) == 2 and killed == [workers[0].process.pid]
@@ -261,7 +261,7 @@ def test_a_worker_that_is_killed_before_the_first_job_is_started_again_once(
     """It may be started long before there are requests, and killed meanwhile on a machine that is short of memory."""
     write(tmp_path / "x.jsonl", ROWS)
     jobs = [request("job", tmp_path, tokenizer_path)]
-    run_worker, ends = prepare_module._run_worker, list[int | None]()
+    run_worker, ends = prepare_module.run_worker, list[int | None]()
 
     def kill(worker: prepare_module.DataWorker, *arguments: Any) -> Any:
         if len(ends) < 2:
@@ -269,7 +269,7 @@ def test_a_worker_that_is_killed_before_the_first_job_is_started_again_once(
             ends.append(worker.process.exit_status)
         return run_worker(worker, *arguments)
 
-    monkeypatch.setattr(prepare_module, "_run_worker", kill)
+    monkeypatch.setattr(prepare_module, "run_worker", kill)
     with pytest.raises(ModelError, match=r"the data worker was killed by signal 9.*, before the first job"):
         prepare(jobs)
     assert ends == [-9, -9]

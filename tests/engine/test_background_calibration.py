@@ -48,13 +48,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What has been told of and measured, in order: gets a "turn" for each micro-batch of the measurement."""
     found: list[object] = []
-    one = calibration._one
+    one = calibration.time_micro_batch
 
     def noted(*arguments: Any) -> tuple[int, float]:
         found.append("turn")
         return one(*arguments)
 
-    monkeypatch.setattr(calibration, "_one", noted)
+    monkeypatch.setattr(calibration, "time_micro_batch", noted)
     return found
 
 
@@ -164,18 +164,18 @@ def test_a_worker_that_is_killed_meanwhile_costs_no_job_anything(
     out, load = tmp_path / "out", load_of(base, tmp_path / "out")
     first = joins(base, tmp_path, [job("a", str(data / "b.jsonl"), max_steps=40, save_steps=1)])
     work(replace(load, output_dir=str(tmp_path / "whole"), calibrate=False), first, stop_at(Finished))
-    one, count = calibration._one, itertools.count(1)
+    one, count = calibration.time_micro_batch, itertools.count(1)
 
     def killed(*arguments: Any) -> tuple[int, float]:
         if next(count) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return one(*arguments)
 
-    monkeypatch.setattr(calibration, "_one", killed)
+    monkeypatch.setattr(calibration, "time_micro_batch", killed)
     child = fork(lambda: work(load, first, lambda _: []))
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert read_flight(out, child).isdisjoint({"a"}) and not own_cache.exists()
-    monkeypatch.setattr(calibration, "_one", one)
+    monkeypatch.setattr(calibration, "time_micro_batch", one)
     told = work(load, first, stop_at(Finished))
     assert next(report for report in told if isinstance(report, Joined)).steps > 0
     assert sha256(out / "a") == sha256(tmp_path / "whole" / "a")
@@ -249,8 +249,8 @@ def test_recomputation_is_the_groups_again_after_a_turn(base: Path, tmp_path: Pa
     plan = RecomputePlan((100, 200))
     layers, seen = [plan], list[RecomputePlan]()
     monkeypatch.setattr(SuperModel, "recompute", property(lambda _: layers[0], lambda _, count: layers.__setitem__(0, count)))
-    one = calibration._one
-    monkeypatch.setattr(calibration, "_one", lambda *arguments: (seen.append(layers[0]), one(*arguments))[1])
+    one = calibration.time_micro_batch
+    monkeypatch.setattr(calibration, "time_micro_batch", lambda *arguments: (seen.append(layers[0]), one(*arguments))[1])
     found = made(base, tmp_path, lambda runs, tokens: True)
     while not found.calibration.over:
         found.calibration.turn(found.begun.append, beside_jobs=True)
@@ -280,7 +280,9 @@ def test_a_job_that_comes_gets_the_memory(base: Path, data: Path, tmp_path: Path
     a, b = joins(base, tmp_path, [job(name, str(data / "b.jsonl"), max_steps=ENDLESS) for name in "ab"])
     in_probe: list[bool] = []
     monkeypatch.setattr(calibration, "_MOST_TURNS", {"cpu": 10**9})
-    monkeypatch.setattr(calibration, "_one", lambda engine, device: (in_probe.append(True), (128, 0.9 ** len(in_probe)))[1])  # ever faster
+    monkeypatch.setattr(
+        calibration, "time_micro_batch", lambda engine, device: (in_probe.append(True), (128, 0.9 ** len(in_probe)))[1]
+    )  # ever faster
 
     def answer(report: Report) -> list[Command]:
         if isinstance(report, Stepped) and report.job_id == "a" and len(in_probe) >= 2 and not asked:
@@ -325,7 +327,7 @@ def test_the_pace_of_a_job_is_told_without_the_turns_between(
     monkeypatch.setattr(background_calibration, "time", clock)
     monkeypatch.setattr(background_calibration, "SHARE", 1.0)
     monkeypatch.setattr(Engine, "run_micro_batch", a_second)
-    monkeypatch.setattr(calibration, "_one", an_hour)
+    monkeypatch.setattr(calibration, "time_micro_batch", an_hour)
     first = joins(base, tmp_path, [job("a", str(data / "b.jsonl"), max_steps=40)])
     told = work(load_of(base, tmp_path / "out"), first, stop_at(Finished))
     assert any(isinstance(report, Measured) for report in told) and clock.now > 2 * 3600.0

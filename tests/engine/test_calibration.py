@@ -164,7 +164,7 @@ def test_one_that_compiled_does_not_count(base: Path, own_cache: Path, monkeypat
     def one(*_: object) -> tuple[int, float]:
         return 128, took[next(count) % len(took)]
 
-    monkeypatch.setattr(calibration, "_one", one)
+    monkeypatch.setattr(calibration, "time_micro_batch", one)
     points = probed(base)
     assert len(points) == len(calibration.PROBES) + 1 and {point.seconds for point in points} == {0.5}
 
@@ -176,7 +176,7 @@ def test_it_goes_on_as_long_as_it_gets_faster(base: Path, own_cache: Path, monke
     monkeypatch.setattr(calibration, "_MOST_TURNS", {"cpu": 5})
     monkeypatch.setattr(calibration, "MOST_SECONDS", {"cpu": 1e9})
     took = itertools.cycle(itertools.chain(*turns))
-    monkeypatch.setattr(calibration, "_one", lambda *_: (128, next(took)))
+    monkeypatch.setattr(calibration, "time_micro_batch", lambda *_: (128, next(took)))
     assert {point.seconds for point in probed(base)} == {0.49}
 
 
@@ -186,7 +186,7 @@ def test_what_cannot_be_timed_is_said_and_the_worker_goes_on(
     def fails(*_: object) -> tuple[int, float]:
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(calibration, "_one", fails)
+    monkeypatch.setattr(calibration, "time_micro_batch", fails)
     model = SuperModel.from_pretrained(str(base))
     made = Made(load_of(base, tmp_path), model)
     assert made.finish().over and not made.told and not model.bank.jobs()

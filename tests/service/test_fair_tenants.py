@@ -17,12 +17,12 @@ from tlora.service.usage import save_usage, saved_usage
 
 def used(served: Served) -> dict[str, float]:
     """By tenant, as the scheduler counts it now."""
-    scheduler: Any = served.opened.controller._scheduler
+    scheduler: Any = served.opened.controller.scheduler
     return scheduler.state.tenants.used_at(served.cluster.now())
 
 
 def tenant_of(served: Served, job: str) -> str:
-    scheduler: Any = served.opened.controller._scheduler
+    scheduler: Any = served.opened.controller.scheduler
     return until(lambda: scheduler.state.jobs.get(job)).spec.tenant
 
 
@@ -52,7 +52,7 @@ def test_what_is_kept_fades_while_no_server_is_there(tmp_path: Path, monkeypatch
 def test_the_half_life_is_the_operators(tmp_path: Path) -> None:
     assert ServerConfig().usage_half_life_seconds == 86400.0
     with serving(tmp_path / "server", usage_half_life_seconds=60.0) as served:
-        scheduler: Any = until(lambda: served.opened.controller._scheduler)
+        scheduler: Any = until(lambda: served.opened.controller.scheduler)
         assert scheduler.state.tenants.half_life_seconds == 60.0
 
 

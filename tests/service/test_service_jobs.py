@@ -234,7 +234,7 @@ def test_learned_speeds_survive_a_restart(tmp_path: Path) -> None:
         with serving(tmp_path / "server", eager=False) as served:
             job = served.submit("alice")["id"]
             until(lambda served=served, job=job: job in served.cluster.placed)
-            scheduler = served.opened.controller._scheduler
+            scheduler = served.opened.controller.scheduler
             assert scheduler is not None
             if learned:
                 assert scheduler.state.cost.learned("base", 0.0).corrections == learned[0] != (1.0, 1.0, 1.0)

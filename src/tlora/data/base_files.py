@@ -30,7 +30,7 @@ def snapshot(base_model: str) -> Path | None:
     if revision and _COMMIT.fullmatch(revision):
         commit = revision
     else:  # offline nothing is asked, and the file may change
-        commit = (_known_commit if constants.HF_HUB_OFFLINE else partial(_commit, name))(revision or "main", cache_of(name))
+        commit = (_known_commit if constants.HF_HUB_OFFLINE else partial(ask_commit, name))(revision or "main", cache_of(name))
     directory = cache_of(name) / "snapshots" / (commit or "")
     return directory if commit and (directory / "config.json").is_file() else None
 
@@ -88,7 +88,7 @@ def _known_commit(revision: str, cached: Path) -> str | None:
 
 
 @cache
-def _commit(name: str, revision: str, cached: Path) -> str | None:
+def ask_commit(name: str, revision: str, cached: Path) -> str | None:
     """The commit that the hub names, else the one that it named last; None if neither is known, or the hub refuses."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

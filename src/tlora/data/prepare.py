@@ -124,7 +124,7 @@ def prepare(
     restarted = False
     while waiting:
         with start_worker() if started is None else contextlib.nullcontext(started) as worker:
-            answered = _run_worker(worker, waiting, tell, restarted)
+            answered = run_worker(worker, waiting, tell, restarted)
         results |= answered
         restarted = not answered
         started = None  # if the worker dies, a new one takes the remaining requests
@@ -137,7 +137,7 @@ def _known(request: PrepareRequest, tell: OnProgress) -> Prepared | DataError | 
     return open_sets(request, *sets) if sets else None
 
 
-def _run_worker(
+def run_worker(
     worker: DataWorker, requests: Sequence[PrepareRequest], on_progress: OnProgress, restarted: bool
 ) -> dict[str, Prepared | DataError]:
     """Results until all are done or the worker dies, which fails the job that it was on. No results if it dies before the first job, which

@@ -143,12 +143,12 @@ def probe(model: SuperModel, runs: Sequence[JobRun]) -> Generator[None, None, Ti
     most += -most % 128  # a size that GEMMs compute whole tiles of
     with _resident(model, runs, most) as engine:
         for _ in range(_WARM_UP[place]):
-            spent += _one(engine, model.device)[1]
+            spent += time_micro_batch(engine, model.device)[1]
             yield
         while len(found) < _MOST_TURNS[place]:
             timed: list[tuple[int, float]] = []
             for _ in range(_TIMED[place]):
-                timed.append(_one(engine, model.device))
+                timed.append(time_micro_batch(engine, model.device))
                 yield
             spent += sum(seconds for _, seconds in timed)
             found.append(Timed(len(runs), timed[0][0], statistics.median(seconds for _, seconds in timed)))
@@ -168,7 +168,7 @@ def _cost(timed: Timed) -> float:
     return timed.seconds / timed.tokens
 
 
-def _one(engine: Engine, device: torch.device) -> tuple[int, float]:
+def time_micro_batch(engine: Engine, device: torch.device) -> tuple[int, float]:
     """Tokens of a micro-batch, and its seconds. Work that was queued before is not counted."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

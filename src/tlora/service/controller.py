@@ -67,7 +67,7 @@ class Controller:
         self._early: dict[str, list[Row[Any]]] = {}  # jobs whose data is read, by the base that is not known yet
         self._expected: dict[str, list[JobSpec]] = {}  # jobs whose data is being read, by the base that is not known yet
         self._cluster: Cluster | None = None
-        self._scheduler: Scheduler | None = None
+        self.scheduler: Scheduler | None = None
         self._closing = False
         self._reader = OrderReader(engine, config.directory)
         self._capacity = Capacity(config, backend_factory.places)
@@ -254,8 +254,8 @@ class Controller:
                 return
             self._sizes[name] = answer["bytes"]
             self._capacity.learn(name, self._bases[name])
-            if self._scheduler is not None and self._cluster is not None:
-                self._learn(self._scheduler.state.cost, name, self._cluster.now())
+            if self.scheduler is not None and self._cluster is not None:
+                self._learn(self.scheduler.state.cost, name, self._cluster.now())
             self._expect_early(name)
             for row in self._early.pop(name, []):
                 self._admit(row)
@@ -324,7 +324,7 @@ class Controller:
                 self._events.begin(cluster.began_at_seconds)
                 self._wait_for_store("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))
                 with self._lock:
-                    self._cluster, self._scheduler = cluster, scheduler
+                    self._cluster, self.scheduler = cluster, scheduler
                     if self._closing:  # `close` came too early to stop it
                         cluster.stop()
                     for name in list(self._sizes):
@@ -374,9 +374,9 @@ class Controller:
         self._outcomes.see(item)
         self._usage.save(now)
         self._queue.see(now, item)
-        if isinstance(item, Tick) and self._scheduler is not None:
+        if isinstance(item, Tick) and self.scheduler is not None:
             with self._lock:  # a base may be added meanwhile
-                self._learned.see(self._scheduler.state.cost, now)
+                self._learned.see(self.scheduler.state.cost, now)
 
     def _see_fault(self, reason: str) -> None:
         self._live.count("policy_fault")
