@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +64,6 @@ def test_another_device_or_base_learns_anew(tmp_path: Path, of: str) -> None:
     save(tmp_path, observed())
     after, said = taught(tmp_path, of)
     assert seconds(after) == seconds(model()) and not said
-
-
-def test_other_constants_make_it_void(tmp_path: Path) -> None:
-    save(tmp_path, observed())
-    cost = model()
-    cost.add("base", replace(cost.constants["base"], launch_seconds=1.0))
-    LearnedCosts(tmp_path, pytest.fail).teach(cost, "base", OF, 0.0)
-    assert cost.learned("base", 0.0).corrections == (1.0, 1.0, 1.0)
 
 
 def test_it_waits_for_the_constants_that_a_worker_measures(tmp_path: Path) -> None:

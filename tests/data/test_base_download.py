@@ -17,7 +17,7 @@ from small_hub import SmallHub, small_hub
 from transformers import AutoModelForCausalLM
 
 from tlora.data import base_files
-from tlora.data.base_download import Meter, describe_download, fetch_base
+from tlora.data.base_download import describe_download, fetch_base
 from tlora.data.base_files import located
 from tlora.data.tokenizer import load_tokenizer
 from tlora.errors import ModelError
@@ -152,14 +152,6 @@ def test_a_cut_download_goes_on_where_it_was(hub: SmallHub, monkeypatch: pytest.
     assert shown[-1].startswith("downloading org/name: 4.6 MB of 4.6 MB, ")
 
 
-def test_a_gated_or_missing_base_is_said_as_before(hub: SmallHub) -> None:
-    hub.gated.add("org/name")
-    with pytest.raises(ModelError, match=r"base_model org/name: cannot be read: OSError: You are trying to access a gated repo"):
-        download()
-    with pytest.raises(ModelError, match=r"base_model org/other: cannot be read: OSError: org/other is not a local folder"):
-        download("org/other")
-
-
 def test_a_download_that_fails_is_one_error(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
     find_directory("org/name")
     hub.gated.add("org/name")  # from now on
@@ -194,14 +186,3 @@ def test_an_interrupt_ends_the_download(hub: SmallHub) -> None:
     for thread in downloads:
         thread.join(600)
     assert not any(thread.is_alive() for thread in downloads)
-
-
-def test_rate_and_time_to_go_follow_the_last_seconds() -> None:
-    meter = Meter(2_000_000_000, 10_000_000_000)
-    assert meter.text(0, 100.0) == "2.0 GB of 10.0 GB"
-    assert meter.text(1_000_000_000, 110.0) == "3.0 GB of 10.0 GB, 100.0 MB/s, ETA 70.0 s"
-    assert meter.text(1_000_000_000, 120.0) == "3.0 GB of 10.0 GB, 50.0 MB/s, ETA 2 min 20 s"
-    for now in (130.0, 140.0, 150.0):
-        meter.text(1_000_000_000, now)
-    assert meter.text(1_000_000_000, 160.0) == "3.0 GB of 10.0 GB, 0 B/s", "it has stalled"
-    assert meter.text(9_000_000_000, 170.0).startswith("10.0 GB of 10.0 GB, ")

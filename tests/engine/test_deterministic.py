@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import tlora
 from tests.engine.tiny_runs import job, run_spec, sha256, train, write_rows
 from tests.tolerances import TRAINED, relative_error
 from tlora.engine.check import check
@@ -47,14 +46,6 @@ def shas(results: Results) -> dict[str, str]:
     return {name: sha256(Path(result.path)) for name, result in results.items()}
 
 
-def without_evaluation(jobs: Jobs) -> Jobs:
-    return [{k: v for k, v in fields.items() if k != "eval_steps"} | {"data": only_training(fields["data"])} for fields in jobs]
-
-
-def only_training(data: Any) -> Any:
-    return {"path": data["path"]} if isinstance(data, dict) else data
-
-
 ARRANGEMENTS: dict[str, tuple[Callable[[Jobs], Jobs], dict[str, Any]]] = {
     "together": (lambda jobs: jobs, {}),
     "in reverse": (lambda jobs: jobs[::-1], {}),
@@ -74,14 +65,6 @@ def test_bytes_do_not_depend_on_the_company(wide_base: Path, data: Path, tmp_pat
     assert together == alone
 
 
-def test_bytes_do_not_depend_on_the_neighbours_evaluation(wide_base: Path, data: Path, tmp_path: Path, alone: dict[str, str]) -> None:
-    b, d = (fields for fields in four_jobs(data) if fields["name"] in "bd")
-    watched = [fields | {"data": {"path": fields["data"], "eval_path": str(data / "held-out.jsonl")}, "eval_steps": 1} for fields in (b, d)]
-    mixed = [*without_evaluation([four_jobs(data)[2]]), *watched]
-    together = shas(train(wide_base, tmp_path / "out", mixed, deterministic=True))
-    assert together == {name: alone[name] for name in "cbd"}  # nor on an evaluation of its own
-
-
 def test_bytes_do_not_depend_on_a_queue(wide_base: Path, data: Path, tmp_path: Path, alone: dict[str, str]) -> None:
     jobs = [*four_jobs(data), job("last", str(data / "a.jsonl"), r=2)]
     limit = check(run_spec(wide_base, tmp_path, [jobs[1]], token_budget=512)).predicted_bytes + 4096
@@ -93,20 +76,6 @@ def test_bytes_do_not_depend_on_a_queue(wide_base: Path, data: Path, tmp_path: P
     queued = [{j.name for j in state.jobs if j.status == "queued"} for state in seen if not state.stage]
     assert any({"c", "d", "last"} <= names for names in queued), "nobody had to wait"
     assert check(run_spec(wide_base, tmp_path, jobs, memory_limit=limit, token_budget=512)).resident_jobs < len(jobs)
-
-
-def test_a_sweeps_jobs_are_as_if_ordered_one_by_one(wide_base: Path, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "jobs.yaml").write_text(
-        f"base_model: {wide_base}\noutput_dir: {tmp_path / 'out'}\ndeterministic: true\ndefaults: {{max_steps: 4, batch_size: 4}}\n"
-        f"jobs:\n  - {{name: s, data: {{path: {data / 'a.jsonl'}, eval_size: 4}}, sweep: {{r: [2, 6], learning_rate: [1.0e-3, 1.0e-2]}}}}\n"
-    )
-    results = tlora.train(tmp_path / "jobs.yaml", device="cpu")
-    found = shas(results)
-    assert len(set(found.values())) == 4
-    for name in (min(found), max(found)):
-        own = {"path": str(data / "a.jsonl"), "eval_size": 4}
-        single = {"name": "x", "data": own, "max_steps": 4, "batch_size": 4, **results[name].settings}
-        assert shas(train(wide_base, tmp_path / name, [single], deterministic=True))["x"] == found[name]
 
 
 def deltas(directory: Path) -> Tensor:

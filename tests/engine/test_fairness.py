@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engine.tiny_runs import job, rows, run_spec, steps_taken, train, write_rows
-from tlora.batching.pack import MicroBatch, prepared_budget
+from tlora.batching.pack import MicroBatch
 from tlora.engine.check import check
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.group.engine import Engine
@@ -66,25 +64,6 @@ def test_a_tiny_batch_is_never_held_up_by_a_big_one(base: Path, tmp_path: Path, 
     assert all(tick.packed.tokens >= 0.9 * 1024 for tick in both[: first_step - 1])  # without wasting the budget
 
 
-def test_equal_jobs_share_equally_and_weights_count(base: Path, tmp_path: Path, ticks: list[Tick]) -> None:
-    for number in range(3):
-        write_rows(tmp_path / f"{number}.jsonl", 64, number, low=3, high=30)
-    jobs = [job(str(n), str(tmp_path / f"{n}.jsonl"), batch_size=32, max_steps=6, weight=3 if n == 2 else 1) for n in range(3)]
-    train(base, tmp_path / "out", jobs, token_budget=400)
-    shared = [tick for tick in ticks if len(tick.steps) == 3]
-    taken = [sum(tick.tokens(str(n)) for tick in shared) for n in range(3)]
-    print(f"tokens while all three were in: {taken}")
-    assert taken[0] == pytest.approx(taken[1], rel=0.1) and taken[2] == pytest.approx(3 * taken[0], rel=0.2)
-
-
-def test_jobs_come_and_go_one_by_one(base: Path, data: Path, tmp_path: Path) -> None:
-    jobs = [job(f"j{steps}", str(data / "a.jsonl"), max_steps=steps, seed=steps) for steps in (9, 2, 5, 1)]
-    results = train(base, tmp_path / "out", jobs, token_budget=100)
-    assert {name: r.steps for name, r in results.items()} == {"j9": 9, "j2": 2, "j5": 5, "j1": 1}
-    last = {name: rows(tmp_path / "out" / name / "metrics.jsonl")[-1]["seconds"] for name in results}
-    assert sorted(last, key=last.__getitem__) == ["j1", "j2", "j5", "j9"]
-
-
 def test_more_jobs_than_fit_wait_and_all_finish(base: Path, data: Path, tmp_path: Path, ticks: list[Tick]) -> None:
     jobs = [job(f"q{n}", str(data / "ab"[n % 2]) + ".jsonl", r=8, max_steps=1 + n % 3, seed=n) for n in range(7)]
     pair = check(run_spec(base, tmp_path, jobs[:2], token_budget=256))
@@ -115,30 +94,6 @@ def test_a_long_evaluation_stalls_nobody(base: Path, data: Path, tmp_path: Path,
     gaps = [i for i, tick in enumerate(ticks) if tick.tokens("other")]
     assert max(b - a for a, b in pairwise(gaps)) <= 3
     assert results["other"].steps == 60
-
-
-def test_padding_of_six_jobs_is_small_at_the_default_budget(base: Path, tmp_path: Path, ticks: list[Tick]) -> None:
-    """A device with prepared shapes would compute `prepared_budget` tokens; with four or more jobs runnable hardly any are padding."""
-    jobs: list[dict[str, Any]] = []
-    for n, (batch, high) in enumerate([(2, 10), (4, 40), (8, 20), (16, 60), (8, 30), (3, 80)]):
-        write_rows(tmp_path / f"{n}.jsonl", 80, n, high=high)
-        jobs.append(job(f"p{n}", str(tmp_path / f"{n}.jsonl"), r=2, batch_size=batch, max_steps=12))
-    train(base, tmp_path / "out", jobs)
-    busy = [tick.packed for tick in ticks if tick.runnable >= 4]
-    assert len(busy) > 20
-    computed = sum(prepared_budget(p.tokens, p.budget) for p in busy)
-    padding = 1 - sum(p.tokens for p in busy) / computed
-    print(f"padding over computed tokens: {padding:.2%} of {len(busy)} micro-batches of {busy[0].budget}")
-    assert padding <= 0.03
-    written = rows(tmp_path / "out" / "run.jsonl")
-    for prefix in ("", "tail_"):
-        parts = [row for row in written if row[f"{prefix}micro_batches"]]
-        assert parts and all(
-            row[f"{prefix}padding"] == 0 and 0 < row[f"{prefix}fill"] <= 1 for row in parts
-        )  # a CPU computes what there is
-    for key, per_tick in (("tokens", "tokens"), ("offered", "budget")):
-        assert sum(row[key] + row[f"tail_{key}"] for row in written) == sum(getattr(tick.packed, per_tick) for tick in ticks)
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["token_budget"] == busy[0].budget
 
 
 def test_every_sample_of_an_epoch_counts_once(base: Path, data: Path, tmp_path: Path, ticks: list[Tick]) -> None:

@@ -193,26 +193,6 @@ def test_a_difference_that_only_the_whole_hash_sees_stops_the_run_before_its_nex
     assert sha256(out / "a") == whole
 
 
-def test_a_run_of_a_version_without_fingerprints_resumes(own_base: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    jobs = begun_run(own_base, data, out)
-    content = json.loads((out / "run.json").read_text())
-    recorded = content.pop("base_files")
-    (out / "run.json").write_text(json.dumps(content))
-    assert train(own_base, out, jobs, resume=True, watcher=hashed()).status == "done"
-    assert json.loads((out / "run.json").read_text())["base_files"] == recorded
-
-
-def test_a_damaged_fingerprint_is_said(own_base: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    jobs = begun_run(own_base, data, out)
-    content = json.loads((out / "run.json").read_text())
-    (out / "run.json").write_text(json.dumps(content | {"base_files": {"quick": 3}}))
-    (out / "a" / "base.json").unlink()  # or it would be put right from there
-    with pytest.raises(ConfigError, match=r"run\.json .*base_files: 'sha256'"):
-        train(own_base, out, jobs, resume=True)
-
-
 # -- the hub -----------------------------------------------------------------------------------------------------------
 
 
