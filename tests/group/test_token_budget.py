@@ -83,6 +83,7 @@ def test_a_job_that_leaves_makes_room_at_once() -> None:
     assert calm(budget, 1) == [1000]
 
 
+@pytest.mark.slow
 def test_an_engine_grows_its_budget_again_and_forgets_what_nobody_explained(
     engine: Engine, heard: list[Report], sets: Sets, monkeypatch: pytest.MonkeyPatch
 ) -> None:

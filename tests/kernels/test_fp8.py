@@ -176,6 +176,7 @@ def test_a_group_over_an_fp8_weight_equals_fp64(group: tuple[int, tuple[int, ...
     assert not bank.changed_elsewhere()
 
 
+@pytest.mark.slow
 def test_fp8_is_as_near_to_the_weight_as_its_bits_allow() -> None:
     """Both operands off by 2^-4 at most, evenly: sqrt(2 / 3) * 2^-4 = 5 %, and less where rows are not at the edge of a step."""
     exact, base = Base(256, (64,), BASE_DTYPE), Fp8Base(256, (64,))

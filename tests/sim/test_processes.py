@@ -40,6 +40,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "num_cores", lambda: 2)
 
 
+@pytest.mark.slow
 def test_each_task_is_done_once_and_none_here(two_cores: None) -> None:
     heard: list[Standing] = []
     found = dict(map_in_processes(double, [5, 6, 7], heard.append))
@@ -50,6 +51,7 @@ def test_each_task_is_done_once_and_none_here(two_cores: None) -> None:
     assert not active_children()
 
 
+@pytest.mark.slow
 def test_an_error_comes_as_it_was_raised(two_cores: None) -> None:
     with pytest.raises(ConfigError, match="is refused"):
         list(map_in_processes(refuse, [1, 2], lambda _: None))
@@ -61,6 +63,7 @@ def test_a_killed_process_is_told(two_cores: None) -> None:
         list(map_in_processes(die, [1, 2], lambda _: None))
 
 
+@pytest.mark.slow
 def test_closing_ends_what_runs(two_cores: None) -> None:
     results = map_in_processes(wait_for_ever_but_at_0, [0, 1], lambda _: None)
     assert next(results) == (0, 0)

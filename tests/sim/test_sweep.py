@@ -89,6 +89,7 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_bytes(plain: Scenario, tmp_
     assert path.read_bytes() == (tmp_path / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes(plain: Scenario, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenarios = points(plain, "load=0.5..0.9/3")
     one, two = tmp_path / "one.csv", tmp_path / "two.csv"
