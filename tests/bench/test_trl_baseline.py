@@ -13,9 +13,8 @@ import torch
 
 from bench import trainers, trl_baseline
 from bench.base_files import write_tokenizer
-from bench.shapes import make_model
-from bench.trainers import FourBitBase, Setting, Target, Task
-from bench.trl_baseline import QLORA, SETTINGS
+from bench.trainers import Setting, Target, Task
+from bench.trl_baseline import SETTINGS
 
 PADDED = next(setting for setting in SETTINGS if setting.name == "padded")
 
@@ -71,33 +70,6 @@ def test_a_job_that_does_not_fit_is_tried_with_checkpointing(tasks: list[Task], 
 
 
 CPU = torch.device("cpu")
-
-
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # gradient_checkpointing has another name from transformers 5.20 on
-@pytest.mark.slow
-def test_one_base_of_four_bits_trains_in_every_setting(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trainers, "has_trl", lambda: False)
-    make_model("tiny", CPU, torch.bfloat16).save_pretrained(tmp_path / "base")
-    base = FourBitBase(tmp_path / "base", CPU)
-    model = base.take(prepared=False)
-    assert type(model.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
-    before, norms = weights_of(model), model.model.norm.weight.dtype
-    base._model = model
-    write_tokenizer("tiny", tmp_path / "tokenizer")
-    target = Target("tiny", CPU, tmp_path / "tokenizer", 3, 60.0, tmp_path, base, warm_up=1)
-    found = {setting.name: trainers.train(setting, tasks[0], target) for setting in QLORA}
-    assert all(row["steps"] == 2 and row["tokens_per_second"] > 0 for row in found.values())
-    assert {name for name, row in found.items() if row["checkpointing"]} == {"qlora-documented", "qlora-padding-free-checkpointed"}
-    losses = [row["train_loss"] for row in found.values()]
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3), "settings train the same samples over the same base"
-    after = base.take(prepared=False)
-    assert after is model and norms == torch.bfloat16 and base.take(prepared=False) is not model, "it is loaded once"
-    assert before.keys() == weights_of(after).keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(after).items())
 
 
 def chosen(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:

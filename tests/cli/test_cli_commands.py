@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,8 +22,7 @@ from tlora import __version__
 from tlora.cli.commands import app
 from tlora.cli.terminal import keep_interrupts
 from tlora.data.prepare import DataWorker
-from tlora.data.report import ChangeCount, DataReport
-from tlora.engine.check import SourceCheck
+from tlora.data.report import DataReport
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.errors import CapacityError, CheckpointError, ConfigError, DataError, ModelError
 from tlora.job import RunSpec
@@ -316,60 +315,6 @@ def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callab
         and "1 of 2 jobs at a time, 2,048 tokens per micro-batch" in out
     )
     assert [line for line in out.splitlines() if line.startswith("warning: ")] == ["warning: tight", "warning: sql: rank is large"]
-
-
-def test_check_says_once_what_is_so_of_several_jobs(jobs_file: Path, use: Callable[..., None]):
-    """Twenty jobs of a sweep over one file: one line, with the first four names."""
-    same = {"warnings": ("7 of 1,234 rows are cut",), "problems": ("too large",)}
-    jobs = [job_check(f"s{i}", **same) for i in range(20)] + [job_check("other", warnings=("7 of 9 rows are cut",))]
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(*jobs))
-    _, out, err = call("check", jobs_file)
-    told = [line for line in out.splitlines() if line.startswith("warning: ")]
-    assert told == ["warning: s0, s1, s2, s3 and 16 more: 7 of 1,234 rows are cut", "warning: other: 7 of 9 rows are cut"]
-    assert err.splitlines() == ["error: s0, s1, s2, s3 and 16 more: too large"]
-
-
-def test_check_shows_beside_the_sample_what_its_template_changes(jobs_file: Path, use: Callable[..., None]):
-    """Of the evaluation's file too; jobs whose first samples are equal and whose templates do differ are shown apart."""
-    dropping, plain, evaluated = job_check("dropping"), job_check("plain"), job_check("evaluated")
-    dropping.data.changes.append(ChangeCount("reasoning is dropped", 12, 81572, "hm\x1b[31m"))
-    dropping.data.trained_characters = 27971
-    evaluated.eval_data = job_check("").data
-    evaluated.eval_data.changes.append(ChangeCount("tool calls are dropped", 1, 3, "abc"))
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(dropping, plain, evaluated))
-    _, out, _ = call("check", jobs_file)
-    samples = {text.split(":")[0]: text for text in out.split("\n\n") if "first sample" in text}
-    assert list(samples) == ["dropping", "plain", "evaluated"]
-    assert samples["dropping"].splitlines()[-2:] == [
-        "changed by the chat template, where 27,971 characters are trained (p.jsonl):",
-        "  reasoning is dropped: 81,572 characters in 12 of 1,234 rows, such as 'hm\\x1b[31m'",
-    ]
-    assert "chat template" not in samples["plain"] and "tool calls are dropped: 3 characters" in samples["evaluated"]
-
-
-@pytest.mark.parametrize("width", ["200", "80"])
-def test_check_shows_the_file_of_the_evaluation(jobs_file: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch, width: str):
-    """In a narrow terminal there are two tables; the evaluation stands in that of the data alone."""
-    monkeypatch.setenv("COLUMNS", width)
-    plain = job_check("polite")
-    held_out = replace(plain.data, format="alpaca", rows=321, samples=320)
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(job_check("sql", eval_data=held_out), plain))
-    _, out, _ = call("check", jobs_file)
-    lines = out.splitlines()
-    (at,) = [number for number, line in enumerate(lines) if "its evaluation" in line]
-    assert lines[at].split() == ["its", "evaluation", "alpaca", "321", "320", "56.8", "k", "23.5", "k", "777", "7", "4"]
-    assert lines[at - 1].startswith("sql") and lines[at + 1].startswith("polite")
-
-
-@pytest.mark.parametrize("width", ["200", "80"])
-def test_check_shows_the_samples_of_each_source(jobs_file: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch, width: str):
-    monkeypatch.setenv("COLUMNS", width)
-    mixed = job_check("mixed", sources=(SourceCheck("a.jsonl", 1000, 300), SourceCheck("org/b[0], split train", 230, None)))
-    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(mixed))
-    _, out, _ = call("check", jobs_file)
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    at = lines.index("a.jsonl (300 per epoch) 1,000")
-    assert lines[at + 1] == "org/b[0], split train 230" and lines[at - 1].startswith("mixed")
 
 
 def test_check_says_no_more_than_it_knows_of_a_gpu(jobs_file: Path, use: Callable[..., None]):

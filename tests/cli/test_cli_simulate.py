@@ -21,16 +21,14 @@ from typer.testing import CliRunner
 from tests.sim.small_traces import write_trace
 from tlora.cli.commands import app
 from tlora.cli.simulate_command import POLICIES as DEFAULT_POLICIES
-from tlora.cli.simulate_view import SWEEP_LINES, print_sweep, progress_shown
-from tlora.errors import ConfigError
+from tlora.cli.simulate_view import progress_shown
 from tlora.scheduler.policies import POLICIES
 from tlora.sim import run, sweep
 from tlora.sim.conditions import Conditions
 from tlora.sim.scenario import Scenario, contender
-from tlora.sim.sweep import Standing, SweepRow
+from tlora.sim.sweep import Standing
 from tlora.sim.trace import SHIPPED
 from tlora.wording.metrics import CHAIN, TIMES
-from tlora.wording.numbers import DASH
 
 
 def call(*arguments: object, columns: int | None = None) -> tuple[int, str, str]:
@@ -233,11 +231,6 @@ def test_a_result_never_replaces_the_trace_or_another_result(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.csv")} == before
 
 
-def test_debug_keeps_the_traceback() -> None:
-    with pytest.raises(ConfigError, match="no such policy"):
-        call("--policy", "x", "--debug")
-
-
 def test_what_is_printed(trace: str) -> None:
     code, out, err = call("--trace", trace, "--nodes", "1x8", "--policy", "fifo/peft,fifo,backfill", "--seeds", "0-1")
     lines = out.splitlines()
@@ -427,16 +420,3 @@ def test_a_bar_in_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch
     assert plain.file.getvalue() == "[12.0 s] 3 of 4 simulated; now sjf seed 1\n"  # type: ignore[attr-defined]
     with progress_shown(None, names) as watch:
         watch(standings[0])
-
-
-def test_a_long_sweep_is_cut_and_a_row_without_a_number_is_a_dash() -> None:
-    rows: list[SweepRow] = [
-        {"trace": "t", "policy": policy, "kernels": "tlora", "seed": 0.0, "load": float(load), "mean_jct_seconds": None if load else 5.0}
-        for load in range(SWEEP_LINES + 5)
-        for policy in ("fifo", "sjf")
-    ]
-    console = Console(file=io.StringIO(), width=120)
-    print_sweep(console, rows, ["load"])
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[1].split() == ["0", "5.0", "s", f"1.00{TIMES}"] and lines[2].split() == ["1", DASH, DASH]
-    assert lines[SWEEP_LINES + 1] == "... and 5 points more"

@@ -154,16 +154,6 @@ def test_it_is_written_when_predictions_change_and_else_now_and_then(tmp_path: P
     assert path.read_bytes() == second, "nothing new"
 
 
-def test_bases_that_are_not_known_now_are_kept(tmp_path: Path) -> None:
-    save(tmp_path, observed())
-    other = LearnedCosts(tmp_path, pytest.fail)
-    cost = model()
-    other.teach(cost, "other", "models/other cuda", 0.0)
-    cost.observe("other", 1, 1, 1.5, 1.0)
-    other.see(cost, 1.0, at_once=True)
-    assert seconds(taught(tmp_path)[0]) == seconds(observed())
-
-
 def test_a_place_that_cannot_be_written_is_said_once_and_tried_again(tmp_path: Path) -> None:
     said: list[str] = []
     directory = tmp_path / "gone"

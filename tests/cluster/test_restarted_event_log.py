@@ -67,13 +67,6 @@ def test_two_runs_are_one_log_and_each_job_is_replayed_once(tmp_path: Path) -> N
     assert [job.state for job in result.jobs] == ["done"] * 3
 
 
-def test_a_third_run_goes_on_from_the_second(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    for _ in range(3):
-        rows = written(path, (0.0, NodeAdded("n", (0,))), (5.0, Tick()))
-    assert [seconds for seconds, _ in rows] == [0.0, 5.0, 5.0, 10.0, 10.0, 15.0]
-
-
 def test_a_deadline_is_on_the_clock_of_the_log(tmp_path: Path) -> None:
     path, order = tmp_path / "events.jsonl", replace(JOBS[0].job, deadline=30.0)
     written(path, (0.0, order), (100.0, Tick()))
@@ -100,12 +93,6 @@ def test_a_line_that_a_kill_has_torn_is_cut_off(tmp_path: Path, cut: int) -> Non
     path.write_bytes(whole + json.dumps({"seconds": 7.0, **to_json(JobFinished("a"))}).encode()[:cut])
     assert [seconds for seconds, _ in written(path, (1.0, Tick()))] == [0.0, 5.0, 6.0]
     assert path.read_bytes().startswith(whole)
-
-
-def test_a_whole_line_without_its_end_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"seconds": 7, "type": "Tick"}')
-    assert written(path, (1.0, Tick())) == [(7.0, Tick()), (8.0, Tick())]
 
 
 @pytest.mark.parametrize("text", ["", "\n", '{"seconds": 7.0, "ty'])

@@ -10,7 +10,6 @@ import pytest
 
 from tests.cluster.fake_workers import STARTED, FakeWorker, local_backend
 from tests.cluster.test_local import group, job, submitted
-from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.local import LocalBackend
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import (
@@ -18,7 +17,6 @@ from tlora.protocol import (
     Event,
     GroupLost,
     GroupReady,
-    JobFailed,
     JobGroup,
     ParallelPlan,
     StartGroup,
@@ -108,12 +106,3 @@ def test_a_job_waits_until_its_old_worker_of_other_gpus_has_let_go(backend: Loca
     while not new.asked:
         backend.advance()
     assert new.asked == ["+a"]
-
-
-def test_a_job_that_kills_wide_workers_fails(backend: LocalBackend) -> None:
-    for number in range(MOST_DEATHS):
-        backend.execute(StartGroup(wide(f"g{number}", (0, 1), "a")))
-        ready(backend, f"g{number}")
-        STARTED[-1].say(None)
-        told = until(backend, GroupLost(f"g{number}", "the worker of GPUs 0, 1 was killed by signal 9"))
-    assert any(isinstance(event, JobFailed) and event.job_id == "a" for event in told)

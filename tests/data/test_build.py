@@ -199,14 +199,6 @@ def test_a_set_that_is_cut_while_it_is_open(name: str, tmp_path: Path, tokenizer
     assert dataset[0].input_ids.tolist() == [0, 1]
 
 
-def test_a_set_that_is_written_over_while_it_is_open(tmp_path: Path, tokenizers: Any) -> None:
-    directory = make(write(tmp_path / "x.jsonl", [{"input_ids": [5, 6, 7]}]), tokenizers(None))
-    dataset = Dataset(directory)
-    (directory / "tokens.bin").write_bytes(np.array([5, -6, 8], dtype=np.int32).tobytes())
-    with pytest.raises(DataError, match=r"tokens.bin: another program has .*token ids from -6 to 8, where 7 is the highest"):
-        dataset[0]
-
-
 @pytest.mark.parametrize("name", ["offsets.npy", "trained.npy", "meta.json", "tokens.bin"])
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: os.truncate(file, 0)])
 def test_a_set_that_is_cut_before_it_is_opened(name: str, harm: Any, tmp_path: Path, tokenizers: Any) -> None:

@@ -202,14 +202,6 @@ def test_a_full_disk_corrupts_nothing_and_resume_ends_it(base: Path, data: Path,
         assert [json.loads(line)["step"] for line in (out / "large" / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_read_only_disk(base: Path, data: Path, tmp_path: Path) -> None:
-    with (
-        mounted(tmp_path / "disk", "ro") as disk,
-        pytest.raises(ConfigError, match=r"read-only.*Choose"),
-    ):
-        train(base, disk / "out", [job("a", str(data / "b.jsonl"))])
-
-
 def test_no_write_permission(base: Path) -> None:
     with tempfile.TemporaryDirectory() as found:
         Path(found).chmod(0o555)
@@ -234,20 +226,3 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setattr(commands, "_load_libraries", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")
     return lambda *args: CliRunner().invoke(commands.app, [str(arg) for arg in args])
-
-
-def test_the_command_says_which_job_failed_and_why(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.jsonl").write_text((data / "b.jsonl").read_text())
-    (tmp_path / "jobs.yaml").write_text(
-        f"base_model: {base}\ndefaults: {{max_steps: 2}}\n"
-        "jobs:\n  - {name: good, data: good.jsonl}\n  - {name: lost, data: lost.jsonl}\n"
-    )
-    done = command("train", "jobs.yaml", "--device", "cpu")
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.output
-    assert "lost.jsonl" in done.output and "Traceback" not in done.output
-    assert (tmp_path / "out" / "good" / "adapter_model.safetensors").exists()
-    again = command("train", "jobs.yaml", "--device", "cpu")
-    assert again.exit_code == 2 and "--resume" in again.stderr and "--overwrite" in again.stderr and "Traceback" not in again.stderr

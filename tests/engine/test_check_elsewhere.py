@@ -183,11 +183,3 @@ def test_a_base_that_is_streamed_by_order_has_two_layers_on_the_card(tmp_path: P
     for each in found:
         assert "2 of 8 layers at a time on the device): the jobs file orders it" in each.streamed
     assert 0 < found[0].tokens_per_second < found[1].tokens_per_second
-
-
-def test_a_limit_that_is_ordered_may_be_raised_and_that_of_the_gpu_may_not(run: RunSpec, tmp_path: Path) -> None:
-    small = card(tmp_path / "small.json", memory=check(run, gpu="rtx4090").base_bytes)
-    for limit, remedy in (("auto", "take a larger GPU"), (1 << 50, "take a larger GPU"), (40_000, "raise memory_limit")):
-        found = check(run.model_copy(update={"memory_limit": limit}), gpu=small)
-        said = {*found.problems, *(problem for one in found.jobs for problem in one.problems)}
-        assert said and all(each.endswith(f"or {remedy}") for each in said)

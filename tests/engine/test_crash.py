@@ -343,32 +343,6 @@ def damage(checkpoint: Path, how: str, rng: random.Random) -> None:
         (checkpoint / "MANIFEST.json").write_text("{}")
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.soak)])
-def test_damages_are_all_found(runs: Runs, tmp_path: Path, count: int) -> None:
-    stopped_run(runs, tmp_path / "out", 9)
-    newest, _ = durable.newest_verified(tmp_path / "out" / "often")
-    assert newest is not None
-    rng = random.Random(4)
-    for number in range(count):
-        copy = tmp_path / str(number)
-        shutil.copytree(newest.parent, copy)
-        damage(copy / newest.name, DAMAGES[number % 5], rng)
-        found, notes = durable.newest_verified(copy)
-        assert found is not None and found.name != newest.name and len(notes) == 1, number
-        shutil.rmtree(copy)
-
-
-def test_a_torn_row_of_metrics_is_cut_off(runs: Runs, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    stopped_run(runs, out, 6)
-    with (out / "often" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 1.')
-    with (out / "run.jsonl").open("a") as file:
-        file.write('{"seconds": 3.1, "jobs": {"often": 4}')
-    until_done(runs, out)
-    runs.check(out, "torn rows")
-
-
 def test_each_sample_is_taken_once_a_step(runs: Runs, data: Path, tmp_path: Path) -> None:
     """What goes into the micro-batches, over a run that is killed and resumed, is for each step that counted the same set of samples."""
     log = tmp_path / "samples"

@@ -15,7 +15,7 @@ from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sha256, train
 from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState
-from tlora.engine.messages import Leave, SetPlan, Stop
+from tlora.engine.messages import SetPlan, Stop
 from tlora.engine.watcher import Watcher
 from tlora.group import engine as engine_room
 from tlora.group.engine import Engine
@@ -175,17 +175,3 @@ def test_a_worker_that_stops_checkpoints_all_though_one_of_them_fails_then(wide_
     assert [report.job_id for report in told if isinstance(report, Failed)] == ["wild"]
     for name in ("calm", "last"):
         assert list((tmp_path / "out" / name).glob("checkpoint-*")), name
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unread")
-def test_a_job_that_fails_in_the_step_at_which_it_leaves_has_failed(wide_base: Path, data: Path, tmp_path: Path) -> None:
-    load, joins = worker_of(wide_base, data, tmp_path / "out")
-    stop = when(Failed, "wild", 0, Stop())
-
-    def answer(report: Any) -> Any:
-        return [Leave("wild")] if isinstance(report, Stepped) and (report.job_id, report.steps) == ("wild", 3) else stop(report)
-
-    told = work(load, [SetPlan(100), joins["calm"], joins["wild"]], answer)
-    assert [report.job_id for report in told if isinstance(report, Failed)] == ["wild"]
-    assert not [report for report in told if isinstance(report, Left) and report.job_id == "wild"]

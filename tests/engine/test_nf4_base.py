@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, train_killed, write_rows
+from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, write_rows
 from tlora.engine.check import check
 from tlora.errors import ConfigError
 from tlora.supermodel.inject import find_linears
@@ -49,16 +49,6 @@ def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(dtype: torch.
     same_bytes(tmp_path / "nf4", tmp_path / "plain-out", JOBS)
     train(base, tmp_path / "bare", jobs, deterministic=True)
     assert all(sha256(tmp_path / "bare" / name) != sha256(tmp_path / "nf4" / name) for name in JOBS), "its weights were not packed"
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    base, _ = save_both(tmp_path, torch.float32)
-    jobs, settings = orders(tmp_path), {"base_precision": "nf4", "deterministic": True}
-    train(base, tmp_path / "whole", jobs, **settings)
-    train_killed(base, tmp_path / "out", jobs, **settings)
-    train(base, tmp_path / "out", jobs, resume=True, **settings)
-    same_bytes(tmp_path / "out", tmp_path / "whole", JOBS)
 
 
 def test_check_counts_half_a_byte_a_weight(tmp_path: Path) -> None:

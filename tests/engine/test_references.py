@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.engine.test_worker import when, work
 from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, train, write_rows
@@ -80,33 +79,6 @@ def test_the_bare_base_is_the_reference_of_those_who_say_so(wide_base: Path, set
     assert abs(first_row(tmp_path, "dpo")["rewards/chosen"]) > 1e-3 and abs(first_row(tmp_path, "dpo")["loss"] - math.log(2)) > 1e-4
     assert abs(first_row(tmp_path, "kto")["loss"] - 0.5) > 1e-4
     assert not (tmp_path / "dpo" / REFERENCE_DIRECTORY).exists()
-
-
-def changed(adapter: Path, directory: Path) -> Path:
-    """A copy of an adapter that somebody trains on meanwhile."""
-    shutil.copytree(adapter, directory)
-    weights = load_file(directory / "adapter_model.safetensors")
-    save_file({name: tensor + 0.1 for name, tensor in weights.items()}, directory / "adapter_model.safetensors")
-    return directory
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fate", ["changed", pytest.param("gone", marks=pytest.mark.slow)])
-def test_alone_is_together_and_what_is_resumed(wide_base: Path, sets: Path, tuned: Path, tmp_path: Path, fate: str) -> None:
-    """The reference stays what it was, whatever becomes of the files at `adapter_path`."""
-    start = shutil.copytree(tuned, tmp_path / "start")
-    jobs = orders(sets, start)
-    whole: dict[str, str] = {}
-    for order in jobs:
-        train(wide_base, tmp_path / order["name"], [order], deterministic=True)
-        whole[order["name"]] = sha256(tmp_path / order["name"] / order["name"])
-    out = tmp_path / "out"
-    train(wide_base, out, [{**order, "max_steps": 3} for order in jobs], deterministic=True, token_budget=96)
-    shutil.rmtree(start)
-    if fate == "changed":
-        changed(tuned, start)
-    results = train(wide_base, out, jobs, deterministic=True, resume=True)
-    assert results.status == "done" and {name: sha256(out / name) for name in whole} == whole
 
 
 def test_a_job_that_moves_to_another_worker_takes_its_reference_along(

@@ -131,14 +131,6 @@ def test_a_job_that_moves_ends_as_if_it_had_stayed(made: Orders, tmp_path: Path)
         assert of_train - files == {"base.json"} and not files - of_train  # what a lost run.json is made of; workers write none
 
 
-@pytest.mark.slow
-def test_a_job_may_come_back_where_it_was(made: Orders, tmp_path: Path) -> None:
-    leave, back = when(Stepped, "stays", 3, Leave("stays")), when(Left, "stays", 3, made.join("stays"))
-    told = work(made.load(tmp_path), [made.join("stays"), made.join("mover")], lambda report: leave(report) + back(report))
-    assert len(of(told, Joined, "stays")) == 2
-    assert {name: sha256(tmp_path / name) for name in ("stays", "mover")} == {name: made.shas[name] for name in ("stays", "mover")}
-
-
 def test_nothing_is_kept_of_a_job_that_has_ended(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker may serve thousands."""
     runs: list[weakref.ref[Any]] = []
@@ -190,30 +182,6 @@ def test_others_train_while_a_job_is_opened(made: Orders, tmp_path: Path, monkey
     ended = next(at for at, report in enumerate(told) if report == Left("short", 0, None) or report == Joined("short", 0))
     assert ended > fourth and bool(of(told, Left, "short")) == leaves == (not of(told, Joined, "short"))
     assert sha256(tmp_path / "stays") == made.shas["stays"] and (leaves or sha256(tmp_path / "short") == made.shas["short"])
-
-
-@pytest.mark.slow
-def test_others_train_while_a_job_that_leaves_is_written(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has left when its checkpoint can be read by the worker that gets it next, and not before."""
-    go, save = threading.Event(), checkpoint.save
-
-    def slowly(directory: Path, *args: Any) -> None:
-        if directory.parent.name == "stays":
-            assert go.wait(PATIENCE_SECONDS), "nobody trained meanwhile"
-        save(directory, *args)
-
-    def free(report: Report) -> list[Command]:
-        if isinstance(report, Stepped) and (report.job_id, report.steps) == ("mover", 9):
-            go.set()
-        return [Leave("stays")] if isinstance(report, Stepped) and (report.job_id, report.steps) == ("stays", 2) else []
-
-    monkeypatch.setattr(checkpoint, "save", slowly)
-    told = work(made.load(tmp_path), [made.join("stays"), made.join("mover")], free)
-    (left,) = of(told, Left, "stays")
-    assert told.index(left) > next(at for at, report in enumerate(told) if isinstance(report, Stepped) and report.steps == 9)
-    assert read_progress(Path(left.checkpoint)).step == left.steps and sha256(tmp_path / "mover") == made.shas["mover"]
-    work(made.load(tmp_path), [made.join("stays")])
-    assert sha256(tmp_path / "stays") == made.shas["stays"]
 
 
 def test_a_job_may_be_at_its_end_when_it_joins(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 from tests.engine.test_worker import Orders, of, work
 from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
-from tests.engine.tiny_runs import save_base, sha256, train
+from tests.engine.tiny_runs import save_base, sha256
 from tests.store.test_metrics import Client
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.messages import SetPlan
@@ -49,15 +49,6 @@ def test_options_that_no_jobs_file_may_have_are_rejected(field: str, value: Any)
     want = json.loads(controller_line(DesiredState(1, 1, Load("b", "o", "cpu", 0.0))))
     with pytest.raises(ValueError, match=field):
         parse_controller_line(json.dumps(want | {"load": want["load"] | {field: value}}).encode())
-
-
-@pytest.mark.slow
-def test_the_dtype_is_that_of_training(made: Orders, data: Path, tmp_path: Path) -> None:
-    order = [fields for fields in made.run.jobs if fields.name == "stays"]
-    fields = order[0].model_dump(exclude_unset=True)
-    whole = train(made.base, tmp_path / "whole", [fields], deterministic=True, dtype="bfloat16")["stays"]
-    told = work(replace(made.load(tmp_path / "worker"), dtype="bfloat16"), [made.join("stays")])
-    assert of(told, Finished, "stays") and sha256(tmp_path / "worker" / "stays") == sha256(Path(whole.path)) != made.shas["stays"]
 
 
 def test_what_the_first_jobs_launch_on_a_gpu_is_compiled_while_the_base_is_loaded(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -305,22 +304,3 @@ def test_a_dir_is_no_jobs_file(tmp_path: Path):
 @pytest.mark.parametrize("written", ["none", "[none]", "[]"])
 def test_no_trackers_as_transformers_writes_it(tmp_path: Path, written: str):
     assert read_jobs_file(write(tmp_path, f"base_model: b\nreport_to: {written}\njobs: [{{name: a, data: d}}]")).report_to == []
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("target_modules", "q_proj"), ("target_modules", "all"), ("target_modules", "[all]"), ("target_modules", "[q_proj, all-linear]"),
-     ("exclude_modules", "o_proj"), ("r", "010"), ("learning_rate", "'x'"),
-     ("layers_to_transform", "'last'"), ("max_steps", "1:30")],
-)  # fmt: skip
-def test_what_an_error_says_to_write_is_taken(tmp_path: Path, key: str, value: str):
-    """Between backquotes stands a line of the file; without one, a number or the default."""
-    text = "base_model: b\njobs:\n- {{name: a, data: d, {}}}"
-    with pytest.raises(ConfigError) as caught:
-        read_jobs_file(write(tmp_path, text.format(f"{key}: {value}")))
-    said = str(caught.value)
-    lines = re.findall(r"write `([^`]+)`", said)
-    lines += [f"{key}: {number}" for number in re.findall(r"write (\d+)", said) + re.findall(r"the default is (\S+)$", said)]
-    for line in lines:
-        read_jobs_file(write(tmp_path, text.format(line)))
-    assert lines or key in ("max_steps", "layers_to_transform"), said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import promises, test_fused_linear
+from tests.kernels import promises
 from tests.kernels.interpreter import INTERPRETED_ALONE, interpreted
 from tests.kernels.linear_cases import Bank, Base, Job, fused_linear, make_batch, run_kernels
 from tlora.kernels.cards import HOPPER
@@ -25,15 +24,6 @@ FP32 = torch.float32
 QKV = (48, 32, 32)
 BY_POINTER = promises.BY_POINTER
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture
-def by_pointer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Groups of linears are those of a card without bulk copies."""
-    monkeypatch.setattr(fused_linear, "table_of", lambda _: TileTable(card=BY_POINTER))
-    test_fused_linear._bits_alone.cache_clear()  # of other tiles
-    yield
-    test_fused_linear._bits_alone.cache_clear()
 
 
 def everything(base: Base, jobs: list[Job], tail: int) -> list[Tensor]:
@@ -94,28 +84,3 @@ def test_what_lies_around_the_operands_is_never_used() -> None:
     dx = fused_linear.backward(dys, x, framed(shrunk), base.weights, base.group, batch.tables)
     for a, b in zip(expected, [torch.cat(ys, 1), dx, *slot.rows("da"), *slot.rows("db")], strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.usefixtures("by_pointer")
-@pytest.mark.parametrize(("ranks", "dropout"), [((0, 32, 0), 0.3), ((256, 0, 33), 0.0)], ids=str)
-def test_the_formula(ranks: tuple[int, ...], dropout: float) -> None:
-    test_fused_linear.test_ranks_from_0_to_256(ranks, FP32, dropout)
-    promises.linear_is_the_formula()
-
-
-@pytest.mark.usefixtures("by_pointer")
-@pytest.mark.parametrize(
-    "name",
-    ["NaN and infinity on each side", *(pytest.param(name, marks=pytest.mark.slow) for name in ("another tile", "many of larger rank"))],
-)
-@pytest.mark.parametrize(("widths", "ranks", "dropout"), [((48,), (8,), 0.3), (QKV, (8, 0, 20), 0.0)], ids=str)
-def test_bits_are_the_same_whoever_is_beside(widths: tuple[int, ...], ranks: tuple[int, ...], dropout: float, name: str) -> None:
-    test_fused_linear.test_bits_are_the_same_whoever_is_beside(widths, ranks, dropout, name, FP32)
-
-
-@pytest.mark.usefixtures("by_pointer")
-def test_bits_are_the_same_in_any_cut_and_where_tiles_have_one_run() -> None:
-    promises.linear_sums_in_any_cut()
-    promises.linear_alone_is_together()
-    promises.linear_alone_is_together_in_tiles_apart()
-    test_fused_linear.test_sums_over_two_micro_batches_are_the_sums_over_one(1, 0.3, FP32)

@@ -53,18 +53,6 @@ def test_an_exact_entry_goes_before_the_rule_and_no_other_does() -> None:
     assert table.sum(BF16, 1024, 2) == tile_by_rule(Key("sum", BF16, 1024, 0, 2))
 
 
-def test_rules_as_they_were_measured() -> None:
-    """What an H200 ran fastest before there were tables; a change of these changes the bits of everyone without one."""
-    wide = Tile(128, 256, 64, 3, 8, halves=True)
-    assert tile_by_rule(FORWARD) == wide
-    assert tile_by_rule(FORWARD._replace(columns=14336)) == replace(wide, first=True)
-    assert tile_by_rule(Key("input_gradient", BF16, 14336, 4096, 1)) == wide
-    assert tile_by_rule(Key("input_gradient", BF16, 4096, 28672, 2)) == replace(wide, first=True)
-    assert tile_by_rule(Key("forward", torch.float8_e4m3fn, 4096, 64, 1)) == replace(wide, inner=128)
-    assert tile_by_rule(SHRINK) == SkinnyTile(64, 64, 4, 8)
-    assert tile_by_rule(Key("sum", BF16, 1024, 0, 3)) == SkinnyTile(64, 128, 3, 8)
-
-
 WIDE = tile_by_rule(FORWARD)
 
 

@@ -98,20 +98,6 @@ def test_a_job_of_two_gpus_has_both(world: World, tmp_path: Path) -> None:
         assert sha256(tmp_path / "out" / "jobs" / order["name"]) == sha256(tmp_path / "whole" / order["name"])
 
 
-def test_a_stopped_cluster_goes_on(world: World, tmp_path: Path) -> None:
-    told: list[int] = []
-
-    def stop(progress: RunProgress) -> None:
-        if not told and any(row.step >= 3 for row in progress.jobs):
-            told.append(1)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    stopped = world.train(tmp_path, watcher=Watcher(stop))
-    assert told and stopped.signal_number == signal.SIGTERM and stopped.status == "stopped"
-    assert world.train(tmp_path).status == "done"
-    world.same_bytes(tmp_path)
-
-
 class Cluster:
     """`tlora cluster` in a process of its own, which may be killed and started again."""
 

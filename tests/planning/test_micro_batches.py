@@ -65,14 +65,6 @@ def test_no_micro_batch_takes_more_than_the_largest_is_said_to(memory: MemoryMod
     assert peak <= room or not memory.most_tokens(room, memory.most_recomputed) >= most
 
 
-@given(st.lists(st.integers(0, 10**6)), st.integers(1, 10**4), st.integers(1, 10**4), st.integers(1, 10**6))
-def test_a_plan_scaled_down_does_for_fewer_tokens_what_it_did(most: list[int], part: int, more: int, tokens: int) -> None:
-    plan = RecomputePlan(tuple(sorted(most)))
-    less = plan.scaled(part, part + more)
-    assert less.layers(tokens) >= plan.layers(tokens) and plan.scaled(part, part) == plan
-    assert less.most_layers == plan.most_layers == plan.at_most(10**6).most_layers
-
-
 def test_a_number_for_all_micro_batches() -> None:
     assert {same_for_all(3).layers(tokens) for tokens in (1, 100, 10**9)} == {3} and not same_for_all(3).varies
     assert RecomputePlan().layers(10**9) == 0
@@ -191,13 +183,6 @@ def test_what_is_chosen_fits_and_no_other_budget_of_the_same_room_is_faster(leng
         mix = sample_lengths(jobs)
         smaller = [MicroBatches(n, found.recompute) for n in range(128, found.token_budget, 128)]
         assert all(cost_of(found, mix, COST) <= cost_of(other, mix, COST) + 1e-12 for other in smaller)
-
-
-def test_jobs_count_alike_whatever_the_size_of_their_data() -> None:
-    few, many = jobs_with([100, 300], 1), jobs_with([100] * 600, 1)
-    found = sample_lengths([*few, *many])
-    assert found.tokens.tolist() == [100, 300] and found.shares.tolist() == pytest.approx([0.125 + 0.5, 0.375])
-    assert sample_lengths([PlannedJob(few[0].spec)]).tokens.tolist() == []
 
 
 def test_a_long_sample_costs_what_it_recomputes_and_no_other_does() -> None:

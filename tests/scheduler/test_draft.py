@@ -85,12 +85,6 @@ def test_gpus_are_found_if_and_only_if_there_is_room(free: list[int], sizes: lis
             assert len({state.node_of[gpu] for gpu in gpus}) == -(-count // state.node_size)
 
 
-def test_what_the_draft_has_left_of_a_node_is_fitted_into_as_well() -> None:
-    draft = Draft(with_free(4, 3, 4))
-    assert draft.allocate(4) == (0, 1, 2, 3) and draft.allocate(2) == (5, 6)
-    assert draft.allocate(1) == (7,)
-
-
 def test_groups_open_change_and_stop_in_the_draft_alone() -> None:
     state = with_free(0, 4)
     jobs = [waiting_job(state, made_spec(name)) for name in ("a", "b")]

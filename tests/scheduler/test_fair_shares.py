@@ -73,23 +73,6 @@ def test_a_job_over_another_base_gets_the_gpu_that_a_shared_group_leaves(gpus: i
     assert until_b_starts(timeline)[0] == 0
 
 
-def test_it_is_next_also_where_the_order_of_a_long_queue_is_a_few_seconds_old() -> None:
-    timeline = made_timeline(1, settings=LIVE)
-    timeline.tell(*[alone(f"a{index}", 21.0, tenant="a") for index in range(MANY)])
-    timeline.until(70.0)
-    timeline.tell(alone("b", 3000.0, tenant="b"))
-    assert until_b_starts(timeline) == (0, 0) and timeline.started_at["b"] == 84.0
-
-
-def test_a_job_of_all_gpus_is_next_too() -> None:
-    """GPUs that come free are kept for it until there are enough."""
-    timeline = made_timeline(2, settings=LIVE)
-    timeline.tell(*[alone(f"a{index}", 600.0 + 100.0 * (index % 7), tenant="a") for index in range(MANY)])
-    timeline.until(1500.0)
-    timeline.tell(alone("b", 600.0, gpus=2, tenant="b"))
-    assert until_b_starts(timeline)[0] == 0
-
-
 def idle_gpu_seconds(timeline: Timeline, until: float) -> float:
     """To a second, while there are jobs that wait."""
     idle = 0.0

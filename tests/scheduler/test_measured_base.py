@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.scheduler.invariants import check
 from tests.scheduler.mirror import BASES, made_scheduler, made_settings, made_spec
-from tlora.protocol import BaseMeasured, BaseSpeed, ChangeGroup, GroupReady, NodeAdded, StartGroup, StopGroup, Tick
+from tlora.protocol import BaseMeasured, BaseSpeed, ChangeGroup, GroupReady, NodeAdded, StartGroup, Tick
 from tlora.scheduler.plans import shared_plan
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
@@ -83,19 +83,6 @@ def test_who_has_to_leave_goes_where_there_is_room_at_once() -> None:
     *_, change, start = scheduler.handle(BaseMeasured(NORTH, "CPU", SLOW), 2.0)
     assert isinstance(change, ChangeGroup) and change.group.job_ids == ("first",)
     assert isinstance(start, StartGroup) and start.group.job_ids == ("last",)
-
-
-def test_a_job_alone_on_fewer_gpus_than_its_bound_needs_as_measured_starts_anew_on_more() -> None:
-    """It was given one of two, as launches took so much of its time that the second would not have helped."""
-    scheduler = made_scheduler(residual_capacity(made_settings()), 2)
-    launching = BaseSpeed(tokens_per_second=1000.0, launch_seconds=100.0, floor_seconds=0.0, member_seconds=0.0)
-    scheduler.handle(BaseMeasured(NORTH, "CPU", launching), 0.0)
-    (start,) = scheduler.handle(made_spec("a", 2, tokens=2000.0, longest=64, steps=100_000, max_slowdown=1.5), 1.0)
-    assert isinstance(start, StartGroup) and len(start.group.gpus) == 1
-    computing = BaseSpeed(tokens_per_second=10.0, launch_seconds=0.0, floor_seconds=0.0, member_seconds=0.0)
-    stop, again = scheduler.handle(BaseMeasured(NORTH, "CPU", computing), 2.0)
-    assert stop == StopGroup(start.group.group_id) and isinstance(again, StartGroup) and len(again.group.gpus) == 2
-    check(scheduler.state)
 
 
 def test_short_jobs_that_waited_for_a_worker_to_load_are_joined_by_all_others_once_it_is_ready() -> None:

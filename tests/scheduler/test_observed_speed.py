@@ -89,13 +89,6 @@ def test_in_another_group_it_begins_anew() -> None:
     assert times_corrected(scheduler, report(30, group="g1")) == 1
 
 
-def test_what_it_learns_is_its_own() -> None:
-    cost = made_cost()
-    scheduler = made_scheduler(POLICIES["fifo"](), 1, cost=cost)
-    scheduler.handle(made_spec("a", steps=1000), 0.0)
-    assert times_corrected(scheduler, READY, report(10), report(20)) == 1 and cost.times_corrected == 0
-
-
 # -- what follows ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,18 +139,6 @@ def test_a_slow_or_fast_machine_changes_times_and_no_slowdown(factor: float) -> 
     check(state)
     timeline.tell(Tick())
     assert timeline.mirror.groups == groups, "groups change because the whole machine is slower"
-
-
-def test_a_job_on_fewer_gpus_than_it_asks_for_keeps_its_ratio_while_the_machine_is_learned() -> None:
-    scheduler = made_scheduler(lambda state: [], 4)
-    scheduler.handle(made_spec("a", 4, tokens=4000.0, steps=10_000, max_slowdown=8.0), 0.0)
-    state = scheduler.state
-    state.place(JobGroup("g0", "north", (0,), ParallelPlan(1, 4096), ("a",), (1.0,)))
-    (before,) = slowdowns(scheduler).values()
-    for _ in range(60):
-        learn(scheduler, 1.5, reports=3)  # of which two count
-        assert slowdowns(scheduler)["a"] == pytest.approx(before, rel=0.03)
-    assert state.jobs["a"].alone_step_seconds > 1.4 * (0.5 + 0.05 + 1.0)
 
 
 def test_progress_until_then_is_counted_at_the_old_pace() -> None:
@@ -290,13 +271,3 @@ def test_a_machine_of_which_the_constants_are_off_by_half_is_predicted_within_fi
             found = cluster.jobs[name]
             assert seconds - 60_000 == pytest.approx(found.finished_seconds - 60_000, rel=0.05)
     assert state.cost.constants[BASE] == even_cost().constants[BASE]
-
-
-def test_to_learn_it_is_about_as_good_as_to_have_known_it() -> None:
-    learning, knowing = cluster_of(1.5), cluster_of(1.5)
-    play(learning, Scheduler(POLICIES["residual_capacity"](), even_cost()))
-    play(knowing, Scheduler(POLICIES["residual_capacity"](), slow(even_cost(), 1.5)))
-    spent = [sum(job.finished_seconds - job.submitted_seconds for job in cluster.jobs.values()) for cluster in (learning, knowing)]
-    paused = [sum(job.paused_seconds for job in cluster.jobs.values()) for cluster in (learning, knowing)]
-    beyond = [sum(job.windows_beyond for job in cluster.jobs.values()) for cluster in (learning, knowing)]
-    assert spent[0] < 1.03 * spent[1] and paused[0] < 1e-3 * spent[0] and beyond[0] <= beyond[1] + 10, (spent, paused, beyond)

@@ -173,18 +173,6 @@ def test_who_shares_parts_for_a_free_gpu_where_that_saves_more_than_a_start(marg
     assert ({timeline.gpus_of("a"), timeline.gpus_of("b")} == {(0,), (1,)}) == parts
 
 
-@pytest.mark.parametrize("elastic", [True, False])
-def test_who_shares_parts_at_once_when_a_gpu_comes_free(elastic: bool) -> None:
-    """Also where the group has not rested since somebody joined it, and without growth."""
-    timeline = made_timeline(1, settings=made_settings(elastic=elastic))
-    for name in "ab":
-        timeline.tell(made_spec(name, tokens=300.0, longest=300, steps=LONG, max_slowdown=2.0))
-    timeline.until(60.0)
-    assert timeline.gpus_of("a") == timeline.gpus_of("b") == (0,)
-    timeline.tell(NodeAdded("n1", (1,)))
-    assert {timeline.gpus_of("a"), timeline.gpus_of("b")} == {(0,), (1,)}
-
-
 def test_while_somebody_waits_who_shares_parts_only_when_the_group_has_rested() -> None:
     """The free GPU is one of two that a wide job waits for."""
     timeline = made_timeline(2, settings=made_settings(elastic=False, preemption=False))
@@ -223,23 +211,6 @@ def test_nobody_is_stopped_for_a_small_difference_in_urgency(ratio: float, waits
     assert (waits_for(90_000.0, 90_000.0 / ratio / 1.007) > 0) == waits
 
 
-@pytest.mark.parametrize(("margin", "waits"), [(0.8, True), (1.3, False)])
-def test_nobody_is_stopped_for_less_than_the_stop_costs(margin: float, waits: bool) -> None:
-    """(1 / short - 1 / long) * short > (1 + h) * (start + checkpoint) / long, where urgency is about patience / time left."""
-    least = (1 + USUAL.hysteresis) * USUAL.move_seconds
-    long = 200.0
-    assert (waits_for(long, long - margin * least, made_settings(preemption_ratio=1.01)) > 0) == waits
-
-
-def test_a_group_that_has_just_changed_is_left_alone_until_it_has_rested() -> None:
-    timeline = made_timeline(1)
-    timeline.tell(made_job("long"))
-    timeline.until(30.0)
-    timeline.tell(made_job("short", steps=100))
-    timeline.until(2 * REST)
-    assert REST <= timeline.started_at["short"] <= REST + AT_MOST
-
-
 # -- no thrash -------------------------------------------------------------------------------------------------------------
 
 
@@ -274,18 +245,6 @@ def test_a_group_that_has_just_changed_neither_grows_nor_moves_nor_stops(moves: 
 
 def _alive(state: ClusterState, group: JobGroup) -> set[str]:
     return (set(group.job_ids) & set(state.jobs)) - state.held
-
-
-def test_a_stream_of_short_jobs_moves_a_long_one_at_most_twice_in_a_rest() -> None:
-    """Each of them takes back the GPU onto which the long one has grown, and leaves it soon."""
-    timeline = made_timeline(2)
-    timeline.tell(made_job("long"))
-    for index in range(100):
-        timeline.until(SOME_TIME + 100.0 * index)
-        timeline.tell(made_job(f"j{index}", steps=20))
-    rests = (timeline.now - SOME_TIME) / REST
-    assert rests / 2 < timeline.moves["long"] <= 2 * rests + 2
-    assert all(timeline.started_at[f"j{index}"] == SOME_TIME + 100.0 * index for index in range(100))
 
 
 def test_moves_are_few_in_a_long_random_story() -> None:

@@ -83,20 +83,6 @@ def test_what_comes_with_an_earlier_time_happens_now() -> None:
     assert timeline.tell(Tick()) == []
 
 
-def test_who_is_through_sooner_than_predicted_or_later_is_no_matter() -> None:
-    """Reports beyond the number of steps count as all of them; one that is long overdue stays in its group until it says so."""
-    timeline = made_timeline(1)
-    timeline.tell(made_spec("a", steps=100, max_slowdown=1.0))
-    timeline.tell(StepsDone("a", "g0", 1e9, 1.0))
-    assert timeline.job("a").steps_done == 100.0
-    for minute in range(200):
-        timeline.now = 60.0 * minute
-        assert tell(timeline.scheduler, timeline.mirror, Tick(), timeline.now) == []
-    assert timeline.gpus_of("a") == (0,) and timeline.job("a").remaining_seconds(timeline.now) == 0.0
-    timeline.tell(JobFinished("a"))
-    assert timeline.scheduler.state.num_free == 1
-
-
 def test_an_older_report_that_comes_after_a_newer_one_takes_no_step_back() -> None:
     timeline = made_timeline(1)
     timeline.tell(made_spec("a", steps=LONG))

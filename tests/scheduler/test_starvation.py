@@ -111,27 +111,6 @@ def test_a_wide_one_goes_first_until_it_had_its_share_of_the_last_day_and_again_
     assert first_names(state, starvation) == ["wide"]
 
 
-@pytest.mark.parametrize(("hours", "first"), [(16.0, "next"), (17.0, "narrow")])
-def test_what_those_had_that_have_ended_keeps_the_next_back(hours: float, first: str) -> None:
-    state, starvation = with_wide("wide", "next")
-    run_alone(state, "wide")
-    state.now += hours * HOUR
-    state.end_job("wide")
-    state.end_group("g0")
-    assert first_names(state, starvation) == [first]
-    state.now += DAY
-    assert first_names(state, starvation) == ["next"]
-
-
-def test_a_wide_one_is_not_kept_back_by_those_that_come_after_it() -> None:
-    state, starvation = with_wide("early", "later")
-    run_alone(state, "later")
-    state.now += 20 * HOUR
-    state.end_job("later")
-    state.end_group("g0")
-    assert first_names(state, starvation) == ["early"]
-
-
 def test_recent_gpu_time_fades_while_a_job_waits_is_held_or_has_ended_and_never_counts_more_gpus_than_asked_for() -> None:
     state = made_state(4, 4)
     job = waiting_job(state, made_job("a", 4))

@@ -106,16 +106,6 @@ def test_a_card_of_which_nothing_is_known_counts_as_the_smallest_that_is(name: s
     assert {group.plan.token_budget // len(group.gpus) for group in groups} == {4096}
 
 
-def test_a_job_whose_smallest_prepared_budget_does_not_fit_gets_its_longest_sample() -> None:
-    """A card with room for 700 tokens, and a job of at most 512."""
-    scheduler, mirror = made(LIVE_POLICIES["residual_capacity"](), int(16.5 * GB + 18e7 + 7e8 + 0.18 * 16.5 * GB))
-    scheduler.state.memory.room_bytes[0] = room = int(16.5 * GB + 18e7 + 7e8)
-    scheduler.state.memory.rooms[:] = [room]
-    scheduler.state.cost.memory = dict.fromkeys(BASES, replace(MEMORY, bytes_by_gpus=(16 * GB, 16 * GB)))
-    (start,) = tell(scheduler, mirror, small("a"), 1.0)
-    assert isinstance(start, StartGroup) and start.group.plan.token_budget == 512
-
-
 def test_a_group_planned_with_layers_recomputed_is_predicted_slower() -> None:
     """A card with room for the base, the adapter and 700 tokens, or 512 of samples that are all as long with 9 of 31 layers recomputed."""
     memory, seconds = replace(MEMORY, bytes_by_gpus=(16 * GB, 16 * GB), num_layers=31), list[float]()

@@ -51,15 +51,6 @@ def test_a_group_on_several_nodes_stops_where_it_cannot_give_as_many_as_are_want
     assert timeline.gpus_of("long")
 
 
-def test_two_nodes_of_one_group_come_free_when_it_stops() -> None:
-    timeline = made_timeline(4, 4, 4)
-    timeline.tell(made_job("two nodes", 8, LONG), made_job("node", 4, 3000))
-    kept = nodes_of(timeline, "node")
-    timeline.until(RESTED)
-    timeline.tell(made_job("wide", 8, 500))
-    assert len(nodes_of(timeline, "wide")) == 2 and nodes_of(timeline, "node") == kept and not timeline.gpus_of("two nodes")
-
-
 def test_a_group_gives_several_nodes_that_it_has_beyond_its_share() -> None:
     timeline = made_timeline(4, 4, 4, 4)
     timeline.tell(made_job("grown", 4, LONG, samples=8, bound=2.0))
@@ -67,16 +58,6 @@ def test_a_group_gives_several_nodes_that_it_has_beyond_its_share() -> None:
     assert len(timeline.gpus_of("grown")) == 16
     (group,) = [group for group in wanted(timeline.tell(made_job("wide", 12, LONG))) if group.job_ids == ("grown",)]
     assert len(group.gpus) == 4 and len(nodes_of(timeline, "wide")) == 3
-
-
-def test_whole_nodes_and_a_part_of_one_more() -> None:
-    timeline = made_timeline(4, 4, 4)
-    timeline.tell(*[made_job(f"j{index}", 1, LONG) for index in range(12)])
-    timeline.until(RESTED)
-    timeline.tell(made_job("wide", 6, 100))
-    assert len(timeline.gpus_of("wide")) == 6
-    running = [name for name in (f"j{index}" for index in range(12)) if timeline.gpus_of(name)]
-    assert len(running) == 6, "no more are stopped than need be"
 
 
 def test_nobody_is_stopped_for_more_gpus_than_a_job_asks_for() -> None:

@@ -18,7 +18,6 @@ from tlora.service.connections import Connections
 
 HEADER, KEPT = 1000.0, 5000.0  # seconds: only the test lets them pass
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
 H2C = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n"
 
 
@@ -109,20 +108,6 @@ def test_a_request_whose_header_is_whole_is_answered_and_not_cut() -> None:
         one.protocol.data_received(GET)
         one.connections.pass_time(HEADER)
         assert (await one.answer()).startswith(b"HTTP/1.1 200 ") and one.app.paths == ["/"] and not one.connections.timed_out
-
-    talk(body)
-
-
-def test_the_rest_of_a_body_that_is_not_needed_is_no_header() -> None:
-    """It has a header's time, but an answer about it would be taken for that of a next request."""
-
-    async def body(one: Talk) -> None:
-        one.protocol.data_received(POST)
-        await one.answer()
-        await one.settle()
-        one.protocol.data_received(b"{")
-        one.connections.pass_time(HEADER)
-        assert await one.reader.read() == b"" and one.connections.timed_out == 1
 
     talk(body)
 

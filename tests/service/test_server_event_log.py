@@ -12,7 +12,7 @@ from sqlalchemy.exc import OperationalError
 from typer.testing import CliRunner
 
 from tests.service.fake_cluster import PROFILE
-from tests.service.served import serving, until
+from tests.service.served import serving
 from tlora.cli.commands import app
 from tlora.protocol import BaseAdded, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone, Tick
 from tlora.service.usage import Usage
@@ -53,20 +53,6 @@ def test_its_jobs_are_replayed_as_they_came(tmp_path: Path, monkeypatch: pytest.
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["jobs"] == len(jobs) and len(found["rows"]) == 2
-
-
-@pytest.mark.slow
-def test_its_size_is_bounded(tmp_path: Path) -> None:
-    place = tmp_path / "server"
-    with serving(place, log_file_bytes=1 << 16) as served:
-        file = served.upload("alice")
-        for number in range(150):
-            served.submit("alice", file=file, name=f"n{number}")
-        until(lambda: len(served.cluster.trained) == 150)
-    files = sorted((place / "logs").glob("events.jsonl*"))
-    assert len(files) > 1 and all(file.stat().st_size < (1 << 16) + 4096 for file in files)
-    assert sum(len(orders_in(file)) for file in files) == 150
-    assert all(any(isinstance(item, BaseAdded) for _, item in read_event_log(file)) for file in files)
 
 
 @pytest.mark.parametrize("wrong", ["another file", "a directory"])

@@ -280,23 +280,6 @@ def test_a_database_that_was_emptied_is_refused_and_nothing_is_deleted(tmp_path:
         pass
 
 
-def test_directories_of_no_job_are_named_and_the_server_starts_without_them(tmp_path: Path) -> None:
-    """The second remedy, where these are all that is wrong: nothing that the database has is lost by it."""
-    place = tmp_path / "server"
-    with serving(place) as served:
-        file = served.upload("alice")
-    for name in ("job-2", "job-1"):
-        (place / "jobs" / name).mkdir()
-    with pytest.raises(ConfigError) as refused:
-        open_server(config_of(place))
-    said = str(refused.value)
-    assert said.startswith(f"{place}/jobs/job-1 and 1 more: ") and said.endswith(f"or move them out of {place}/jobs to start without them")
-    for name in ("job-1", "job-2"):
-        (place / "jobs" / name).rename(tmp_path / name)
-    with serving(place) as served:
-        assert served.ask("alice", "GET", f"/v1/files/{file}", 200)["id"] == file
-
-
 def test_an_upload_that_was_killed_before_its_row_does_not_refuse_the_start(tmp_path: Path) -> None:
     with serving(tmp_path):
         pass

@@ -50,29 +50,6 @@ def names(engine: Engine) -> list[str]:
         return list(connection.execute(select(tenants.c.name).order_by(tenants.c.name)).scalars())
 
 
-def test_cancelled_before_its_turn_an_operation_is_left_out_and_the_next_is_written(engine: Engine) -> None:
-    writer, gate = Writer(engine), Gate()
-    held = writer.submit(gate)
-    gate.reached.wait()
-    cancelled = writer.submit(add("cancelled"))
-    assert cancelled.cancel()
-    gate.open.set()
-    assert held.result() == "written"
-    writer.do(add("next"))
-    assert names(engine) == ["next"] and writer.end.reason is None
-    writer.close()
-
-
-def test_what_is_being_written_can_not_be_cancelled_any_more(engine: Engine) -> None:
-    writer, gate = Writer(engine), Gate()
-    held = writer.submit(gate)
-    gate.reached.wait()
-    assert not held.cancel()
-    gate.open.set()
-    assert held.result() == "written"
-    writer.close()
-
-
 @pytest.mark.soak
 def test_cancelled_at_any_moment_nothing_is_half_told(engine: Engine) -> None:
     """Thousands of operations of which a third is cancelled from another thread: written if and only if not cancelled."""

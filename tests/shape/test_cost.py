@@ -30,7 +30,6 @@ ROUND = BaseConstants(
     source={},
 )
 TOKENS = st.floats(1, 100_000)
-GPUS_AND_NODES = st.sampled_from([(1, 1), (2, 1), (8, 1), (16, 2), (64, 8)])
 
 
 def model(**changed: float) -> CostModel:
@@ -58,23 +57,6 @@ def test_the_floor_by_hand() -> None:
     assert cost.micro_batch_seconds("base", 600, 1, 1, 1) > before
 
 
-@given(tokens=TOKENS, more=st.floats(1, 50_000), members=st.integers(1, 30), where=GPUS_AND_NODES)
-def test_more_tokens_take_longer_and_are_more_per_second(tokens: float, more: float, members: int, where: tuple[int, int]) -> None:
-    cost = model()
-    assert cost.micro_batch_seconds("base", tokens + more, *where, members) > cost.micro_batch_seconds("base", tokens, *where, members)
-    assert cost.capacity("base", tokens + more, *where, members) > cost.capacity("base", tokens, *where, members)
-
-
-@given(tokens=TOKENS, members=st.integers(1, 30), where=GPUS_AND_NODES)
-def test_more_members_take_longer_and_more_gpus_of_one_node_less(tokens: float, members: int, where: tuple[int, int]) -> None:
-    cost = model(exchange_seconds=0.0)
-    gpus, nodes = where
-    before = cost.micro_batch_seconds("base", tokens, gpus, nodes, members)
-    assert cost.micro_batch_seconds("base", tokens, gpus, nodes, members + 1) > before
-    assert cost.micro_batch_seconds("base", tokens, 1 if gpus == 1 else 2 * gpus, nodes, members) <= before
-    assert cost.micro_batch_seconds("base", tokens, 2 * gpus, 1, members) < cost.micro_batch_seconds("base", tokens, gpus, 1, members)
-
-
 @pytest.mark.parametrize(
     ("tokens", "gpus", "count"), [(100, 1, 1), (16384, 1, 1), (16385, 1, 2), (16385, 2, 1), (50_000, 1, 4), (70_000, 2, 3)]
 )
@@ -82,13 +64,6 @@ def test_alone_a_job_takes_the_fewest_micro_batches(tokens: float, gpus: int, co
     cost = model()
     launch = 0.01 if gpus == 1 else 0.03
     assert cost.alone_step_seconds("base", tokens, gpus) == pytest.approx(count * launch + tokens / (10_000 * gpus))
-
-
-@given(tokens=TOKENS, where=GPUS_AND_NODES)
-def test_alone_is_what_its_micro_batches_take(tokens: float, where: tuple[int, int]) -> None:
-    cost = model()
-    count = math.ceil(tokens / (cost.budgets[-1] * where[0]))
-    assert cost.alone_step_seconds("base", tokens, *where) == count * cost.micro_batch_seconds("base", tokens / count, *where, 1)
 
 
 def test_memory_is_weights_adapters_and_activations() -> None:
@@ -127,14 +102,6 @@ def test_observations_lead_to_the_ratio_that_is_seen() -> None:
     assert cost.alone_step_seconds("base", 4096, 1) == pytest.approx(correction(cost) * model().alone_step_seconds("base", 4096, 1))
 
 
-def test_the_constants_weigh_as_much_as_ten_observations() -> None:
-    cost = model()
-    assert see(cost, 2.0) and correction(cost) == pytest.approx(1 + 1 / 11, rel=0.01)
-    for _ in range(9):
-        see(cost, 2.0)
-    assert correction(cost) == pytest.approx(1.5, rel=CORRECTED_FROM)
-
-
 def test_a_slow_machine_is_slow_on_all_reaches_of_the_base_and_for_no_other() -> None:
     cost = CostModel({"base": ROUND, "other": ROUND})
     found: list[float] = []
@@ -143,16 +110,6 @@ def test_a_slow_machine_is_slow_on_all_reaches_of_the_base_and_for_no_other() ->
         found = [correction(cost, *where) for where in ((1, 1), (8, 1), (16, 2))]
         assert max(found) == pytest.approx(min(found), rel=0.03), "T0 and a group's step may be on different reaches"
     assert min(found) > 1.4 and correction(cost, base="other") == 1.0
-
-
-@pytest.mark.slow
-def test_a_reach_that_is_seen_often_has_a_correction_of_its_own() -> None:
-    cost = model()
-    for _ in range(20_000):
-        see(cost, 1.5, 8)
-        see(cost, 1.0)
-    assert correction(cost, 8) == pytest.approx(1.5, rel=0.03) and correction(cost) == pytest.approx(1.0, rel=0.03)
-    assert correction(cost, 16, 2) == pytest.approx(1.25, rel=0.03), "nothing is known of it but its base"
 
 
 @given(st.lists(st.floats(0.982, 1.018), max_size=50))
@@ -186,14 +143,6 @@ def test_what_is_long_past_counts_for_less_however_often_it_was_seen() -> None:
     for _ in range(200):
         see(steady, 1.0, now=5000.0)
     assert correction(steady) > 1.4
-
-
-def test_after_a_long_silence_one_observation_does_not_decide() -> None:
-    cost = model()
-    for _ in range(500):
-        see(cost, 1.5)
-    see(cost, 0.5, now=100 * 86400.0)
-    assert correction(cost) == pytest.approx(1.5 - 1 / 11, rel=0.03)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), max_size=50))

@@ -74,17 +74,6 @@ def test_on_one_gpu_srpt_is_the_optimum(jobs: Instance) -> None:
     assert found.flow_mean_seconds <= mean + 1e-9
 
 
-@given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.1, 1e4)), min_size=1, max_size=60), st.integers(1, 64))
-def test_srpt_is_not_above_first_come_first_served(jobs: list[tuple[float, float]], gpus: int) -> None:
-    now, total = 0.0, 0.0
-    for arrival, size in sorted(jobs):
-        now = max(now, arrival) + size / gpus
-        total += now - arrival
-    found = lower_bounds([Work(arrival, size, size / gpus) for arrival, size in jobs], gpus)
-    assert found.queue_mean_seconds <= total / len(jobs) * (1 + 1e-9)
-    assert found.makespan_seconds == pytest.approx(now - min(jobs)[0])  # a machine that never idles ends when anything does
-
-
 @pytest.mark.parametrize("arrival", [0.0, 1e6])
 def test_a_single_job_has_its_own_time(arrival: float) -> None:
     elastic = lower_bounds([Work(arrival, 64.0, 4.0)], 16)

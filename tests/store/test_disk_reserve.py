@@ -147,19 +147,6 @@ def test_the_last_save_has_a_place_on_a_full_disk(
         assert not reserved(out)
 
 
-def test_without_a_reserve_the_last_save_is_lost(
-    base: Path, orders: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same disk, and no older checkpoint that could go. What was saved before it was full stays."""
-    look_always(monkeypatch)
-    monkeypatch.setattr(DiskReserve, "_allocate", lambda self, wanted: 0)
-    with mounted(tmp_path / "disk", "size=40m") as disk:
-        results = train(base, disk / "out", [{**orders[0], "save_total_limit": 1}], watcher=Watcher(full_from(3, Ballast(disk).grow)))
-        assert results["last"].status == "failed" and "No space left on device" in results["last"].reason
-        kept = sorted((disk / "out" / "last").glob("checkpoint-*"))
-        assert len(kept) == 1 and all(durable.verify(path) is None for path in kept)
-
-
 @pytest.fixture
 def three(data: Path) -> list[dict[str, Any]]:
     """Adapters of 0.5 MB, checkpoints of 1.4 MB."""

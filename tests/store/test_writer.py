@@ -94,23 +94,6 @@ def test_of_jobs_that_end_together_the_largest_is_written_first(
     assert {result.status for result in results.values()} == {"done"} and order == ["r8", "r4", "r2"]
 
 
-@pytest.mark.parametrize("own", [{}, {"load_best_model_at_end": True, "eval_steps": 2, "learning_rate": 1e-3}], ids=["last", "best"])
-def test_each_checkpoint_is_written_once(
-    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any]
-) -> None:
-    """The last step is the end's, whether it was due by itself or not."""
-    save, written = checkpoint.save, list[str]()
-
-    def note(directory: Path, *args: Any) -> None:
-        written.append(directory.name)
-        save(directory, *args)
-
-    monkeypatch.setattr(checkpoint, "save", note)
-    source = {"path": str(data / "a.jsonl"), "eval_size": 3}
-    result = train(base, tmp_path / "out", [job("one", source, save_steps=2, max_steps=4, **own)])["one"]
-    assert result.status == "done" and written[-2:] == ["checkpoint-2", "checkpoint-4"] and len(written) == len(set(written))
-
-
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
 @pytest.mark.parametrize("own", [{}, {"load_best_model_at_end": True, "eval_steps": 2, "learning_rate": 100.0}], ids=["last", "best"])
 def test_nothing_is_written_or_read_twice(
@@ -239,17 +222,6 @@ def test_writes_of_several_jobs_are_under_way_at_once() -> None:
     futures = [writer.write(f"job {n}", lambda: all_begun.wait(PATIENCE_SECONDS)) for n in range(4)]
     assert sorted(future.result(PATIENCE_SECONDS) for future in futures) == [0, 1, 2, 3]
     writer.close()
-
-
-def test_writes_of_many_jobs_keep_each_job_in_order() -> None:
-    writer, done = Writer(), list[tuple[str, int]]()
-    for n in range(300):
-        writer.write(f"job {n % 7}", lambda n=n: done.append((f"job {n % 7}", n)))
-    writer.close()
-    for job_name in {name for name, _ in done}:
-        own = [n for name, n in done if name == job_name]
-        assert own == sorted(own)
-    assert len(done) == 300
 
 
 def test_writes_of_a_job_are_in_order_and_only_so_many_behind() -> None:

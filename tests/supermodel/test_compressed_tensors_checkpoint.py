@@ -22,7 +22,7 @@ from tests.kernels.interpreter import interpreted
 from tests.supermodel.packed_bases import edit, save_plain, unpack
 from tlora.engine.check import check
 from tlora.engine.generate import Sampling, generate
-from tlora.errors import ConfigError, ModelError
+from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.kernels.packed_weight import PackedWeight
 from tlora.supermodel import supermodel
@@ -207,14 +207,6 @@ def test_kernels_of_all_widths_are_compiled_ahead(plain: Path, tmp_path: Path, m
     (order,) = ordered
     assert {(each.group, getattr(torch, each.value_dtype), each.zero) for each in order.packed} == kinds
     assert {group for group, _, _ in kinds} == {128, 256} and len(order.packed) == 2
-
-
-def test_it_is_packed_no_second_time(plain: Path, tmp_path: Path) -> None:
-    packed, _ = pack(plain, tmp_path / "packed", GROUP)
-    with pytest.raises(
-        ConfigError, match=r"packed already \(compressed-tensors int4\), and base_precision nf4 would .*Take base_precision"
-    ):
-        load_base(str(packed), base_precision="nf4")
 
 
 @pytest.mark.parametrize(

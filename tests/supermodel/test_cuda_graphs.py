@@ -84,14 +84,6 @@ def test_a_shape_is_captured_at_its_second_sight(monkeypatch: pytest.MonkeyPatch
     assert graphs.graphs.num_captured == 1
 
 
-@pytest.mark.parametrize("change", [{"num_tokens": 128}, {"shape": "another"}, {"depth": 1}])
-def test_other_shapes_are_counted_apart(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = Graphs(monkeypatch)
-    for _ in range(2):
-        graphs.run()
-    assert graphs.run(**change) == ["run"] and graphs.run() == ["graph"]
-
-
 def test_another_bank_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     for _ in range(2):
@@ -168,13 +160,6 @@ def test_other_sizes_are_padded_to_a_rough_one_which_soon_has_a_graph(monkeypatc
     assert graphs.train(600) == 768
 
 
-def test_a_graph_that_is_nearer_is_taken_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = Graphs(monkeypatch)
-    for _ in range(2):
-        graphs.run(num_tokens=912)
-    assert graphs.train(900) == 912
-
-
 def test_a_size_gets_a_graph_of_its_own_once_its_padding_has_cost_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Graphs(monkeypatch)
     for _ in range(2):
@@ -201,24 +186,6 @@ def test_no_further_than_memory_has_room_for_and_launching_takes(options: dict[s
     graphs.train(300)
     assert graphs.train(900, **options) == 900
     assert graphs.train(300, most=350) == 350 and graphs.train(300, launch=383) == 300
-
-
-def test_a_rough_size_that_could_not_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = Graphs(monkeypatch)
-    for _ in range(2):
-        graphs.run(num_tokens=1536)
-    graphs.graphs._captured[shape_of(1024)] = None
-    assert graphs.train(900) == 1536
-    graphs.graphs._captured[shape_of(1536)] = None
-    assert graphs.train(900) == 900
-
-
-def test_what_padding_has_cost_is_forgotten_with_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = Graphs(monkeypatch)
-    for size in (1024, 1024, 800):
-        graphs.train(size)
-    assert graphs.graphs._padding
-    assert graphs.train(700, version=1) == 700 and not graphs.graphs._padding, "the first of all shapes again"
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 129, 192, 193, 1000, 1024, 1025, 5000, 8192])

@@ -150,21 +150,6 @@ def test_a_step_of_one_changes_no_bit_of_the_others(shared: Shared) -> None:
     assert not torch.equal(shared.jobs["plain"].state.params, states["plain"].params)
 
 
-def test_the_bytes_of_a_step_do_not_depend_on_the_neighbours(shared: Shared) -> None:
-    alone = Shared()
-    alone.join("plain", LoraConfig(r=3))
-    for step in range(3):
-        for world in (shared, alone):
-            world.add_gradient("plain", step)
-        for name in ("ranks", "few"):
-            shared.add_gradient(name, step, size=math.nan if step == 1 else 1e4)
-        found = shared.step_unchecked(*shared.jobs)
-        expected = alone.step_unchecked(*alone.jobs)
-        assert found["plain"] == expected["plain"] and found["few"].applied == (step != 1)
-        for part in ("params", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(getattr(shared.jobs["plain"].state, part), getattr(alone.jobs["plain"].state, part))
-
-
 def test_rows_that_move_between_two_steps_are_found_again(shared: Shared) -> None:
     shared.add_gradient("plain", 1)
     shared.step("plain")

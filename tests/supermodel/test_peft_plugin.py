@@ -14,7 +14,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import save_base
@@ -202,23 +201,6 @@ def test_dropout_is_pefts_for_the_same_seed(family: str, calls: list[int]) -> No
     assert_same(found, true, LOGITS[torch.float64] * 1e-3)
     assert len(calls) == 2 * len(done.accelerated) and not done.left
     assert relative_error(other["logits"], true["logits"]) > 1e-3, "another seed drops the same"
-
-
-def test_dropout_on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted(torch.float32, lora_dropout=0.3)
-    true = seeded_step(model)
-    accelerate_peft(model)
-    launched = interpreted_launches(monkeypatch)
-    assert_same(seeded_step(model), true, LOGITS[torch.float32])
-    assert len(launched) == 2 * 14
-
-
-def test_evaluation_drops_nothing(calls: list[int]) -> None:
-    model, without = adapted(lora_dropout=0.3).eval(), adapted().eval()
-    accelerate_peft(model), accelerate_peft(without)
-    state = torch.get_rng_state()
-    assert torch.equal(model(input_ids=IDS).logits, without(input_ids=IDS).logits) and len(calls) == 28
-    assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -433,21 +415,6 @@ def test_a_layer_that_no_longer_fits_is_given_back_by_the_next_call() -> None:
 def test_a_model_without_lora_is_refused() -> None:
     with pytest.raises(ModelError, match="LlamaForCausalLM has no LoRA layer"):
         accelerate_peft(make_model())
-
-
-def test_a_checkpointed_function_of_ones_own() -> None:
-    """`torch.utils.checkpoint` around a bare layer, whose input needs no gradient."""
-    model = adapted()
-    layer: Any = model.base_model.model.model.layers[0].mlp.down_proj
-    x = torch.randn(7, 96, dtype=torch.float64)
-    layer(x).sum().backward()
-    true = layer.lora_B["default"].weight.grad.clone()
-    model.zero_grad()
-    accelerate_peft(model)
-    y = checkpoint(layer, x, use_reentrant=False)
-    assert isinstance(y, Tensor)
-    y.sum().backward()
-    assert_close(layer.lora_B["default"].weight.grad, true, KERNEL[torch.float64])
 
 
 def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny import FAMILIES, make_batch, make_model, make_samples
+from tests.tiny import FAMILIES, make_model, make_samples
 from tests.tolerances import TRAINED, assert_close, relative_error
 from tlora.adapters.state import init_state
 from tlora.job import LoraConfig, TrainConfig
@@ -200,19 +200,5 @@ def test_calls_depend_on_no_sample_and_wait_for_nothing() -> None:
             shared.forward_backward(batch)
             steps = shared.queue_optim_step("abc")
         assert not steps.done and all(stats.applied for stats in steps.read().values())
-        found.append(sum(calls.found.values()))
-    assert found[0] == found[1], found
-
-
-def test_an_evaluation_of_many_jobs_takes_the_calls_of_few() -> None:
-    """But for each job's own sums of losses."""
-    found: list[int] = []
-    for jobs in ("ab", "abcdefgh"):
-        shared = make_shared(dtype=torch.float32)
-        for job_id in jobs:
-            join(shared, job_id, LORA["a"])
-        batch = make_batch({job_id: make_samples(2, seed=ord(job_id)) for job_id in jobs})
-        with Calls() as calls, torch.no_grad():
-            shared.plain_path.decode(batch, shared.weights, shared.bank, {}, train=False)
         found.append(sum(calls.found.values()))
     assert found[0] == found[1], found

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from tests.kernels.interpreter import INTERPRETED_ALONE
 from tests.sharing.ranks import Ranks, start_ranks, store_path
 from tests.tiny import SHAPE, make_batch, make_model, make_samples
-from tlora.errors import ConfigError, ModelError, TloraError
+from tlora.errors import ModelError, TloraError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.sharing.peers import Peers, Sharing
 from tlora.supermodel.shared_base import Precision, shared_weights
@@ -204,9 +204,3 @@ def test_files_of_another_format_and_damaged_ones_are_refused(tmp_path: Path) ->
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(TloraError, match="no safetensors files"):
         SuperModel.from_pretrained(str(tmp_path), shared=Sharing(FileStore(store_path(tmp_path), 1), 0, 1))
-
-
-def test_fp8_is_refused_where_an_unshared_base_refuses_it(tmp_path: Path) -> None:
-    make_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="base_precision fp8 needs a GPU"):
-        SuperModel.from_pretrained(str(tmp_path), base_precision="fp8", shared=Sharing(FileStore(store_path(tmp_path), 1), 0, 1))

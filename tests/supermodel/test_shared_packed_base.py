@@ -21,7 +21,7 @@ from tests.supermodel.packed_bases import save_plain, unpack
 from tests.supermodel.test_shared_load import sharing
 from tests.supermodel.test_shared_load import train as train_two_jobs
 from tlora.engine.check import check
-from tlora.errors import ConfigError, ModelError
+from tlora.errors import ModelError
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.supermodel import SuperModel
@@ -88,11 +88,6 @@ def test_ranks_that_share_it_train_to_the_bytes_of_one_process(kind: str, packed
 
 def load_streamed(base: Path, **settings: Any) -> None:
     load_shared_base(str(base), "auto", torch.device("cpu"), settings.get("base_precision"), Streaming())
-
-
-def test_it_is_packed_no_second_time(packed: Made) -> None:
-    with pytest.raises(ConfigError, match=r"packed already \(GPTQ int4\), and base_precision nf4 would .*Take base_precision out"):
-        load_streamed(packed("gptq")[0], base_precision="nf4")
 
 
 def test_packed_tensors_out_of_layers_are_refused(packed: Made, tmp_path: Path) -> None:

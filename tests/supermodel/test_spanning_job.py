@@ -122,19 +122,6 @@ def test_a_half_that_is_not_finite_is_skipped_by_both(models: tuple[SuperModel, 
     assert all(stats.applied and stats.step == 1 for stats in step(peers, global_batch(1, 2)))
 
 
-def test_a_gradient_is_in_the_order_of_the_parameters_and_before_clipping(models: tuple[SuperModel, SuperModel, SuperModel]) -> None:
-    model = models[-1]
-    train(model, global_batch(0, 2))
-    gradient, state = model.gradient("spanning"), model.state("spanning")
-    assert gradient.shape == state.params.shape and gradient.dtype == torch.float32 and gradient.device == model.device
-    for _, da, db in state.layout.views(gradient):
-        assert db.any() and not da.any()  # B is zero at the start, and so is the gradient of A
-    assert {shape.rank for shape in state.layout.shapes} == {4, 19}
-    measured = model.measure_gradients(["spanning"])
-    assert torch.equal(model.gradient("spanning"), gradient)
-    assert measured.update().read()["spanning"].grad_norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -86,16 +86,6 @@ def test_an_adapter_that_peft_made_so_is_continued(order: dict[str, Any], tmp_pa
     assert shared("llama").layout(spec).shapes == shared("llama").layout(LoraConfig(r=2, lora_alpha=8, **order)).shapes and not warnings
 
 
-def test_all_linear_over_dense_layers_and_experts_adapts_the_attention(tmp_path: Path) -> None:
-    """PEFT would drop the dense layers' gate_proj, as the name of experts in an older layout."""
-    model, lora = shared("deepseek"), LoraConfig(r=2)
-    layout = model.layout(lora)
-    save_adapter(tmp_path, layout, init_state(layout, 0, torch.float32).params, lora, "base")
-    loaded = peft.PeftModel.from_pretrained(build("deepseek"), str(tmp_path))
-    modules = [n.removeprefix("base_model.model.") for n, m in loaded.named_modules() if hasattr(m, "lora_A")]
-    assert modules == [shape.module for shape in layout.shapes] == [n for n in linears_of(build("deepseek")) if ".self_attn." in n]
-
-
 def test_a_name_that_other_modules_have_too_is_saved_whole() -> None:
     lora = LoraConfig(r=2, target_modules=r".*layers\.\d\.self_attn\.q_proj|.*v_proj")
     names = adapter_config(shared("llama").layout(lora), lora, "base")["target_modules"]
