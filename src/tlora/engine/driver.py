@@ -1,25 +1,31 @@
-"""Runs one group with its files: each report goes to its job's recorder. The two clients, `tlora train` and the worker, differ in where
-commands come from and what they show.
+"""The loop over micro-batches: it obeys commands between two of them, and runs one group with its files.
+
+Each report of the group goes to its job's recorder. A run in one process, a rank of a run and a worker differ in what they make of
+commands (`Jobs`): the jobs of a run are all known before (`session.py`), those of a worker come and go (`trainer.py`).
 """
 
 from __future__ import annotations
 
+import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.engine.job_opening import open_run, refuse
+from tlora.engine.messages import Stop
 from tlora.group.engine import Engine
 from tlora.group.exchange import Exchange
 from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Ended, Listener, Noted, Report, Status
 from tlora.job import JobSpec
+from tlora.kernels.device import ToHost, mark_on
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob
 from tlora.store.checkpoint import read_reference
@@ -105,8 +111,31 @@ class RunPaths:
     mark: Callable[[Path], None] = lambda _: None
 
 
+@dataclass(frozen=True)
+class FilesWritten:
+    """A command of the writing threads: files of some job are written, or could not be."""
+
+
+class Jobs(Protocol):
+    """What becomes of the commands that `Driver.train` takes from its inbox."""
+
+    def obey(self, command: Any) -> None: ...
+
+    def turn(self) -> bool:
+        """Called when all commands are obeyed: what else is due. True where it has taken its time, and is to be called again before
+        anything is waited for.
+        """
+        ...
+
+    def look(self, packed: MicroBatch | None) -> None:
+        """Called after each micro-batch, and with None in the end."""
+        ...
+
+
 class Driver:
-    """The group and the records of its jobs."""
+    """The group and the records of its jobs. `waited_seconds`: with jobs here and nothing that its device could do for them, as other
+    ranks had not sent their parts.
+    """
 
     def __init__(
         self,
@@ -122,6 +151,7 @@ class Driver:
         self.listener: Listener = lambda _: None  # hears each report after the records have
         self.records = Records(context.note)
         self.group = Engine(model, token_budget, self._listen, longest, exchange=exchange)
+        self.waited_seconds = 0.0
 
     def open(self, job: PlannedJob, resume: bool, start: Future[AdapterState] | None = None) -> Opened:
         """Prepare a job for joining; may be called from any thread. Raises as `open_run` does."""
@@ -168,26 +198,50 @@ class Driver:
         self._context.reserve.ended(name)
         self.records.results[name] = refuse(spec, places.output_dir / name, reason, places.settings.get(name, {}), self._context.note)
 
-    def train(self, obey: Callable[[], bool], look: Callable[[MicroBatch | None], object]) -> None:
-        """One micro-batch after another: `obey` gives commands before each, and ends the run with False; `look` sees what has been
-        done, and None in the end.
+    def train(self, inbox: queue.SimpleQueue[Any], jobs: Jobs) -> None:
+        """One micro-batch after another, until `inbox` has a Stop, or None. What comes there before goes to `jobs`.
 
         In the end all jobs are checkpointed and their files written, also after an error, but not after KeyboardInterrupt.
         """
-        waits = self._context.wait_for_room is not None  # for as long as a disk is full: `obey` hears of the end
+        waits = self._context.wait_for_room is not None  # for as long as a disk is full: `inbox` hears of the end
         try:
-            while not self.group.decisions.stop(not obey()):
+            while not self.group.decisions.stop(not self._obey(inbox, jobs)):
                 self.records.see_ended()
                 packed = self.group.run_micro_batch()
                 self.records.see_ended(wait=not self.group.runs and not waits)
-                look(packed)
+                jobs.look(packed)
         except KeyboardInterrupt:
             raise
         except BaseException:
             self._stop()
             raise
         self._stop()
-        look(None)
+        jobs.look(None)
+
+    def _obey(self, inbox: queue.SimpleQueue[Any], jobs: Jobs) -> bool:
+        """What has come since the last micro-batch; with nothing to compute, wait for something. False: stop."""
+        group = self.group
+        while True:
+            while not inbox.empty():
+                if not self._heard(inbox.get(), jobs):
+                    return False
+            again = jobs.turn()
+            if group.runs and not group.idle:
+                return True
+            if not again:
+                command, seconds = wait_for(inbox, mark_on(group.model.device))
+                self.waited_seconds += seconds if group.runs else 0.0
+                if not self._heard(command, jobs):
+                    return False
+
+    def _heard(self, command: Any, jobs: Jobs) -> bool:
+        if command is None or isinstance(command, Stop):
+            return False
+        if isinstance(command, FilesWritten):
+            self.records.see_ended()
+        else:
+            jobs.obey(command)
+        return True
 
     def close(self, *, wait: bool = True) -> None:
         """End the writing, with `wait` after all files are written, and free the reserved disk space."""
@@ -210,3 +264,21 @@ class Driver:
     def _listen(self, report: Report) -> None:
         self.records.listen(report)
         self.listener(report)
+
+
+_T = TypeVar("_T")
+_DEVICE_SECONDS = 0.001  # between two looks at the device
+
+
+def wait_for(inbox: queue.SimpleQueue[_T], given: ToHost) -> tuple[_T, float]:
+    """The next of `inbox`, and for how many seconds the device had nothing left to do by then; `given` is behind all that it was given.
+
+    Raises what the device fails with.
+    """
+    while not given.done:
+        try:
+            return inbox.get(timeout=_DEVICE_SECONDS), 0.0
+        except queue.Empty:
+            continue
+    idle_since = time.monotonic()
+    return inbox.get(), time.monotonic() - idle_since

@@ -1,8 +1,8 @@
 """What is told to the processes that train, and what these report: one frozen value a message.
 
-A rank trains jobs on one GPU. In `tlora train` the leader owns the run (`ranks/owner.py`), in a worker with several GPUs it stands in for
-the trainer (`team/leader.py`). Its commands are those of a worker with one GPU, and its reports those of `worker_protocol.py`, beside what
-is said here. All ranks are processes of one host and of one version.
+A rank trains jobs on one GPU. It is led by `ranks/coordinator.py`, which owns a run of `tlora train`, or by `team/worker_group.py`, which
+stands in for the trainer of a worker with several GPUs. Its commands are those of a worker with one GPU, and its reports those of
+`worker_protocol.py`, beside what is said here. All ranks are processes of one host and of one version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WAITS = {
 @message
 class Leave:
     """Checkpoint a job at its last optimizer step and let it go. Answered by `Left`, or, if the job has come to its end before, by how it
-    ended, or by nothing.
+    ended, or by nothing. A rank that has a part of the job, whose home is another, lets that go and answers nothing.
     """
 
     job_id: str
@@ -96,42 +96,13 @@ class Assign:
 
 
 @message
-class Go:
-    """The run's directory is held: begin. `base_facts` are what is known of the base's files, for `base.json`; with `base_is_known` no save
-    has to wait for more.
+class BaseFacts:
+    """What is known of the base's files, for `base.json`. The first comes when the run's directory is held: begin. No save happens until
+    the base `is_known`. With a `problem` its files are not those that the run began with: nothing may be saved.
     """
 
-    base_facts: Mapping[str, Any]
-    base_is_known: bool
-
-
-@message
-class Take:
-    """One more job, from its newest checkpoint if it has one."""
-
-    job_id: str
-
-
-@message
-class Unfollow:
-    """The job, whose home is another rank, needs this one no longer."""
-
-    job_id: str
-
-
-@message
-class Mail:
-    """What rank `sender` tells of a job that this one computes a part of."""
-
-    sender: int
-    note: Published | Fetched | Sent
-
-
-@message
-class BaseKnown:
-    """The base's files have been hashed. With a `problem` they are not those that the run began with: nothing may be saved."""
-
     facts: Mapping[str, Any]
+    is_known: bool = True
     problem: str = ""
 
 
@@ -173,7 +144,7 @@ class Meet:
     number: int
 
 
-# -- from one rank to others of a job that spans them, through the owner: gradients and state lie in memory that they read themselves --
+# -- from rank `sender` to others of a job that spans them, through who leads them: gradients and state lie in memory that they read --
 
 
 @message
@@ -181,6 +152,7 @@ class Published:
     """The job's home has its weights and moments as it began, after `step` optimizer steps (`AdapterState`)."""
 
     job: str
+    sender: int
     step: int
     updates: int = 0
     skipped: int = 0
@@ -191,6 +163,7 @@ class Fetched:
     """The sender has read what the job's home published."""
 
     job: str
+    sender: int
 
 
 @message
@@ -200,6 +173,7 @@ class Sent:
     """
 
     job: str
+    sender: int
     step: int
     parts: tuple[tuple[float, ...], ...]
     tokens: int
@@ -207,18 +181,18 @@ class Sent:
 
 @message
 class Faulty:
-    """To the owner: the sender cannot compute its part of the job."""
+    """To who leads: the rank cannot compute its part of the job."""
 
     job: str
     reason: str
 
 
-Note = Published | Fetched | Sent | Faulty
+Note = Published | Fetched | Sent
 
 
-def addressees(note: Published | Fetched | Sent, sender: int, span: ReplicaPlacement) -> tuple[int, ...]:
+def addressees(note: Note, span: ReplicaPlacement) -> tuple[int, ...]:
     """The receivers among the ranks that compute the job."""
-    return (span.home,) if isinstance(note, Fetched) else tuple(rank for rank in span.ranks if rank != sender)
+    return (span.home,) if isinstance(note, Fetched) else tuple(rank for rank in span.ranks if rank != note.sender)
 
 
 # -- from a rank -------------------------------------------------------------------------------------------------------
@@ -276,21 +250,6 @@ class LogLine:
 
 
 @message
-class Room:
-    """None of its jobs waits any more; one more would perhaps fit."""
-
-
-@message
-class Full:
-    """The first of its jobs that wait has no room now."""
-
-
-@message
-class Ended:
-    result: JobResult
-
-
-@message
 class Broken:
     """The rank has failed. `error`: its class in `tlora.errors`, if it is one that a user can mend."""
 
@@ -315,10 +274,11 @@ class Opened:
     eval_set: str | None = None
 
 
-ToRank = Command | Open | Assign | Go | Take | Unfollow | Mail | BaseKnown | Enter | Spread | Meet
-ReportOfRun = Hello | Found | Ready | Shown | RowMade | LogLine | Joined | Room | Full | Left | Ended | Broken | Bye | Note
-ReportOfWorker = Memory | Loaded | Measured | Alive | Opened | Stepped | Finished | Failed | Refused
-FromRank = ReportOfRun | ReportOfWorker
+JobReport = Joined | Refused | Finished | Left | Note | Faulty  # of any rank; `Refused` by a run's: the first job that waits has no room
+ToRank = Command | Open | Assign | BaseFacts | Enter | Spread | Meet | Note
+ReportOfRun = Hello | Found | Ready | Shown | RowMade | LogLine | Broken | Bye
+ReportOfWorker = Memory | Loaded | Measured | Alive | Opened | Stepped | Failed
+FromRank = JobReport | ReportOfRun | ReportOfWorker
 
 TO_RANK: Codec[ToRank] = Codec(ToRank)
 FROM_RANK: Codec[FromRank] = Codec(FromRank)

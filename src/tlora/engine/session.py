@@ -1,14 +1,15 @@
-"""One group of a run on one device: its base loaded, its jobs let in while they fit, and what it leaves on the way.
+"""The jobs of a run on one device: the base loaded, the jobs let in while they fit, and what they leave on the way.
 
 A run in one process has one session (`train.py`); a run on several GPUs has one in each of its ranks (`ranks/rank.py`).
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import DataWorker, Preparation, start_worker
-from tlora.engine.driver import Driver, RunPaths
+from tlora.engine.driver import Driver, FilesWritten, RunPaths
 from tlora.engine.earlier_run import to_plan
+from tlora.engine.messages import BaseFacts, Fetched, JobReport, Leave, Published, Sent
+from tlora.engine.ranks.spanning import SpanExchange
 from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
-from tlora.group.exchange import Exchange
 from tlora.group.isolation import Failure, try_call
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob, start_ahead
@@ -40,11 +42,13 @@ from tlora.store.recorder import RunContext
 from tlora.store.run_directory import check_tiles
 from tlora.store.run_recovery import base_facts, write_base_file
 from tlora.store.serving import ServingFiles
+from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
+from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callab
 
 
 class Session:
-    """The jobs that wait, their driver, and what is reported while it goes on."""
+    """`driver.Jobs` of a run: those that wait here, those that train, and what is reported of them. `here` are the names of both."""
 
     def __init__(
         self,
@@ -205,16 +209,26 @@ class Session:
         monitor: RunMonitor,
         serving: ServingFiles,
         guard: Guard,
+        inbox: queue.SimpleQueue[Any],
+        send: Callable[[JobReport], None],
         record: Callable[[str], None] = lambda _: None,
-        exchange: Exchange | None = None,
+        exchange: SpanExchange | None = None,
     ) -> None:
-        """`record` writes `run.json` with a status. `exchange`: see `Engine`."""
+        """`inbox` is that of `Driver.train`. `send` gets the reports on jobs that have their home here, `Finished` for each that ends here,
+        however it does. `record` writes `run.json` with a status. `exchange`: with the other ranks.
+        """
         plan = loaded.plan
         self._run, self._plan, self._directory = run, plan, Path(run.output_dir)
         self._monitor, self._starts, self._guard = monitor, loaded.starts, guard
         # Jobs that span come first, in one order everywhere: of any two, all sessions let in the same one first, and none waits for ever.
         self._waiting = sorted(plan.jobs_here, key=lambda job: job.span is None)
         self._follows = set(loaded.follows)
+        self.here = {job.spec.name for job in plan.jobs_here} - self._follows
+        self._begun: set[str] = set()
+        self._leaving: set[str] = set()
+        self._told: set[str] = set()  # of those that have ended
+        self._changed = True  # a job has begun, ended or come to wait since it was last said that one has to wait
+        self._send = send
         self._known = {job.spec.name: job for job in plan.jobs}
         self._resumed: set[str] = set()
         self._layouts: dict[str, AdapterLayout] = {}
@@ -228,11 +242,13 @@ class Session:
             monitor.seconds,
             monitor.note,
             reserve,
+            Writer(lambda: inbox.put(FilesWritten())),
             before_save=guard.wait_for_verdict,
             base_precision=run.base_precision,
         )
         places = RunPaths(self._directory, serving, run.report_to, settings, self._mark)
-        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, exchange)
+        self._exchange = exchange or SpanExchange(0, {}, send)
+        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, self._exchange)
         self.driver.listener = monitor.listen
 
     @property
@@ -245,11 +261,51 @@ class Session:
         """Jobs that train, or whose files are being written."""
         return len(self.driver.group.runs) + len(self.driver.records.ending)
 
+    # -- between micro-batches -----------------------------------------------------------------------------------------
+
+    def obey(self, command: Any) -> None:
+        match command:
+            case Join(job):
+                self._take(job.name)
+            case Leave(name):
+                self._let_go(name)
+            case Published() | Fetched() | Sent():
+                self._exchange.hear(command)
+            case BaseFacts():
+                pass  # the guard has heard it
+            case _:
+                raise AssertionError(f"{command} came to a rank that trains")
+
+    def turn(self) -> bool:
+        self._admit()
+        for name in (self.driver.group.runs.keys() & self.here) - self._begun:
+            self._begun.add(name)
+            self._changed = True
+            self._send(Joined(name, self.driver.group.runs[name].progress.step))
+        self.tell_ended()
+        if self._changed and self._waiting:
+            self._send(Refused(self.waiting[0], "there is no room for it now"))
+        self._changed = False
+        return False
+
     def look(self, packed: MicroBatch | None) -> None:
-        """Call after each micro-batch."""
         if self._guard.check():
             self.write_hashes()
         self._monitor.update(self.driver, self.waiting, now_due=not self.driver.group.runs)
+        self.tell_ended()
+
+    def tell_ended(self) -> None:
+        """Jobs whose files are written. One that was let go has left, unless it came to its end in that very step."""
+        results = self.driver.records.results
+        if len(results) == len(self._told):
+            return
+        for name, result in [each for each in results.items() if each[0] not in self._told]:
+            moved = name in self._leaving and result.status == "stopped"
+            self._told.add(name)
+            for names in (self.here, self._begun, self._leaving):
+                names.discard(name)
+            self._changed = True
+            self._send(Left(name, result.steps, None) if moved else Finished(name, asdict(result)))
 
     def write_hashes(self) -> None:
         """Write the base's sha256, known by now, into `run.json` and each job's directory."""
@@ -266,30 +322,45 @@ class Session:
         self._write_base_file(directory)
         self._opened.append(directory)
 
-    def admit(self) -> bool:
-        """Let waiting jobs in, in their order, while they fit. False when none is left, neither waiting nor training."""
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Let waiting jobs in, in their order, while they fit."""
         group, records = self.driver.group, self.driver.records
         while self._waiting:
             job = self._waiting[0]
             taken = group.runs.keys() | records.ending.keys()  # the latter hold memory until their files are written
             resident = [layout for name, layout in self._layouts.items() if name in taken]
             if job.layout is not None and not job.problems and resident and not self._plan.fits([*resident, job.layout]):
-                return True
+                return
             self._start(self._waiting.pop(0))
-        return bool(group.runs)
 
-    def take(self, name: str) -> None:
+    def _take(self, name: str) -> None:
         """Add one whole job to the waiting ones. It continues from its newest checkpoint, if another session has left one."""
+        self._exchange.dissolve(name)  # also one that spanned other ranks
+        self._told.discard(name)
+        self.driver.records.results.pop(name, None)
+        self.here.add(name)
         self._resumed.add(name)
         self._known[name].span = None
         self._waiting.append(self._known[name])
+        self._changed = True
 
-    def let_go(self, name: str) -> None:
-        """Release the job to another session: it waits here no longer, or leaves, saved at its last optimizer step, as "stopped"."""
+    def _let_go(self, name: str) -> None:
+        """Release the job, or the part of it that is here: it waits here no longer, or leaves, saved at its last optimizer step."""
+        waits, trains = name in self.waiting, name in self.driver.group.runs
+        if name in self.here and not (waits or trains):
+            return  # it has come to its end
         self._waiting = [job for job in self._waiting if job.spec.name != name]
         self._follows.discard(name)
-        if name in self.driver.group.runs:
+        if trains:
+            self._leaving |= {name} & self.here
             self.driver.group.leave(name)
+        elif name in self.here:
+            self.here.discard(name)
+            self._changed = False  # where a job waits elsewhere, this makes no room for it
+            self._send(Left(name, 0, None))
+        self._exchange.dissolve(name)
 
     def _start(self, job: PlannedJob) -> None:
         name = job.spec.name

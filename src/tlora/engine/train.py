@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +17,7 @@ from tlora.data.prepare import DataWorker
 from tlora.engine.earlier_run import describe_resume, earlier_ends, with_ends, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
+from tlora.engine.messages import JobReport, Stop
 from tlora.engine.ranks.attempts import train_on_ranks
 from tlora.engine.ranks.coordinator import Order
 from tlora.engine.ranks.devices import rank_devices
@@ -40,6 +42,7 @@ from tlora.store.run_directory import check_run_directory, earlier_base, hold_ru
 from tlora.store.run_recovery import restore_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.load import find_directory, load_config
+from tlora.worker_protocol import Finished
 
 __all__ = ["JobResult", "Jobs", "Results", "resolve_run", "train"]
 
@@ -92,10 +95,23 @@ def train(
 
         record("running")
         order.guard.start()
-        session = Session(run, loaded, monitor, serving, order.guard, record)
-        with interrupts(lambda number: describe_interrupt(number, session.unfinished), monitor.note) as received:
+        inbox: queue.SimpleQueue[Stop] = queue.SimpleQueue()
+        unfinished = {job.name for job in run.jobs} - order.ended.keys()
+
+        def hear(report: JobReport) -> None:
+            if isinstance(report, Finished):
+                unfinished.discard(report.job_id)
+                if not unfinished:
+                    inbox.put(Stop())
+
+        def stop(number: int) -> str:
+            inbox.put(Stop())  # a SimpleQueue may be entered again by a handler
+            return describe_interrupt(number, session.unfinished)
+
+        session = Session(run, loaded, monitor, serving, order.guard, inbox, hear, record)
+        with interrupts(stop, monitor.note) as received:
             try:
-                session.driver.train(lambda: not received and session.admit(), session.look)
+                session.driver.train(inbox, session)
                 monitor.close(session.driver)
             except BaseException as error:
                 quit_at_once = isinstance(error, KeyboardInterrupt)

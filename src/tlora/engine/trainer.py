@@ -1,9 +1,9 @@
 """What a worker does with its GPU: loads a base once and trains the jobs that its commands add and remove.
 
-Commands come through a queue (`commands.py`), reports go to a function (`worker_protocol.py`); which jobs train together is decided
-elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `team/parts.py` has what it shares
-with the others. A job joins and leaves between two micro-batches; its data and state are prepared, and files written, while the others
-train.
+Commands come through a queue (`messages.py`), reports go to a function (`worker_protocol.py`); which jobs train together is decided
+elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `team/spanning_jobs.py` has what it
+shares with the others. A job joins and leaves between two micro-batches; its data and state are prepared, and files written, while the
+others train.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import BackgroundCalibration
 from tlora.engine.calibration import device_name, find_deadly, key_of, recall
-from tlora.engine.driver import Driver, Opened, RunPaths
+from tlora.engine.driver import Driver, FilesWritten, Opened, RunPaths
 from tlora.engine.heartbeat import Heartbeat
-from tlora.engine.messages import Leave, Meet, SetPlan, Spread, Stop
-from tlora.engine.ranks.idle_wait import wait_for
+from tlora.engine.messages import Fetched, Leave, Meet, Note, Published, Sent, SetPlan, Spread
 from tlora.engine.step_timer import StepTimer
-from tlora.engine.team.spanning_jobs import Planned, RankContext, SpanningJobs, Together
+from tlora.engine.team.spanning_jobs import Planned, RankContext, SpanningJobs
 from tlora.engine.worker_base import WorkerMemory, load_base
 from tlora.errors import DataError
 from tlora.group.isolation import Failure, try_call
@@ -35,7 +34,6 @@ from tlora.group.reports import Ended
 from tlora.group.reports import Report as GroupReport
 from tlora.group.reports import Stepped as GroupStepped
 from tlora.job import JobSpec, RunSpec
-from tlora.kernels.device import mark_on
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import plan_job, prepare_requests
@@ -58,11 +56,6 @@ STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
 
 
 @dataclass(frozen=True)
-class _Written:
-    """Files of some job are written."""
-
-
-@dataclass(frozen=True)
 class _Prepared:
     """The data of a job that wants to join is there, or cannot be had."""
 
@@ -78,11 +71,11 @@ class _Ready:
     opened: Opened | Failure | HeldError
 
 
-_Told = Join | Leave | SetPlan | Spread | Together | _Prepared | _Ready | _Written
+_Told = Join | Leave | SetPlan | Spread | Meet | Note | Planned | _Prepared | _Ready
 
 
 class Trainer:
-    """What is resident, what is on its way in, and the two ends of the line."""
+    """`driver.Jobs` of a worker: what is resident, what is on its way in, and the two ends of the line."""
 
     def __init__(
         self,
@@ -116,7 +109,7 @@ class Trainer:
         if measured is not None:
             send(measured)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
-        writer, reserve = Writer(lambda: inbox.put(_Written())), DiskReserve(self._directory, {}, note)
+        writer, reserve = Writer(lambda: inbox.put(FilesWritten())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
         self._claims: dict[str, JobLease] = {}
         durable.make_directory(self._directory)
@@ -150,7 +143,7 @@ class Trainer:
     def go_on(self) -> None:
         """Train until stopped; then all jobs have been checkpointed."""
         try:
-            self._driver.train(self._obey_all, self._look)
+            self._driver.train(self._inbox, self)
         finally:
             try:
                 self._calibration.close()
@@ -163,28 +156,21 @@ class Trainer:
         self._heartbeat.in_flight = jobs
         self._flight.begin(jobs)
 
-    def _look(self, _: object) -> None:
+    def look(self, packed: object) -> None:
         self._has_computed = True
         self._has_stepped |= any(not run.leads for run in self._group.runs.values())  # whose steps another rank reports
         self._heartbeat.begin("training")
         self._tell_steps()
         self._tell_ended()
 
-    def _obey_all(self) -> bool:
-        """What has arrived since the last micro-batch; with nothing to compute, wait for something. False: stop."""
-        while not self._inbox.empty() or not self._group.runs or self._group.idle:
-            if self._inbox.empty() and self._calibrate():
-                continue
-            if self._inbox.empty():
-                self._heartbeat.begin("waiting")
-            command, _ = wait_for(self._inbox, mark_on(self._group.model.device), lambda: False)
-            if isinstance(command, Stop):
-                return False
-            self._obey(command)
-            self._tell_ended()
-        self._calibrate()
-        self._heartbeat.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
-        return True
+    def turn(self) -> bool:
+        self._tell_ended()
+        calibrated = self._calibrate()
+        if self._group.runs and not self._group.idle:
+            self._heartbeat.begin("training" if self._has_computed else "compiling")  # the first micro-batch of all compiles what it needs
+        elif not calibrated:
+            self._heartbeat.begin("waiting")
+        return calibrated
 
     def _calibrate(self) -> bool:
         """Make a turn of the measurement, where it is time for one: never before the first step of jobs that are here or on their way."""
@@ -196,7 +182,7 @@ class Trainer:
         self._calibration.turn(self._begin, beside_jobs=beside_jobs)
         return True
 
-    def _obey(self, command: _Told) -> None:
+    def obey(self, command: _Told) -> None:
         match command:
             case Join() as join:
                 self._take(join)
@@ -207,10 +193,9 @@ class Trainer:
                     threading.Thread(target=self._open, args=(join, data), daemon=True).start()
             case _Ready(spec, opened):
                 self._let_in(spec, opened)
-            case _Written():
-                self._records.see_ended()
             case Leave(name):
-                self._let_go(name)
+                if not self._parts.unfollow(name, self._driver):
+                    self._let_go(name)
             case SetPlan() as share:
                 self._memory.share = share
                 self._memory.apply_share()
@@ -220,12 +205,15 @@ class Trainer:
             case Spread() as follow:
                 self._parts.follow(follow)
                 threading.Thread(target=self._plan_part, args=(follow,), daemon=True).start()
-            case _:
-                if isinstance(command, Meet):
-                    self._calibration.step_aside()  # a part of a job may join
-                    self._heartbeat.begin("waiting")  # for the other ranks: what they are at has limits of its own
-                if (opened := self._parts.obey(command, self._driver)) is not None:
+            case Planned(follow, planned):
+                self._parts.planned(follow, planned)
+            case Meet():
+                self._calibration.step_aside()  # a part of a job may join
+                self._heartbeat.begin("waiting")  # for the other ranks: what they are at has limits of its own
+                if (opened := self._parts.meet(command, self._driver)) is not None:
                     self._begin_with(opened)
+            case Published() | Fetched() | Sent():
+                self._parts.exchange.hear(command)
 
     def _take(self, join: Join) -> None:
         name = join.job.name

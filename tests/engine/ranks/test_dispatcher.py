@@ -7,7 +7,6 @@ from collections import Counter, deque
 
 import pytest
 
-from tlora.engine.messages import Leave, Take, Unfollow
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.engine.ranks.placement import place
 
@@ -17,34 +16,32 @@ class FakeRank:
 
     def __init__(self, number: int, jobs: tuple[str, ...], capacity: int) -> None:
         self.number, self.waiting, self.running, self.capacity = number, list(jobs), list[str](), capacity
-        self.commands: deque[Take | Leave | Unfollow] = deque()
+        self.commands: deque[tuple[str, str]] = deque()
         self.reports: deque[tuple[str, str]] = deque()
         self._changed = True
 
     def obey(self) -> None:
-        command = self.commands.popleft()
-        if isinstance(command, Unfollow):
-            return
-        if isinstance(command, Take):
-            self.waiting.append(command.job_id)
+        what, job = self.commands.popleft()
+        if what == "join":
+            self.waiting.append(job)
             self._changed = True
-        elif command.job_id in self.waiting:
-            self.waiting.remove(command.job_id)
+        elif job in self.waiting:
+            self.waiting.remove(job)
             self._changed = False
-            self.reports.append(("left", command.job_id))
-        elif command.job_id in self.running:
-            self.running.remove(command.job_id)
+            self.reports.append(("left", job))
+        elif job in self.running:
+            self.running.remove(job)
             self._changed = True
-            self.reports.append(("left", command.job_id))
+            self.reports.append(("left", job))
 
     def admit(self) -> None:
         while self.waiting and len(self.running) < self.capacity:
             self.running.append(self.waiting.pop(0))
             self._changed = True
             self.reports.append(("began", self.running[-1]))
-        if self._changed:
-            self._changed = False
-            self.reports.append(("full" if self.waiting else "room", ""))
+        if self._changed and self.waiting:
+            self.reports.append(("refused", self.waiting[0]))
+        self._changed = False
 
     def end(self, job: str) -> None:
         self.running.remove(job)
@@ -68,21 +65,18 @@ class Story:
         kind, job = self.ranks[number].reports.popleft()
         if kind == "end":
             self.ended[job] += 1
-        if kind in ("room", "full"):
-            getattr(self.dispatcher, kind)(number)
+        if kind == "refused":
+            self.dispatcher.refused(number)
         else:
             getattr(self.dispatcher, kind)(number, job)
         self.send()
 
     def send(self) -> None:
-        for number, command in self.dispatcher.commands:
-            assert isinstance(command, Take | Leave | Unfollow)
-            span = self.spans.get(command.job_id)
-            if span is not None and not isinstance(command, Unfollow):
-                assert self.lost & set(span.ranks), f"{command}: only a lost rank moves what spans"
-            if isinstance(command, Unfollow):
-                assert span is not None and number in span.peers
-            self.ranks[number].commands.append(command)
+        for number, what, job in self.dispatcher.commands:
+            span = self.spans.get(job)
+            if span is not None and (what == "join" or number == span.home):
+                assert self.lost & set(span.ranks), f"{what} {job}: only a lost rank moves what spans"
+            self.ranks[number].commands.append((what, job))
         self.dispatcher.commands.clear()
 
     def lose(self, number: int) -> None:
@@ -94,7 +88,7 @@ class Story:
     def check(self) -> None:
         """No job is on two ranks, nor about to be taken by one while another has it."""
         held = [job for rank in self.ranks.values() for job in (*rank.waiting, *rank.running)]
-        held += [command.job_id for rank in self.ranks.values() for command in rank.commands if isinstance(command, Take)]
+        held += [job for rank in self.ranks.values() for what, job in rank.commands if what == "join"]
         assert max(Counter(held).values(), default=0) <= 1, held
 
     def step(self) -> None:
@@ -146,22 +140,21 @@ def test_a_rank_that_is_not_full_keeps_what_it_is_about_to_let_in() -> None:
     dispatcher = Dispatcher(seconds, place(seconds, 2))
     dispatcher.began(1, "b")
     dispatcher.began(1, "d")
-    dispatcher.room(1)
     assert dispatcher.commands == []  # rank 0 has not looked yet
     dispatcher.began(0, "a")
-    dispatcher.full(0)
-    assert dispatcher.commands == [(0, Leave("c"))]
+    dispatcher.refused(0)
+    assert dispatcher.commands == [(0, "leave", "c")]
 
 
 def test_the_only_job_of_a_rank_is_not_taken_before_it_begins() -> None:
     seconds = {"a": 10.0, "b": 9.0}
     alone = Dispatcher({"a": 10.0}, place({"a": 10.0}, 2))
-    alone.room(1)
+    alone.balance()
     assert alone.commands == []
     lighter = Dispatcher(seconds, place(seconds, 1))
-    lighter._ranks[1] = type(lighter._ranks[0])()  # pyright: ignore[reportPrivateUsage]
-    lighter.room(1)
-    assert lighter.commands == [(0, Leave("b"))]  # a is left to rank 0
+    lighter._ranks[1] = type(lighter._ranks[0])(has_room=True)  # pyright: ignore[reportPrivateUsage]
+    lighter.balance()
+    assert lighter.commands == [(0, "leave", "b")]  # a is left to rank 0
 
 
 def test_a_job_that_ends_while_it_is_let_go_goes_nowhere() -> None:
@@ -172,8 +165,7 @@ def test_a_job_that_ends_while_it_is_let_go_goes_nowhere() -> None:
     dispatcher.began(1, "c")
     dispatcher.stands(1, "c", 80.0)
     dispatcher.end(0, "a")
-    dispatcher.room(0)
-    assert dispatcher.commands == [(1, Leave("c"))]
+    assert dispatcher.commands == [(1, "leave", "c")]
     dispatcher.commands.clear()
     dispatcher.end(1, "c")
     assert dispatcher.open == {"b"}
@@ -186,11 +178,10 @@ def test_a_rank_that_computes_a_part_is_not_dry_and_what_spans_stays() -> None:
     for rank, job in ((0, "wide"), (0, "a"), (1, "b")):
         dispatcher.began(rank, job)
     dispatcher.end(1, "b")
-    dispatcher.room(1)
     assert dispatcher.commands == []  # it has half of wide to compute
     dispatcher.stands(0, "wide", 0.0)
     dispatcher.end(0, "wide")
-    assert dispatcher.commands == [(1, Unfollow("wide"))]
+    assert dispatcher.commands == [(1, "leave", "wide")]
 
 
 def test_after_the_loss_of_a_part_the_home_is_told_to_begin_again() -> None:
@@ -198,8 +189,8 @@ def test_after_the_loss_of_a_part_the_home_is_told_to_begin_again() -> None:
     dispatcher = Dispatcher(seconds, place(seconds, 3, {"wide": 3}))
     dispatcher.began(0, "wide")
     assert dispatcher.lose(2) == ["wide"]
-    assert dispatcher.commands == [(1, Unfollow("wide")), (0, Leave("wide"))]
+    assert dispatcher.commands == [(1, "leave", "wide"), (0, "leave", "wide")]
     dispatcher.commands.clear()
     dispatcher.left(0, "wide")
-    (command,) = dispatcher.commands
-    assert isinstance(command[1], Take) and command[1].job_id == "wide"
+    ((_, *command),) = dispatcher.commands
+    assert command == ["join", "wide"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tlora.engine.messages import FROM_RANK, Broken, Go, Hello, Room, Stop
+from tlora.engine.messages import FROM_RANK, BaseFacts, Broken, Bye, Hello, Stop
 from tlora.engine.ranks import external, link, rank
 from tlora.engine.ranks import rank_group as crew_module
 from tlora.engine.ranks.external import Launched, find_owner, tell_ranks
@@ -38,7 +38,7 @@ while True:
 OWNER = """
 import time
 from tlora.engine.ranks.rank_group import RankGroup
-rank_group = RankGroup(1, member="stuck_rank")
+rank_group = RankGroup(1, program=("stuck_rank",))
 rank_group.start()
 print(rank_group._processes[0].pid, rank_group._meeting.directory, flush=True)
 time.sleep(3600)
@@ -78,7 +78,7 @@ def test_a_rank_that_lives_and_never_says_hello_is_lost(tmp_path: Path, monkeypa
     module(tmp_path, "silent_rank", SILENT, monkeypatch)
     monkeypatch.setattr(crew_module, "_HELLO_SECONDS", 0.0)
     monkeypatch.setattr(crew_module, "LOOK_SECONDS", 0.0)
-    rank_group = RankGroup(1, member="silent_rank")
+    rank_group = RankGroup(1, program=("silent_rank",))
     rank_group.start()
     (process,) = rank_group._processes.values()
     ((number, lost),) = rank_group.listen(0.0)
@@ -99,14 +99,14 @@ def test_a_hello_that_cannot_be_read_ends_its_line_and_is_said(meeting: Meeting)
     for sent, said in (
         (b"no message\n", "a rank's Hello was a message that cannot be read (Invalid JSON"),
         (b'{"kind":"hello","rank":"first"}\n', "a rank's Hello was a message that cannot be read (hello.rank: "),
-        (FROM_RANK.encode(Room()), "was Room, and not Hello"),
+        (FROM_RANK.encode(Bye()), "was Bye, and not Hello"),
     ):
         line = dial(meeting)
         line.send(sent)
         assert line.read_line(600.0) is None
         assert said in meeting.problem
         line.close()
-    rank_group = RankGroup(1, member="no_such_module")
+    rank_group = RankGroup(1, program=("no_such_module",))
     rank_group._meeting.problem = meeting.problem
     rank_group.start()
     (lost,) = rank_group._lose(0, "")
@@ -190,11 +190,11 @@ def test_an_orphaned_rank_ends_at_once_where_it_has_nothing_to_save(monkeypatch:
     before, training, stopping = rank._Orphaned(), rank._Orphaned(), rank._Orphaned()
     before.hear(None)
     assert done == [1]
-    training.hear(Go({}, True))
+    training.hear(BaseFacts({}))
     assert done == [1]
     training.hear(None)
     assert done == [1, f"{rank._LAST_SECONDS:g} s", 1]
-    stopping.hear(Go({}, True))
+    stopping.hear(BaseFacts({}))
     stopping.hear(Stop())
     stopping.hear(None)
     assert len(done) == 3, "its owner lives, and waits for it to save"

@@ -13,7 +13,7 @@ import tlora
 from tests import forked
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, steps_taken, train, write_rows
-from tlora.engine.messages import BaseKnown, Go
+from tlora.engine.messages import BaseFacts
 from tlora.engine.ranks.rank import RemoteGuard
 from tlora.errors import ModelError
 from tlora.store.fingerprint import BaseGuard
@@ -52,9 +52,9 @@ def test_a_resume_ends_though_all_steps_are_taken_before_the_base_is_hashed(
 
 def test_what_a_rank_hears_of_its_base() -> None:
     guard = RemoteGuard()
-    guard.hear(Go({"quick": "q"}, False))
-    assert not guard.check(), "Go tells nothing that base.json does not have"
-    guard.hear(BaseKnown({"quick": "q", "sha256": {"f": "s"}}))
+    guard.hear(BaseFacts({"quick": "q"}, is_known=False))
+    assert not guard.check(), "the first tells nothing that base.json does not have"
+    guard.hear(BaseFacts({"quick": "q", "sha256": {"f": "s"}}))
     guard.wait_for_verdict()
     assert (guard.check(), guard.check()) == (True, False)
     assert guard.facts()["sha256"] == {"f": "s"}
@@ -62,10 +62,10 @@ def test_what_a_rank_hears_of_its_base() -> None:
     guard.wait_for_verdict()
 
 
-@pytest.mark.parametrize(("last", "said"), [(BaseKnown({}, "another base"), "another base"), (None, "has ended")])
-def test_without_a_good_verdict_nothing_is_saved(last: BaseKnown | None, said: str) -> None:
+@pytest.mark.parametrize(("last", "said"), [(BaseFacts({}, problem="another base"), "another base"), (None, "has ended")])
+def test_without_a_good_verdict_nothing_is_saved(last: BaseFacts | None, said: str) -> None:
     guard = RemoteGuard()
-    guard.hear(Go({}, False))
+    guard.hear(BaseFacts({}, is_known=False))
     guard.hear(last)
     with pytest.raises(ModelError, match=said):
         guard.wait_for_verdict()

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tlora.engine.messages import FROM_RANK, Go, Hello, Stop, ToRank
+from tlora.batching.replicas import ReplicaPlacement
+from tlora.engine.messages import FROM_RANK, BaseFacts, Fetched, Hello, Sent, Stop, ToRank
 from tlora.engine.ranks.link import Meeting, connect
+from tlora.engine.ranks.rank_group import RankGroup
 
 HELLO = Hello(3, os.getpid(), "host", {})
 
@@ -44,8 +46,8 @@ def test_a_lock_goes_with_a_command_and_outlives_its_owner(meeting: Meeting, tmp
     assert meeting.inbox.get() == (3, HELLO)
     held, other = os.open(tmp_path, os.O_RDONLY), os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
-    meeting.send_file(3, Go({}, True), held)
-    assert heard.get(timeout=600) == Go({}, True)
+    meeting.send_file(3, BaseFacts({}), held)
+    assert heard.get(timeout=600) == BaseFacts({})
     os.close(held)
     with pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,3 +56,15 @@ def test_a_lock_goes_with_a_command_and_outlives_its_owner(meeting: Meeting, tmp
         if os.path.realpath(f"/proc/self/fd/{name}") == str(tmp_path):
             assert not os.get_inheritable(int(name))
             os.close(int(name))
+
+
+def test_what_ranks_tell_of_a_job_that_spans_them_is_passed_on_and_of_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, passed = RankGroup(3, own=()), list[tuple[int, ToRank]]()
+    monkeypatch.setattr(group, "send", lambda rank, command: passed.append((rank, command)))
+    group.spans["a"] = ReplicaPlacement(3, (1, 0, 2))
+    gradient, read = Sent("a", 2, 0, ((1.0, 2.0),), 30), Fetched("a", 0)
+    for note in (gradient, read, Sent("b", 2, 0, (), 0)):
+        group._meeting.inbox.put((note.sender, note))
+    assert not group.listen(1.0)
+    assert passed == [(1, gradient), (0, gradient), (1, read)]
+    group.close()

@@ -16,13 +16,14 @@ from tests.engine.conftest import save_base
 from tests.engine.ranks.worlds import fork_children, record_ranks
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
 from tlora.engine.check import check
-from tlora.engine.messages import Take, ToRank
+from tlora.engine.messages import ToRank
 from tlora.engine.ranks import rank_group
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CapacityError
 from tlora.json_file import read_object
 from tlora.link.supervisor import SupervisedProcess
+from tlora.worker_protocol import Join
 
 NAMES = ("dropout", "evaluates", "long")
 
@@ -116,10 +117,10 @@ def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
 ) -> None:
     lines: list[str] = []
     killed: list[int] = []
-    taken: list[Take] = []  # jobs that a rank was told to take: none, where all begin again
+    taken: list[Join] = []  # jobs that a rank was told to take: none, where all begin again
 
     def send(self: rank_group.RankGroup, rank: int, command: ToRank) -> None:
-        taken.extend([command] if isinstance(command, Take) else [])
+        taken.extend([command] if isinstance(command, Join) else [])
         tell(self, rank, command)
 
     tell = rank_group.RankGroup.send

@@ -15,7 +15,7 @@ from tests.group.test_engine_reports import sets as sets
 from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spanning, trained
 from tests.tiny import make_model
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.engine.messages import Faulty, Fetched, Note, Published, Sent, addressees
+from tlora.engine.messages import Faulty, Fetched, Note, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange
 from tlora.group.engine import Engine
 from tlora.group.exchange import RunningSums
@@ -54,14 +54,14 @@ class World:
         sizes = {job.name: model.layout(job).numel for job in (*jobs, *later) if job.name in spans}
         regions, num_bytes = lay_out_regions(spans, sizes, 4)
         memory = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(count)]  # NaN
-        self.spans, self.mail = spans, [deque[tuple[int, Published | Fetched | Sent]]() for _ in range(count)]
+        self.spans, self.mail = spans, [deque[Note]() for _ in range(count)]
         self.faults: list[Faulty] = []
         self.heard: list[list[Report]] = [[] for _ in range(count)]
         self.exchanges: list[SpanExchange] = []
         self.engines: list[Engine] = []
         for rank in range(count):
             mailbox = Mailbox(Memory(memory, rank), regions, torch.float32)
-            self.exchanges.append(SpanExchange(rank, spans, lambda note, rank=rank: self.route(rank, note), mailbox))
+            self.exchanges.append(SpanExchange(rank, spans, self.route, mailbox))
             model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
             self.engines.append(Engine(model, budgets[rank], self.heard[rank].append, exchange=self.exchanges[rank]))
         for job in jobs:
@@ -70,16 +70,16 @@ class World:
                 evaluation = sets[1] if job.eval_steps and rank == span.home else None
                 self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas))
 
-    def route(self, sender: int, note: Note) -> None:
+    def route(self, note: Note | Faulty) -> None:
         span = self.spans[note.job]
         if isinstance(note, Faulty):
             self.faults.append(note)
             return
-        for to in addressees(note, sender, span):
-            self.mail[to].append((sender, note))
+        for to in addressees(note, span):
+            self.mail[to].append(note)
 
     def deliver(self, rank: int) -> None:
-        self.exchanges[rank].hear(*self.mail[rank].popleft())
+        self.exchanges[rank].hear(self.mail[rank].popleft())
 
     def run(self, rng: random.Random) -> None:
         """Until nobody has anything left but jobs that follow an ended one."""
@@ -170,7 +170,7 @@ def test_a_part_is_read_when_it_comes_and_not_when_all_have(sets: Sets, monkeypa
     for rank in range(3):
         while not world.engines[rank].idle:
             world.engines[rank].run_micro_batch()
-    assert [type(note) for _, note in world.mail[1]] == 2 * [Fetched, Sent] and set(reads) == {1}
+    assert [type(note) for note in world.mail[1]] == 2 * [Fetched, Sent] and set(reads) == {1}
     reads.clear()
     for expected in ([], [], [1, 0], [1, 0, 2]):  # while rank 2 may read the home's state, its gradient is not where the state is
         world.deliver(1)

@@ -35,14 +35,14 @@ class Late(ToHost):
 
 
 def note(values: list[float]) -> Note:
-    return Published("job", int(values[0]))
+    return Published("job", 0, int(values[0]))
 
 
 def test_what_is_done_is_told_at_once_by_the_caller() -> None:
     told: list[tuple[Note, int]] = []
     event_sender = EventSender(lambda note: told.append((note, threading.get_ident())))
     event_sender.tell_when(ToHost(torch.tensor([1.0])), note)
-    assert told == [(Published("job", 1), threading.get_ident())]
+    assert told == [(Published("job", 0, 1), threading.get_ident())]
 
 
 def test_what_is_not_done_is_told_without_the_caller_and_in_order() -> None:
@@ -53,11 +53,11 @@ def test_what_is_not_done_is_told_without_the_caller_and_in_order() -> None:
     event_sender.tell_when(third, note)
     assert told.empty()
     first.passed.set()
-    assert [told.get(timeout=SECONDS) for _ in range(2)] == [Published("job", 1), Published("job", 2)]
+    assert [told.get(timeout=SECONDS) for _ in range(2)] == [Published("job", 0, 1), Published("job", 0, 2)]
     assert told.empty()
     third.passed.set()
     event_sender.flush(wait=True)
-    assert told.get_nowait() == Published("job", 3)
+    assert told.get_nowait() == Published("job", 0, 3)
 
 
 def test_what_a_device_fails_with_is_raised_in_the_caller() -> None:
@@ -78,4 +78,4 @@ def test_a_failure_is_raised_before_the_next_note() -> None:
     with pytest.raises(RuntimeError, match="CUDA error"):
         while True:
             event_sender.tell_when(ToHost(torch.tensor([2.0])), note)
-    assert set(told) <= {Published("job", 2)}
+    assert set(told) <= {Published("job", 0, 2)}

@@ -24,7 +24,7 @@ def test_a_rank_that_has_come_to_a_meeting_waits_and_does_not_train() -> None:
     trainer._heartbeat, trainer._driver = Heartbeat("training"), None
 
     class Together:
-        def obey(self, command: object, driver: object) -> None:
+        def meet(self, command: object, driver: object) -> None:
             seen.append(trainer._heartbeat.phase)
 
     class Calibration:
@@ -32,5 +32,5 @@ def test_a_rank_that_has_come_to_a_meeting_waits_and_does_not_train() -> None:
             seen.append("has room")
 
     trainer._parts, trainer._calibration = Together(), Calibration()
-    trainer._obey(Meet("a", ReplicaPlacement(2, (0, 1)), 100, 1))
+    trainer.obey(Meet("a", ReplicaPlacement(2, (0, 1)), 100, 1))
     assert seen == ["has room", "waiting"]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.full_stream import FullStream
 from tlora.engine.messages import Broken
-from tlora.engine.team import member
+from tlora.engine.ranks import rank
 
 
 def test_the_reason_is_told_where_the_log_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +27,9 @@ def test_the_reason_is_told_where_the_log_takes_nothing(monkeypatch: pytest.Monk
         hear("no order to enter")
         return lambda _: Told()
 
-    monkeypatch.setattr(member, "connect", connect)
+    monkeypatch.setattr(rank, "connect", connect)
     monkeypatch.setattr(sys, "stderr", FullStream())
-    assert member.serve("somewhere", 0, 2) == 1
+    assert rank.serve("somewhere", 0, 2, of_worker=True) == 1
     assert told == [Broken("AssertionError: no order to enter")]
 
 
@@ -38,11 +38,11 @@ def test_a_rank_ends_where_its_log_takes_nothing() -> None:
     """Its exit goes without a look at threads, which may wait for a worker that is gone."""
     program = (
         "import sys, threading\n"
-        "from tlora.engine.team import member\n"
+        "from tlora.engine.ranks import rank\n"
         "threading.Thread(target=threading.Event().wait).start()\n"
-        "member.serve = lambda *_: 7\n"
+        "rank.serve = lambda *_, **options: 7\n"
         "sys.stdout.write('what was not written yet')\n"
-        "member.main()\n"
+        "rank.main()\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:

@@ -19,15 +19,11 @@ from tlora.engine.messages import (
     Faulty,
     Hello,
     Leave,
-    Mail,
     Meet,
     Opened,
-    Published,
-    Sent,
     SetPlan,
     Spread,
     Stop,
-    Unfollow,
 )
 from tlora.engine.ranks.rank_group import Lost
 from tlora.engine.team import worker_group as worker_group_module
@@ -44,15 +40,19 @@ class Ranks:
 
     store = "the store"
 
-    def __init__(self, count: int, member: str) -> None:
+    def __init__(self, count: int, program: object) -> None:
         self.living = list(range(count))
         self.hellos: dict[int, Any] = {}
         self.going: set[int] = set()
         self.sent: list[tuple[int, Any]] = []
+        self.spans: dict[str, ReplicaPlacement] = {}
         self.is_killed = self.is_stopped = False
 
     def send(self, rank: int, command: object) -> None:
         self.sent.append((rank, command))
+
+    def send_all(self, command: object) -> None:
+        self.sent += [(rank, command) for rank in self.living]
 
     def wake(self) -> None:
         pass
@@ -127,13 +127,10 @@ def test_a_job_that_spans_is_opened_at_home_then_elsewhere_and_begins_together(m
     worker_group._hear(0, Opened("a", 100, "its set", "its other set"))
     ((rank, follow),) = ranks.take()
     assert rank == 1 and isinstance(follow, Spread) and (follow.join.train_set, follow.join.eval_set) == ("its set", "its other set")
-    worker_group._hear(0, Published("a", 0))  # of an earlier attempt: it has not met
-    assert not ranks.take()
+    assert not ranks.spans, "what is said now is of an earlier attempt: it has not met"
     worker_group._hear(1, Opened("a", 100, "its set"))
     assert ranks.take() == [(rank, Meet("a", ReplicaPlacement(2, (0, 1)), 100, 1)) for rank in (0, 1)]
-    worker_group._hear(0, Published("a", 0))
-    worker_group._hear(1, Sent("a", 0, ((1.0, 2.0),), 30))
-    assert ranks.take() == [(1, Mail(0, Published("a", 0))), (0, Mail(1, Sent("a", 0, ((1.0, 2.0),), 30)))]
+    assert ranks.spans == {"a": ReplicaPlacement(2, (0, 1))}
     worker_group._hear(0, Joined("a", 0))
     worker_group._hear(0, Stepped("a", 1, 0.5))
     assert told == [Joined("a", 0), Stepped("a", 1, 0.5)]
@@ -152,10 +149,9 @@ def test_an_end_at_home_is_one_everywhere(made: Callable[..., Any], end: Report)
     worker_group, ranks, told = made()
     spread(worker_group, ranks, order("a"))
     worker_group._hear(0, end)
-    assert ranks.take() == [(1, Unfollow("a"))] and told == [end]
-    worker_group._hear(1, Sent("a", 0, (), 0))  # too late
+    assert ranks.take() == [(1, Leave("a"))] and told == [end]
     worker_group._obey(Leave("a"))
-    assert not ranks.take()
+    assert not ranks.take() and not ranks.spans
     spread(worker_group, ranks, order("a"))  # its next attempt
 
 
@@ -178,7 +174,7 @@ def test_a_part_that_cannot_be_computed_makes_the_job_go_on_in_one_place(
     worker_group._hear(1, Faulty("a", "no memory"))
     assert ranks.take() == [(0, Leave("a"))] and "rank 1 cannot compute its part (no memory)" in capsys.readouterr().err
     worker_group._hear(0, Left("a", 2, "there"))
-    assert ranks.take() == [(1, Unfollow("a")), (0, join)] and not told, "nobody else is to notice"
+    assert ranks.take() == [(1, Leave("a")), (0, join)] and not told, "nobody else is to notice"
     worker_group._hear(0, Finished("a", {}))
     assert told == [Finished("a", {})]
 
@@ -201,7 +197,7 @@ def test_a_part_that_cannot_be_opened_is_no_part(made: Callable[..., Any]) -> No
     worker_group._hear(1, Faulty("a", "no such set"))
     assert ranks.take() == [(0, Leave("a"))]
     worker_group._hear(0, Left("a", 0, None))
-    assert ranks.take() == [(1, Unfollow("a")), (0, join)]
+    assert ranks.take() == [(1, Leave("a")), (0, join)]
 
 
 @pytest.mark.parametrize("wanted_first", [True, False])
@@ -213,7 +209,7 @@ def test_a_job_that_goes_on_in_one_place_may_leave_meanwhile(made: Callable[...,
         step()
     assert ranks.take() == [(0, Leave("a"))]
     worker_group._hear(0, Left("a", 2, None))
-    assert ranks.take() == [(1, Unfollow("a"))] and told == [Left("a", 2, None)]
+    assert ranks.take() == [(1, Leave("a"))] and told == [Left("a", 2, None)]
 
 
 def test_a_share_is_divided(made: Callable[..., Any]) -> None:

@@ -23,24 +23,16 @@ from tlora.engine.job_length import check_lengths
 from tlora.engine.messages import (
     WAITS,
     Assign,
-    BaseKnown,
+    BaseFacts,
     Bye,
-    Ended,
     Faulty,
-    Fetched,
     FromRank,
-    Full,
-    Go,
     Hello,
+    Leave,
     LogLine,
-    Mail,
     Open,
-    Published,
-    Room,
     RowMade,
-    Sent,
     Shown,
-    addressees,
 )
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.engine.ranks.placement import describe_placement, place
@@ -66,7 +58,7 @@ from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 from tlora.wording.numbers import duration_text
-from tlora.worker_protocol import Joined, Left
+from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 _SHOW_SECONDS = 0.25
 _TOLD_SECONDS = 0.1  # of waiting: less is not worth a line
@@ -118,7 +110,8 @@ class Coordinator:
         placement = place(seconds, self._rank_group.count, replicas)
         self._order.watcher.note(describe_placement(placement))
         self._dispatcher = Dispatcher(seconds, placement)
-        self._aggregator.spans = self._dispatcher.spans
+        self._specs = {job.name: job for job in self.run.jobs}
+        self._aggregator.spans = self._rank_group.spans = self._dispatcher.spans
         self._spans = {job: {"replicas": span.replicas, "gpus": list(span.ranks)} for job, span in placement.spans.items()}
         self._must_meet = self.shared or bool(placement.spans)
         for rank, lost in self._rank_group.lost.items():
@@ -210,7 +203,7 @@ class Coordinator:
         if must_compare:
             threading.Thread(target=self._wait_for_verdict, daemon=True).start()
         for rank in self._rank_group.living:
-            self._rank_group.hand(rank, Go(order.guard.facts(), not must_compare), held.lock)
+            self._rank_group.hand(rank, BaseFacts(order.guard.facts(), not must_compare), held.lock)
         with interrupts(self._describe_interrupt, order.watcher.note) as received:
             try:
                 while not received and dispatcher.open and dispatcher.ranks and not self._must_end:
@@ -298,8 +291,8 @@ class Coordinator:
             self._check_base()
             if not self._must_end:
                 self._dispatcher.balance()
-                for rank, command in self._dispatcher.commands:
-                    self._rank_group.send(rank, command)
+                for rank, what, job in self._dispatcher.commands:
+                    self._rank_group.send(rank, Join(self._specs[job]) if what == "join" else Leave(job))
             self._dispatcher.commands.clear()
             if time.monotonic() - self._shown >= _SHOW_SECONDS:
                 self._shown = time.monotonic()
@@ -311,14 +304,12 @@ class Coordinator:
         try:
             known = guard.check()
         except ModelError as error:
-            for rank in self._rank_group.living:
-                self._rank_group.send(rank, BaseKnown({}, str(error)))
+            self._rank_group.send_all(BaseFacts({}, problem=str(error)))
             raise
         if known:
             with suppress(OSError):  # a full disk: the run's end writes it once more
                 self._record("running")
-            for rank in self._rank_group.living:
-                self._rank_group.send(rank, BaseKnown(guard.facts()))
+            self._rank_group.send_all(BaseFacts(guard.facts()))
 
     def _take_in(self, rank: int, report: FromRank | Lost) -> None:
         aggregator, dispatcher = self._aggregator, self._dispatcher
@@ -338,15 +329,10 @@ class Coordinator:
             case Joined(job) if dispatcher is not None:
                 aggregator.begin(rank, job)
                 dispatcher.began(rank, job)
-            case Room() if dispatcher is not None:
-                dispatcher.room(rank)
-            case Full() if dispatcher is not None:
-                dispatcher.full(rank)
+            case Refused() if dispatcher is not None:
+                dispatcher.refused(rank)
             case Left(job) if dispatcher is not None:
                 dispatcher.left(rank, job)
-            case Published(job) | Fetched(job) | Sent(job) if dispatcher is not None and (span := dispatcher.spans.get(job)) is not None:
-                for to in addressees(report, rank, span):
-                    self._rank_group.send(to, Mail(rank, report))
             case Faulty(job, reason) if dispatcher is not None and job in dispatcher.spans:
                 self._order.watcher.note(f"GPU {rank} cannot compute its part of {job} ({reason}): the job goes on in one place")
                 dispatcher.dissolve(job)
@@ -354,12 +340,10 @@ class Coordinator:
                 self._see_waits(rank, waited)
                 if not self._stopping:
                     self._lose(rank, Lost("was asked to end by SIGTERM"))
-            case Ended(result) if result.status == "stopped" and not self._stopping:
-                pass  # with its rank, which says Bye next: the job goes on elsewhere
-            case Ended(result) if dispatcher is not None:
-                aggregator.end(rank, result)
-                if result.status != "stopped":  # saved, and unfinished
-                    dispatcher.end(rank, result.name)
+            case Finished(job, found) if dispatcher is not None and (found["status"] != "stopped" or self._stopping):
+                aggregator.end(rank, JobResult(**found))  # else with its rank, which says Bye next: the job goes on elsewhere
+                if found["status"] != "stopped":  # saved, and unfinished
+                    dispatcher.end(rank, job)
             case _:
                 pass
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.engine.messages import Leave, Take, ToRank, Unfollow
 from tlora.engine.ranks.placement import MOVE_SECONDS, Placement, best_move
 
 
@@ -40,17 +40,17 @@ class _Rank:
 
 
 class Dispatcher:
-    """`commands` are (rank, command), to be sent in their order and removed by the caller."""
+    """`commands` are (rank, what, job): `Join` and `Leave`, to be sent in their order and removed by the caller."""
 
     def __init__(self, seconds: Mapping[str, float], placement: Placement, move_seconds: float = MOVE_SECONDS) -> None:
         """`seconds`: predicted for each job alone on one GPU."""
         self._seconds, self._move_seconds = dict(seconds), move_seconds
-        self._ranks = {rank: _Rank(list(jobs)) for rank, jobs in enumerate(placement.jobs)}
+        self._ranks = {rank: _Rank(list(jobs), has_room=not jobs) for rank, jobs in enumerate(placement.jobs)}
         for rank, held in self._ranks.items():
             held.following = {job: seconds[job] * placement.spans[job].part(rank) for job in placement.parts(rank)}
         self.spans: dict[str, ReplicaPlacement] = dict(placement.spans)
         self._goes_to: dict[str, int] = {}  # of jobs that leave: where they go on
-        self.commands: list[tuple[int, ToRank]] = []
+        self.commands: list[tuple[int, Literal["join", "leave"], str]] = []
         self.ended: set[str] = set()
         self.moves: list[tuple[str, int, int]] = []  # job, from, to: of those that had begun
 
@@ -73,6 +73,8 @@ class Dispatcher:
         if job in held.waiting:
             held.waiting.remove(job)
             held.running[job] = self._here(rank, job)
+            held.has_room, held.is_full = not held.waiting, False  # it tells whether the next one has room
+            self.balance()
 
     def stands(self, rank: int, job: str, left_seconds: float) -> None:
         """So much of a running job is left."""
@@ -97,13 +99,7 @@ class Dispatcher:
         held = self._ranks[rank]
         return [job for job in held.waiting if job not in held.leaving and job not in self.spans]
 
-    def room(self, rank: int) -> None:
-        """Nothing waits on the rank any more."""
-        held = self._ranks[rank]
-        held.has_room, held.is_full = not held.waiting, False  # a job may be on its way to it
-        self.balance()
-
-    def full(self, rank: int) -> None:
+    def refused(self, rank: int) -> None:
         """The first of the rank's waiting jobs has no room there now."""
         held = self._ranks[rank]
         held.has_room, held.is_full = False, True
@@ -141,13 +137,14 @@ class Dispatcher:
     def _move(self, source: int, job: str, target: int) -> None:
         self._ranks[source].leaving.add(job)
         self._goes_to[job] = target
-        self.commands.append((source, Leave(job)))
+        self.commands.append((source, "leave", job))
 
     def left(self, rank: int, job: str) -> None:
         """The rank has let the job go."""
         held = self._ranks[rank]
         if job in held.running:
             self.moves.append((job, rank, self._goes_to.get(job, rank)))
+            held.has_room = not held.waiting
         self._forget(rank, job)
         target = self._goes_to.pop(job, None)
         if target is not None and target in self._ranks:
@@ -157,7 +154,9 @@ class Dispatcher:
 
     def end(self, rank: int, job: str) -> None:
         """The job has come to its end."""
+        held = self._ranks[rank]
         self._forget(rank, job)
+        held.has_room = not held.waiting
         self._goes_to.pop(job, None)
         self.ended.add(job)
         self._part(job)
@@ -181,7 +180,7 @@ class Dispatcher:
         self._part(job)
         if spans and home is not None and job not in self._ranks[home].leaving:
             self._ranks[home].leaving.add(job)
-            self.commands.append((home, Leave(job)))
+            self.commands.append((home, "leave", job))
 
     def _part(self, job: str) -> None:
         """The job spans no longer."""
@@ -189,7 +188,7 @@ class Dispatcher:
         for peer in span.peers if span is not None else ():
             if peer in self._ranks:
                 self._ranks[peer].following.pop(job, None)
-                self.commands.append((peer, Unfollow(job)))
+                self.commands.append((peer, "leave", job))
 
     def _share_out(self, jobs: list[str]) -> None:
         if not self._ranks:
@@ -202,8 +201,8 @@ class Dispatcher:
 
     def _give(self, rank: int, job: str) -> None:
         self._ranks[rank].waiting.append(job)
-        self._ranks[rank].has_room = False  # it tells whether it has room for more
-        self.commands.append((rank, Take(job)))
+        self._ranks[rank].has_room = False
+        self.commands.append((rank, "join", job))
 
     def _forget(self, rank: int, job: str) -> None:
         held = self._ranks[rank]

@@ -1,7 +1,8 @@
-"""One rank of a run: `python -m tlora.engine.ranks.rank`. It loads the base on its GPU and trains the jobs that it is given.
+"""A process that is one rank: `python -m tlora.engine.ranks.rank [worker]`. It loads the base on its GPU and trains what it is told to.
 
-The address of the run's owner comes on stdin, its number in RANK. It is the session of a run in one process (`engine/session.py`), with
-its jobs from the owner instead of from the file, and its messages sent to the owner instead of shown.
+The address of who leads it comes on stdin, its number in RANK. As a rank of a run it is the session of a run in one process
+(`engine/session.py`), as one of a worker it is the trainer of a worker with one GPU (`engine/trainer.py`): commands come from the process
+that leads it, and what it has to say goes there.
 """
 
 from __future__ import annotations
@@ -27,39 +28,33 @@ import torch
 from torch.distributed import FileStore, PrefixStore, Store
 from transformers.utils import logging
 
-from tlora.batching.pack import MicroBatch
 from tlora.engine.earlier_run import with_plans
+from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import (
     Assign,
-    BaseKnown,
+    BaseFacts,
     Broken,
     Bye,
-    Ended,
+    Enter,
     Found,
-    Full,
-    Go,
     Hello,
-    Leave,
     LogLine,
-    Mail,
     Open,
     Ready,
-    Room,
     RowMade,
     Shown,
     Stop,
-    Take,
     ToRank,
-    Unfollow,
 )
-from tlora.engine.ranks.idle_wait import wait_for
 from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
+from tlora.engine.team.spanning_jobs import RankContext
 from tlora.engine.watcher import RunProgress, Watcher
+from tlora.engine.worker import open_trainer
 from tlora.errors import ModelError, TloraError
-from tlora.kernels.device import mark_on
+from tlora.link.flight import flight_name
 from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
@@ -69,11 +64,13 @@ from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
 from tlora.version import __version__
-from tlora.worker_protocol import Joined, Left
+from tlora.worker_protocol import Alive
 
+OF_WORKER = "worker"
+_BEAT_SECONDS = 1.0
 _LAST_SECONDS = 3.0  # for a rank whose owner has ended to save its jobs; what it computes meanwhile is lost
 
-Inbox = queue.SimpleQueue[ToRank | None]
+Inbox = queue.SimpleQueue[Any]
 
 
 class RemoteGuard:
@@ -84,19 +81,17 @@ class RemoteGuard:
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}
-        self._problem, self._told = "", True
+        self._problem, self._told, self._begun = "", True, False
         self._known = threading.Event()
 
     def hear(self, command: ToRank | None) -> None:
         """Look at a command, or at the end of the connection (None)."""
         match command:
-            case Go(facts, is_known):
-                self._facts = dict(facts)
+            case BaseFacts(facts, is_known, problem):
+                self._told, self._begun = not self._begun, True  # the first says nothing that base.json does not have
+                self._facts, self._problem = dict(facts), problem
                 if is_known:
                     self._known.set()
-            case BaseKnown(facts, problem):
-                self._facts, self._problem, self._told = dict(facts), problem, False
-                self._known.set()
             case None if not self._known.is_set():
                 self._problem = "the process that compares the base's files with those of the earlier run has ended"
                 self._known.set()
@@ -117,22 +112,24 @@ class RemoteGuard:
         return dict(self._facts)
 
 
-class Rank:
-    """Commands in `inbox`, reports over `line`."""
+class RankOfRun:
+    """Rank `number` of `count`. `hear` is called in the thread that reads commands, `train` takes them from `inbox`."""
 
-    def __init__(self, line: RankLine, inbox: Inbox, guard: RemoteGuard, number: int, count: int) -> None:
-        """`number` of `count` ranks. `guard` hears each command before it enters `inbox`."""
-        self._guard = guard
-        self._line, self._inbox, self._number, self._count = line, inbox, number, count
-        self._here: set[str] = set()  # jobs that wait or train here
-        self._begun: set[str] = set()
-        self._leaving: set[str] = set()
-        self._changed = True  # a job has begun, ended or come to wait since the last Room or Full
-        self._waited = 0.0  # seconds, for other ranks' parts of jobs
+    def __init__(self, inbox: Inbox, number: int, count: int) -> None:
+        self._inbox, self._number, self._count = inbox, number, count
+        self._guard, self._orphaned = RemoteGuard(), _Orphaned()
+        self._assigned_jobs = frozenset[str]()
+        self._session: Session | None = None
         self._store: Store | None = None  # by which ranks find each other
 
-    def run(self) -> Bye:
+    def hear(self, command: ToRank | None) -> None:
+        self._guard.hear(command)
+        self._inbox.put(command)
+        self._orphaned.hear(command)
+
+    def train(self, line: RankLine) -> Bye:
         """From the first command to the last. Raises what concerns all jobs."""
+        self._line = line
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
         self._line.send(Found(name_of(place), memory_limit(place, run.memory_limit)))
@@ -147,23 +144,23 @@ class Rank:
         )
         monitor.ended = opened.ended
         loaded = load(run, place, monitor, opened.resume, None, self._assigned)
-        self._exchange = self._connect(loaded, place)
+        exchange = self._connect(loaded, place)
         run = with_plans(run, [job.spec for job in loaded.plan.jobs])
         run = run.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
-        self._next(Go)
+        self._next(BaseFacts)
         die_with_parent(False)  # from now on there is something to save
-        self._session = Session(run, loaded, monitor, ServingFiles(run.base_model), self._guard, exchange=self._exchange)
-        self._driver = self._session.driver
+        serving = ServingFiles(run.base_model)
+        self._session = session = Session(run, loaded, monitor, serving, self._guard, self._inbox, self._line.send, exchange=exchange)
         with compute_with(loaded.threads):
             try:
-                self._driver.train(self._obey, self._look)
+                session.driver.train(self._inbox, session)
             finally:
-                self._driver.close()
-        self._tell_ended()
-        monitor.close(self._driver)
+                session.driver.close()
+        session.tell_ended()
+        monitor.close(session.driver)
         fetches = loaded.model.fetches
-        waited = {"exchange_wait_seconds": self._waited} if self._spans else {}
+        waited = {"exchange_wait_seconds": session.driver.waited_seconds} if self._spans else {}
         return Bye(waited | ({"fetch_wait_seconds": fetches.exposed_seconds} if fetches is not None else {}))
 
     def _next(self, kind: type[Any]) -> Any:
@@ -176,7 +173,7 @@ class Rank:
 
     def _assigned(self) -> Assignment:
         assign: Assign = self._next(Assign)
-        self._here = set(assign.jobs)
+        self._assigned_jobs = assign.jobs
         self._store, self._spans = FileStore(assign.store, self._count) if assign.store else None, dict(assign.spans)
         sharing = self._meet("base") if assign.shared else None
         follows = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
@@ -196,98 +193,44 @@ class Rank:
         mailbox = open_mailbox(spans, sizes, loaded.model.bank.sum_dtype, Peers(self._meet("spans")), place)
         return SpanExchange(self._number, spans, self._line.send, mailbox)
 
-    # -- while it trains -----------------------------------------------------------------------------------------------
-
-    def _obey(self) -> bool:
-        """What has arrived since the last micro-batch; with nothing to do, wait for something. False: stop."""
-        while True:
-            while not self._inbox.empty():
-                if not self._heard(self._inbox.get()):
-                    return False
-            busy = self._session.admit()
-            self._tell_begun()
-            if busy and not self._driver.group.idle:
-                return True
-            if not self._heard(self._wait()):
-                return False
-
-    def _wait(self) -> ToRank | None:
-        """The next command. Until it comes, jobs whose files have been written are reported."""
-        records = self._driver.records
-
-        def look() -> bool:
-            records.see_ended()
-            self._tell_ended()
-            return bool(records.ending)
-
-        given = mark_on(self._driver.group.model.device)
-        command, seconds = wait_for(self._inbox, given, look)
-        if self._driver.group.runs:
-            self._waited += seconds
-        return command
-
-    def _heard(self, command: ToRank | None) -> bool:
-        """Obey one command. False: stop."""
-        match command:
-            case None | Stop():
-                return False
-            case Take(job):
-                self._exchange.dissolve(job)  # also one that spanned other ranks
-                self._here.add(job)
-                self._session.take(job)
-                self._changed = True
-            case Leave(job) if job in self._session.waiting:
-                self._changed = False  # room for a job that waits elsewhere is not what this makes
-                self._session.let_go(job)
-                self._exchange.dissolve(job)
-                self._here.discard(job)
-                self._line.send(Left(job, 0, None))
-            case Leave(job):
-                if job in self._driver.group.runs:
-                    self._leaving.add(job)
-                    self._session.let_go(job)
-                    self._exchange.dissolve(job)
-            case Unfollow(job):
-                self._session.let_go(job)
-                self._exchange.dissolve(job)
-            case Mail(sender, note):
-                self._exchange.hear(sender, note)
-            case BaseKnown():
-                pass  # the guard has heard it
-            case _:
-                raise AssertionError(f"{command} came to a rank that trains")
-        return True
-
-    def _look(self, packed: MicroBatch | None) -> None:
-        self._session.look(packed)
-        self._tell_ended()
-
-    def _tell_begun(self) -> None:
-        for job in (self._driver.group.runs.keys() & self._here) - self._begun:
-            self._begun.add(job)
-            self._changed = True
-            self._line.send(Joined(job, self._driver.group.runs[job].progress.step))
-        self._tell_ended()
-        if self._changed:
-            self._changed = False
-            self._line.send(Full() if self._session.waiting else Room())
-
-    def _tell_ended(self) -> None:
-        """Jobs whose files are written. One that was let go has left, unless it came to its end in that very step."""
-        results = self._driver.records.results
-        for job in list(results):
-            result = results.pop(job)
-            self._here.discard(job)
-            self._begun.discard(job)
-            self._changed = True
-            moved = job in self._leaving and result.status == "stopped"
-            self._leaving.discard(job)
-            self._line.send(Left(job, result.steps, None) if moved else Ended(result))
-
     def _show(self, progress: RunProgress) -> None:
         """Of its own jobs; of those that have their home elsewhere, only the rates."""
-        rates = {job.name: job.tokens_per_second for job in progress.jobs if job.name not in self._here and job.tokens_per_second}
-        self._line.send(Shown(replace(progress, jobs=tuple(job for job in progress.jobs if job.name in self._here)), rates))
+        here = self._session.here if self._session is not None else self._assigned_jobs
+        rates = {job.name: job.tokens_per_second for job in progress.jobs if job.name not in here and job.tokens_per_second}
+        self._line.send(Shown(replace(progress, jobs=tuple(job for job in progress.jobs if job.name in here)), rates))
+
+
+class RankOfWorker:
+    """The same of a worker."""
+
+    def __init__(self, inbox: Inbox, number: int, count: int) -> None:
+        self._inbox, self._number, self._count = inbox, number, count
+        self._heartbeat = Heartbeat("loading")
+
+    def hear(self, command: ToRank | None) -> None:
+        if command is None:  # what it would write now, its successor may be reading
+            os._exit(1)
+        if isinstance(command, Stop):
+            self._heartbeat.ending.set()
+        self._inbox.put(command)
+
+    def train(self, line: RankLine) -> Bye:
+        entered = self._inbox.get()
+        assert isinstance(entered, Enter), entered
+        threading.Thread(target=self._beat, args=(line,), name="heartbeat", daemon=True).start()
+        rank_context = RankContext(self._number, self._count, entered.store, flight_name(entered.worker_pid, self._number))
+        load = replace(entered.load, device=entered.device)
+        open_trainer(load, self._inbox, line.send, self._heartbeat, rank_context, lambda: entered.expected).go_on()
+        return Bye()
+
+    def _beat(self, line: RankLine) -> None:
+        heartbeat, last_beat = self._heartbeat, None
+        while True:
+            beat = Alive(0, heartbeat.phase, heartbeat.count, heartbeat.in_flight)
+            if beat != last_beat:
+                line.send(beat)
+            last_beat = beat
+            time.sleep(_BEAT_SECONDS)
 
 
 def name_of(device: torch.device) -> str:
@@ -308,7 +251,7 @@ class _Orphaned:
         self._writes = self._stops = False
 
     def hear(self, command: ToRank | None) -> None:
-        self._writes |= isinstance(command, Go)
+        self._writes |= isinstance(command, BaseFacts)
         self._stops |= isinstance(command, Stop)
         if command is None and not self._stops:
             if self._writes:
@@ -317,22 +260,22 @@ class _Orphaned:
             os._exit(1)
 
 
-def serve(address: str, rank: int, count: int, run_digest: str = "") -> int:
-    """Train for the owner at `address` until it sends a stop. Returns the exit status."""
-    inbox: Inbox = queue.SimpleQueue()
-    signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
-    for number in (signal.SIGINT, signal.SIGHUP):  # they reach a whole terminal; what follows is the owner's decision
+def ignore_signals(*numbers: signal.Signals) -> None:
+    """They reach a whole terminal, or all processes of a service: what follows from them is decided by who leads."""
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
-    guard, orphaned = RemoteGuard(), _Orphaned()
 
-    def hear(command: ToRank | None) -> None:
-        guard.hear(command)
-        inbox.put(command)
-        orphaned.hear(command)
 
-    line = connect(address, hear)(hello(rank, run_digest))
+def serve(address: str, number: int, count: int, run_digest: str = "", *, of_worker: bool = False) -> int:
+    """Train for the process that leads from `address` until it sends a stop. Returns the exit status."""
+    inbox: Inbox = queue.SimpleQueue()
+    if not of_worker:
+        signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
+        ignore_signals(signal.SIGINT, signal.SIGHUP)
+    rank = RankOfWorker(inbox, number, count) if of_worker else RankOfRun(inbox, number, count)
+    line = connect(address, rank.hear)(hello(number, run_digest))
     try:
-        line.send(Rank(line, inbox, guard, rank, count).run())
+        line.send(rank.train(line))
     except SystemExit:
         return 0
     except BaseException as error:
@@ -350,12 +293,13 @@ def main() -> None:
     end_imports()
     show_stacks_when_asked()
     die_with_parent()
-    address, rank = sys.stdin.read(), int(os.environ["RANK"])
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     status = 1
     try:
-        status = serve(address, rank, int(os.environ["WORLD_SIZE"]))
+        if of_worker := sys.argv[1:] == [OF_WORKER]:
+            ignore_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        status = serve(sys.stdin.read(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), of_worker=of_worker)
     except BaseException:
         note(traceback.format_exc())
     leave(status)  # libraries' threads must not keep a rank alive whose owner waits for it

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tlora.engine.messages import Broken, Bye, Found, FromRank, Go, Hello, Ready, Stop, ToRank
+from tlora.batching.replicas import ReplicaPlacement
+from tlora.engine.messages import BaseFacts, Broken, Bye, Fetched, Found, FromRank, Hello, Published, Ready, Sent, Stop, ToRank, addressees
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
 from tlora.errors import ConfigError, RankError
@@ -16,7 +17,8 @@ from tlora.link.process_identity import identify
 from tlora.link.supervisor import LOOK_SECONDS, SupervisedProcess, start_process
 from tlora.sharing.multicast import NO_MULTICAST
 
-RANK = "tlora.engine.ranks.rank"
+RANK = ("tlora.engine.ranks.rank",)
+RANK_OF_WORKER = (*RANK, "worker")
 _MOST_AHEAD = 64  # ranks that are started before the number of GPUs is known
 _HELLO_SECONDS = 600.0  # for a rank's first word: its libraries may come over a slow network
 _GONE_SECONDS = 60.0  # for a rank to exit after its last word
@@ -40,11 +42,11 @@ class RankGroup:
     loaded the base.
     """
 
-    def __init__(self, count: int, own: Sequence[int] | None = None, member: str | None = None) -> None:
-        """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher. With
-        `member`, the module of a rank of a worker, they are in this process' session.
+    def __init__(self, count: int, own: Sequence[int] | None = None, program: tuple[str, ...] = RANK) -> None:
+        """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher.
+        `program`: a module and its arguments. Ranks of a run have a session of their own, all others are in this process'.
         """
-        self._member = member
+        self._program = program
         self.count, self._own = count, range(count) if own is None else own
         self._meeting = Meeting()
         self._processes: dict[int, SupervisedProcess] = {}
@@ -55,6 +57,7 @@ class RankGroup:
         self.found: dict[int, Found] = {}
         self.ready: dict[int, Ready] = {}
         self.going: set[int] = set()  # they write
+        self.spans: dict[str, ReplicaPlacement] = {}  # jobs that several ranks compute now: what these tell each other is passed on
         self._looked, self._began = 0.0, time.monotonic()
         self.rendezvous: object = None  # kept open for the ranks of a launcher
 
@@ -78,8 +81,9 @@ class RankGroup:
         for rank in self._own:
             environment = {**NO_MULTICAST, "WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank), "RANK": str(rank)}
             log, address = self._meeting.directory / f"gpu{rank}.log", self._meeting.address
-            module, own_session = self._member or RANK, self._member is None
-            self._processes[rank] = start_process(module, log, (), environment, address, own_session=own_session)
+            module, *arguments = self._program
+            own_session = self._program == RANK
+            self._processes[rank] = start_process(module, log, arguments, environment, address, own_session=own_session)
 
     @property
     def living(self) -> list[int]:
@@ -88,10 +92,14 @@ class RankGroup:
     def send(self, rank: int, command: ToRank) -> None:
         self._meeting.send(rank, command)
 
-    def hand(self, rank: int, go: Go, lock: int) -> None:
-        """With `go` a copy of the open file whose lock keeps other runs out of the run's directory: from now on the rank may write."""
+    def send_all(self, command: ToRank) -> None:
+        for rank in self.living:
+            self.send(rank, command)
+
+    def hand(self, rank: int, facts: BaseFacts, lock: int) -> None:
+        """With `facts` a copy of the open file whose lock keeps other runs out of the run's directory: from now on the rank may write."""
         self.going.add(rank)
-        self._meeting.send_file(rank, go, lock)
+        self._meeting.send_file(rank, facts, lock)
 
     def wake(self) -> None:
         """`listen` returns."""
@@ -141,6 +149,10 @@ class RankGroup:
                 self.ready[rank] = report
             case Bye():
                 self._out.add(rank)
+            case Published(job) | Fetched(job) | Sent(job):
+                for to in addressees(report, self.spans[job]) if job in self.spans else ():
+                    self.send(to, report)
+                return []
             case _:
                 pass
         return [(rank, report)]

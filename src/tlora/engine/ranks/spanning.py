@@ -101,7 +101,7 @@ class SpanExchange:
         self,
         rank: int,
         spans: Mapping[str, ReplicaPlacement],
-        tell: Callable[[Note], None],
+        tell: Callable[[Note | Faulty], None],
         mailbox: Mailbox | None = None,
     ) -> None:
         """`mailbox` is needed where `spans` has a job."""
@@ -121,18 +121,18 @@ class SpanExchange:
 
     # -- from and to other ranks ---------------------------------------------------------------------------------------
 
-    def hear(self, sender: int, note: Published | Fetched | Sent) -> None:
+    def hear(self, note: Note) -> None:
         """Of a job that no longer spans it is too late."""
         job = note.job
         if job not in self._spans:
             return
         match note:
             case Sent():
-                self._sent.setdefault(job, {})[sender, note.step] = note
+                self._sent.setdefault(job, {})[note.sender, note.step] = note
             case Published():
                 self._published[job] = note
             case Fetched():
-                self._unread.get(job, set[int]()).discard(sender)
+                self._unread.get(job, set[int]()).discard(note.sender)
                 if not self._unread.get(job):
                     for do in self._held.pop(job, []):
                         do()
@@ -172,7 +172,7 @@ class SpanExchange:
 
         def make(values: list[float]) -> Sent:
             parts = tuple(tuple(values[i : i + width]) for i in range(0, len(values), width))
-            return Sent(job_id, step, parts, tokens)
+            return Sent(job_id, self._rank, step, parts, tokens)
 
         def tell() -> None:
             self._event_sender.tell_when(ToHost(torch.stack(passed.values)) if passed.parts else mark_on(self._boxes[job_id].device), make)
@@ -216,7 +216,7 @@ class SpanExchange:
         for slot, flat_P in enumerate(_flats(state)):
             self._boxes[job_id].write(job_id, slot, flat_P)
         self._unread[job_id] = set(span.peers)
-        published = Published(job_id, state.step, state.updates, state.skipped)
+        published = Published(job_id, self._rank, state.step, state.updates, state.skipped)
         self._event_sender.tell_when(mark_on(self._boxes[job_id].device), lambda _: published)
 
     def fetch(self, job_id: str, state: AdapterState) -> bool:
@@ -227,7 +227,7 @@ class SpanExchange:
             self._boxes[job_id].read(job_id, span.home, slot, flat_P)
         del self._published[job_id]
         state.step, state.updates, state.skipped = published.step, published.updates, published.skipped
-        self._event_sender.tell_when(mark_on(self._boxes[job_id].device), lambda _: Fetched(job_id))
+        self._event_sender.tell_when(mark_on(self._boxes[job_id].device), lambda _: Fetched(job_id, self._rank))
         return True
 
     @property

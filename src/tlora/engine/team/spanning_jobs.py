@@ -14,7 +14,7 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine import driver
-from tlora.engine.messages import Faulty, Mail, Meet, Note, Opened, Spread, Unfollow
+from tlora.engine.messages import Faulty, Meet, Note, Opened, Spread
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.planning.plan import PlannedJob
 from tlora.sharing.peers import Peers, Sharing
@@ -40,13 +40,10 @@ class Planned:
     planned: PlannedJob
 
 
-Together = Planned | Unfollow | Meet | Mail
-
-
 class SpanningJobs:
     """`exchange` is that of the rank's group."""
 
-    def __init__(self, rank_context: RankContext, tell: Callable[[Note | Opened], None]) -> None:
+    def __init__(self, rank_context: RankContext, tell: Callable[[Note | Faulty | Opened], None]) -> None:
         self._rank_context, self._tell = rank_context, tell
         self.exchange = SpanExchange(rank_context.number, {}, tell)
         self._spans: dict[str, ReplicaPlacement] = {}  # of the jobs that have their home here
@@ -60,19 +57,6 @@ class SpanningJobs:
         rank_context = self._rank_context
         self._store = self._store or FileStore(rank_context.store, rank_context.count)
         return Sharing(PrefixStore(about, self._store), rank_context.number, rank_context.count, timeout_seconds=_MEETING_SECONDS)
-
-    def obey(self, command: Together, group: driver.Driver) -> driver.Opened | None:
-        """Returns a job that has its home here, and can begin. Raises RankError."""
-        match command:
-            case Planned(follow, planned):
-                self.planned(follow, planned)
-            case Unfollow(name):
-                self.unfollow(name, group)
-            case Meet():
-                return self.meet(command, group)
-            case Mail(sender, note):
-                self.exchange.hear(sender, note)
-        return None
 
     # -- jobs at home --------------------------------------------------------------------------------------------------
 
@@ -133,14 +117,16 @@ class SpanningJobs:
         self._planned[name] = planned
         self._tell(Opened(name, planned.layout.numel, str(planned.data.train.directory)))
 
-    def unfollow(self, job_id: str, group: driver.Driver) -> None:
+    def unfollow(self, job_id: str, group: driver.Driver) -> bool:
+        """Let go of a part that is here. False where there is none."""
         if self._follows.pop(job_id, None) is None:
-            return
+            return False
         self._planned.pop(job_id, None)
         if job_id in group.group.runs:
             group.group.leave(job_id)
         self.exchange.flush()  # nothing that is said of it may come in a later life of it
         self.exchange.dissolve(job_id)
+        return True
 
     # -- together ------------------------------------------------------------------------------------------------------
 

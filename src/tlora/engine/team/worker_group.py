@@ -20,22 +20,16 @@ from tlora.engine.messages import (
     Command,
     Enter,
     Faulty,
-    Fetched,
     FromRank,
     Hello,
     Leave,
-    Mail,
     Meet,
     Opened,
-    Published,
-    Sent,
     SetPlan,
     Spread,
     Stop,
-    Unfollow,
-    addressees,
 )
-from tlora.engine.ranks.rank_group import Lost, RankGroup
+from tlora.engine.ranks.rank_group import RANK_OF_WORKER, Lost, RankGroup
 from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
@@ -43,20 +37,18 @@ from tlora.link.log import note
 from tlora.worker_protocol import Alive, JobEnd, Join, Joined, Left, Load, Loaded, Measured, Memory, Report, Stepped
 
 _LOOK_SECONDS = 1.0
-MEMBER = "tlora.engine.team.member"
 
 
 @dataclass
 class _Job:
-    """`opened` are the ranks that are ready for it, `numel` the elements of its adapter as its home has them; `met` when all were. With
-    `parting` it shall go on in one place.
+    """`opened` are the ranks that are ready for it, `numel` the elements of its adapter as its home has them. With `parting` it shall go
+    on in one place.
     """
 
     join: Join
     span: ReplicaPlacement
     opened: set[int] = field(default_factory=set[int])
     numel: int = 0
-    met: bool = False
     parting: bool = False
     leaving: bool = False
 
@@ -75,7 +67,7 @@ class WorkerGroup:
     ) -> None:
         """`heartbeat` gets what the rank is at that has been at it for the longest time. `expected` as of `Trainer`."""
         self._load, self._gpus, self._send, self._heartbeat, self._expected = load, gpus, send, heartbeat, expected
-        self._rank_group = RankGroup(len(gpus), member=MEMBER)
+        self._rank_group = RankGroup(len(gpus), program=RANK_OF_WORKER)
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._loaded: set[int] = set()
@@ -118,9 +110,7 @@ class WorkerGroup:
                     if not job.parting:  # else the command was sent already
                         self._rank_group.send(job.span.home, command)
             case SetPlan(budget):
-                each = replace(command, token_budget=max(1, budget // len(self._gpus)))
-                for rank in self._rank_group.living:
-                    self._rank_group.send(rank, each)
+                self._rank_group.send_all(replace(command, token_budget=max(1, budget // len(self._gpus))))
             case Stop():
                 self._stopping = True
                 self._rank_group.stop()
@@ -165,9 +155,6 @@ class WorkerGroup:
         match report:
             case Opened(name) if name in self._jobs and not self._stopping:
                 self._open(rank, self._jobs[name], report)
-            case Published(name) | Fetched(name) | Sent(name) if (job := self._jobs.get(name)) is not None and job.met:
-                for to in addressees(report, rank, job.span):
-                    self._rank_group.send(to, Mail(rank, report))
             case Faulty(name, reason) if (job := self._jobs.get(name)) is not None and job.span.peers:
                 if not (job.parting or self._stopping):
                     note(f"{name}: rank {rank} cannot compute its part ({reason}); the job goes on in one place")
@@ -186,17 +173,17 @@ class WorkerGroup:
             for peer in job.span.peers:
                 self._rank_group.send(peer, Spread(join, job.span))
         if job.opened == set(job.span.ranks) and not (job.leaving or job.parting):
-            job.met = True
+            self._rank_group.spans[job.join.job.name] = job.span
             self._meetings += 1
-            for each in self._rank_group.living:
-                self._rank_group.send(each, Meet(job.join.job.name, job.span, job.numel, self._meetings))
+            self._rank_group.send_all(Meet(job.join.job.name, job.span, job.numel, self._meetings))
 
     def _end(self, report: JobEnd) -> None:
         """The job has ended at its home, or gone; one that parts goes on there, all of it."""
         name = report.job_id
         job = self._jobs[name]
+        self._rank_group.spans.pop(name, None)
         for peer in job.span.peers:
-            self._rank_group.send(peer, Unfollow(name))
+            self._rank_group.send(peer, Leave(name))
         if isinstance(report, Left) and job.parting and not (job.leaving or self._stopping):
             self._jobs[name] = _Job(job.join, ReplicaPlacement(job.span.replicas, (job.span.home,)))
             self._rank_group.send(job.span.home, job.join)
