@@ -355,6 +355,7 @@ def test_a_sweep_and_its_page(trace: str, tmp_path: Path) -> None:
     assert "Gain against load" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_settings_at_their_bounds_are_simulated(trace: str) -> None:
     axes = "load=0.001:1000,kappa=0.001:1000"
     options = ("--delay", "1000", "--mtbf-hours", "0.1", "--seed", "9" * 15, "--out", "rows.csv")

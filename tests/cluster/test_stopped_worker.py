@@ -45,6 +45,7 @@ IN_EVERY_RUN, LAST = 7, 12  # it is stopped at each up to the last; beyond, a ru
 RENAMES = 22  # of a job of this length, and some more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [pytest.param(at, marks=[] if at == IN_EVERY_RUN else pytest.mark.soak) for at in range(1, RENAMES)])
 def test_a_worker_stopped_before_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))

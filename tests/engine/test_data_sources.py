@@ -176,6 +176,7 @@ def test_what_check_says_of_sources(data: Any, said: str, base: Path, tmp_path: 
     assert said in problem
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_start")  # the hub's clients read HF_ENDPOINT when they are imported
 def test_a_run_keeps_the_commit_of_a_hub_data_set(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [write_rows(tmp_path / f"{seed}.jsonl", 9, seed).read_text() for seed in range(3)]

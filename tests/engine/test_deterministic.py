@@ -86,6 +86,7 @@ def deltas(directory: Path) -> Tensor:
     return torch.cat([d.flatten() for d in found])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [16, pytest.param(50, marks=pytest.mark.soak)])
 def test_by_default_adapters_agree_after_many_steps(steps: int, wide_base: Path, tmp_path: Path) -> None:
     for number, count in enumerate((60, 30, 90)):

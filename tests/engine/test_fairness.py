@@ -78,6 +78,7 @@ def test_more_jobs_than_fit_wait_and_all_finish(base: Path, data: Path, tmp_path
     assert queued[0] == 5 and queued[-1] == 0
 
 
+@pytest.mark.slow
 def test_a_long_evaluation_stalls_nobody(base: Path, data: Path, tmp_path: Path, ticks: list[Tick]) -> None:
     write_rows(tmp_path / "much.jsonl", 300, 3, low=10, high=30)
     own = {"path": str(data / "a.jsonl"), "eval_path": str(tmp_path / "much.jsonl")}

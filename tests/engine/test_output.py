@@ -84,6 +84,7 @@ def test_ctrl_c_is_answered_and_says_how_to_resume(base: Path, data: Path, tmp_p
         durable.verify(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The signal goes to all processes, as that of a terminal does."""

@@ -41,6 +41,7 @@ def is_in_every_run(key: Key, rows: int, columns: int, first: bool, halves: bool
     return first == (columns == 256) and (key == INPUT_GRADIENT or halves == (columns == 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "rows", "columns", "first", "halves"), thinned(GEMM_TILES, is_in_every_run))
 def test_tiles_of_a_gemm_agree(key: Key, rows: int, columns: int, first: bool, halves: bool) -> None:
     assert fault(key, Tile(rows, columns, 32, 2, 4, halves=halves, first=first)) is None

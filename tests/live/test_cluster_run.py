@@ -64,6 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(base, directory, orders, directory / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["residual_capacity", pytest.param("fifo", marks=pytest.mark.soak)])
 def test_jobs_arrive_and_end_with_the_bytes_of_one_process(world: World, tmp_path: Path, policy: str) -> None:
     seen: list[RunProgress] = []
@@ -83,6 +84,7 @@ def test_jobs_arrive_and_end_with_the_bytes_of_one_process(world: World, tmp_pat
     assert read_object(tmp_path / "jobs" / "run.json")["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_job_of_two_gpus_has_both(world: World, tmp_path: Path) -> None:
     orders = [{**world.orders[0], "gpus": 2, "max_steps": 20}, world.orders[1], {**world.orders[2], "gpus": 3, "max_steps": 5}]
     whole = train(world.base, tmp_path / "whole", orders, deterministic=True)
@@ -139,6 +141,7 @@ class Cluster:
         return "".join(path.read_text() for path in sorted((self.out / "workers").glob("gpu*.log")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))])
 def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_path: Path, seed: int) -> None:
     cluster = Cluster(world, tmp_path)

@@ -12,6 +12,8 @@ from tests.tiny import FAMILIES, make_samples
 from tlora.job import LoraConfig, TrainConfig
 
 FUSED = {"phi3": ["qkv_proj", "gate_up_proj"]}
+LATER = [(pytest.mark.slow, ("llama-tied", "qwen2", "qwen3", "mistral")), (pytest.mark.soak, ("gemma3-capped",))]
+KEPT_FOR = {family: mark for mark, families in LATER for family in families}
 
 
 def family_jobs(family: str) -> list[Job]:
@@ -55,7 +57,7 @@ def check_family(family: str, dtype: torch.dtype) -> None:
         checks.check_l3(model, jobs, packing_seed=13, dtype=dtype)
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.soak) if f == "gemma3-capped" else f for f in FAMILIES])
+@pytest.mark.parametrize("family", [pytest.param(family, marks=KEPT_FOR.get(family, [])) for family in FAMILIES])
 def test_fp64_equals_peft_and_alone(family: str) -> None:
     """In every run gemma3's layers and gemma2's cap on the logits stand for both together."""
     with fp64_throughout():

@@ -168,6 +168,7 @@ def kill_and_compare(tmp_path: Path, kills: int) -> None:
         until(lambda: not any(is_running(child) for child in children))  # it leaves no process
 
 
+@pytest.mark.slow
 def test_workers_train_on_while_the_server_is_away_and_are_found_with_their_jobs(tmp_path: Path) -> None:
     directory = tmp_path / "server"
     directory.mkdir()

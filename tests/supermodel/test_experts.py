@@ -103,6 +103,7 @@ def test_without_deterministic_it_trains(family: str, device: str) -> None:
         print(f"{family} {device} {job_id}: relative difference {difference:.1e}, same bytes: {torch.equal(together[job_id], alone)}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @MARKS[0]
 @pytest.mark.parametrize("of_v", [32, pytest.param(64, marks=pytest.mark.slow)])

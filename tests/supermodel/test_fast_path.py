@@ -186,6 +186,7 @@ class Padding:
         return self.fast.run(batch, state)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("job_ids", ["bda", *(pytest.param(ids, marks=pytest.mark.soak) for ids in ("ab", "d"))])
 def test_a_pass_that_is_padded_for_a_graph_has_the_shape_that_was_predicted_and_its_bits(job_ids: str) -> None:
@@ -211,6 +212,7 @@ def test_a_pass_that_is_padded_for_a_graph_has_the_shape_that_was_predicted_and_
     assert all(torch.equal(found[0][job_id], found[1][job_id]) for job_id in job_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("family", "left_out"), [("llama", ["down_proj"]), ("gemma2", [])])
 def test_a_layer_that_runs_again_leaves_out_what_only_its_output_needs(
@@ -237,6 +239,7 @@ def test_a_layer_that_runs_again_leaves_out_what_only_its_output_needs(
     assert again == [name for name in ("q_proj", "o_proj", "gate_proj", "down_proj") if name not in left_out]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 def test_a_larger_micro_batch_recomputes_what_a_smaller_one_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout; no bit depends on it."""
@@ -412,6 +415,7 @@ def pair_of(job_id: str, seed: int) -> BatchRow:
     return BatchRow(job_id, ids, weights, 1.0, None, lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 def test_references_of_one_pass_are_each_jobs_own() -> None:
     """Of "a" and "b" adapters, over other linears and of other ranks; of "d" the base: alone as together in bits, as the reference path."""
@@ -468,6 +472,7 @@ def test_jobs_join_and_leave_without_another_compilation_and_train_as_by_the_ref
         assert error <= TRAINED[torch.float32], f"weight change of {job_id}: {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_deterministic_layers_are_compiled_as_for_one_length(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the compiler is told of T: Inductor chooses forms of reductions by it, and their bits would follow from the first batch."""

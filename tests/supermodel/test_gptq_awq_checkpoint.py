@@ -125,6 +125,7 @@ def test_values_are_those_that_were_packed(kind: str, plain: Path, tmp_path: Pat
     assert not check_unused(str(packed), load_config(str(packed)), "refuse")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gptq", "gptq-64-asymmetric", "awq-32"])
 def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(kind: str, plain: Path, tmp_path: Path) -> None:
     packed, values = pack(plain, tmp_path / "packed", KINDS[kind])

@@ -200,6 +200,7 @@ def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypa
         assert_same(ended(world.heard[spans[job.name].home if job.name in spans else 0], job.name), trained(job, sets[0]))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_taken_home_goes_on_from_its_last_step(sets: Sets) -> None:
     """As after the loss of a rank: the home lets it go, and computes all of it from there on."""
     jobs, spans = story()

@@ -34,6 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
         yield world
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path) -> None:
     told = Told()
     results = world.train(tmp_path / "out", 2, watcher=told.watcher)

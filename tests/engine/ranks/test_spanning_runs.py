@@ -63,6 +63,7 @@ def test_a_lost_rank_ends_no_job_that_spans(world: World, tmp_path: Path, seed: 
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_where_none_of_it_was(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas on ranks 0 and 1, of which the first is lost: rank 2, which has the least to do, takes all of it."""
     orders = [{**world.orders[2], "max_steps": 20}, {**world.orders[0], "max_steps": 150}, {**world.orders[3], "max_steps": 1}]
