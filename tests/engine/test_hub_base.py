@@ -18,6 +18,7 @@ from tests.data.small_hub import small_hub
 DEMO = Path(__file__).parents[2] / "demo" / "base"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_start")  # the hub's clients read HF_ENDPOINT when they are imported
 def test_one_process_downloads_for_two_ranks_and_says_how_far_it_is(tmp_path: Path) -> None:
     rows = [{"prompt": f"Say {n}.", "completion": f"{n} it is."} for n in range(4)]
