@@ -64,6 +64,7 @@ def test_without_its_means_in_order_of_arrival_it_is_backfill() -> None:
     assert max(len(span.job_ids) for span in ours.spans) == 1
 
 
+@pytest.mark.slow
 def test_each_means_is_used_and_mean_completion_is_shorter_than_backfills() -> None:
     ours, rigid, theirs = (
         math.fsum(job.finished_seconds - job.submitted_seconds for job in of_policy(name).jobs)

@@ -192,6 +192,7 @@ def compiled_anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_gradients_over_fp8_are_near_to_those_over_its_weights_and_alone_as_together(
     compiled_anew: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_values_are_bitsandbytes_own(kind: str, nested: bool, plain: Path, tmp_p
     assert (counted.num_bytes, counted.num_parameters) == (loaded.num_bytes, loaded.num_parameters)
 
 
+@pytest.mark.slow
 def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(plain: Path, tmp_path: Path) -> None:
     """And `generate` and `check` take it."""
     packed, values = pack(plain, tmp_path / "packed", bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
