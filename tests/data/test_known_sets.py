@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from chat_templates import CHATML
 
-from tlora.data import known_sets
+from tlora import file_identity
 from tlora.data import prepare as prepare_module
 from tlora.data.prepare import Prepared, prepare
 from tlora.data.request import PrepareRequest
@@ -24,7 +24,7 @@ DATA = {"path": ["a.jsonl", "b.txt"], "eval_path": "eval.jsonl", "chat_template"
 
 @pytest.fixture
 def place(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(known_sets, "_SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(file_identity, "_SETTLED_SECONDS", 0.0)
     for name, text in (("a", "Hello there!"), ("eval", "Is it so?")):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "completion": text}) + "\n" for i in range(9)))
     (tmp_path / "b.txt").write_text("Some text?\nMore of it.\n")
@@ -104,7 +104,7 @@ def test_other_settings_are_another_request(data: dict[str, Any], place: Path, s
 
 def test_files_that_were_just_written_are_not_recorded(place: Path, started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A change within the same tick of the clock would have the same times."""
-    monkeypatch.setattr(known_sets, "_SETTLED_SECONDS", 1e9)
+    monkeypatch.setattr(file_identity, "_SETTLED_SECONDS", 1e9)
     ask(place)
     ask(place)
     assert len(started) == 2 and not (place / "cache" / "known").exists()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, sha256, train
 from tests.tiny import make_model
+from tlora import file_identity
 from tlora.cache_directory import cache_dir
 from tlora.engine.generate import open_adapter
 from tlora.engine.watcher import RunProgress, Watcher
@@ -100,7 +101,7 @@ def test_the_files_are_those_that_transformers_loads(tmp_path: Path) -> None:
     assert weight_files(tmp_path) == [tmp_path / "pytorch_model.bin"] and quick_digest(tmp_path) is not None
 
 
-def test_a_file_is_hashed_once_and_again_when_it_has_changed(own_base: Path) -> None:
+def test_a_file_is_hashed_once_and_again_when_it_has_changed(own_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hashes() -> dict[str, str]:
         guard = BaseGuard("base", own_base, None)
         guard.start()
@@ -110,9 +111,13 @@ def test_a_file_is_hashed_once_and_again_when_it_has_changed(own_base: Path) -> 
         return guard.facts()["base_files"]["sha256"]
 
     place = cache_dir() / "weights"
-    before = set(place.iterdir()) if place.is_dir() else set()  # other tests' copies of the same base have entries of their own
+    monkeypatch.setattr(file_identity, "_SETTLED_SECONDS", 1e9)
+    inode = format((own_base / WEIGHTS).stat().st_ino, "x")
     first = hashes()
-    assert len(first[WEIGHTS]) == 64
+    assert not list(place.glob(f"*-{inode}-*")), "a change within the same tick would not be seen"
+    monkeypatch.setattr(file_identity, "_SETTLED_SECONDS", 0.0)
+    before = set(place.iterdir()) if place.is_dir() else set()  # other tests' copies of the same base have entries of their own
+    assert hashes() == first and len(first[WEIGHTS]) == 64
     cached = {path for path in set(place.iterdir()) - before if path.read_text().strip() == first[WEIGHTS]}
     (entry,) = cached
     entry.write_text("0" * 64)  # seen only by whom the cache answers

@@ -23,13 +23,14 @@ from tlora.data.dataset import FORMAT_VERSION, Writer, find_damage
 from tlora.data.encode import Encoder
 from tlora.data.encoded_blocks import EncodedBlock, Recipe, Task, encode_blocks, num_processes
 from tlora.data.formats import Format
-from tlora.data.known_sets import VERSIONS, identity_of
+from tlora.data.known_sets import VERSIONS, named
 from tlora.data.report import DataReport
 from tlora.data.request import DataLimits
 from tlora.data.rows import BLOCK_BYTES, BLOCK_ROWS, Row, no_rows, read_blocks, rows_of
 from tlora.data.sources import Source
 from tlora.data_directory import data_suffix
 from tlora.errors import DataError
+from tlora.file_identity import identity_of
 from tlora.job import Rows
 from tlora.processes import LostProcessError
 from tlora.version import __version__
@@ -190,7 +191,7 @@ def _identity(order: Order, final: Path) -> object:
     skipped by their number.
     """
     made_by = [__version__, FORMAT_VERSION, BLOCK_ROWS, BLOCK_BYTES, [version(name) for name in (*VERSIONS, "pyarrow")]]
-    return [final.name, made_by, [[str(file), *identity_of(file)] for file in order.files]]
+    return [final.name, made_by, [[str(file), *named(file, identity_of(file.stat()))] for file in order.files]]
 
 
 @dataclass

@@ -26,6 +26,7 @@ from tlora import durable
 from tlora.data.order import Epoch
 from tlora.data.scratch import PROGRESS, Scratch, private_directory
 from tlora.errors import DataError
+from tlora.file_identity import FileIdentity, identity_of
 
 FORMAT_VERSION = 5  # part of every cache key: raise it when the same input gives other tokens, weights or files
 SAVE_SECONDS = 0.25  # of work are lost at most when a process ends
@@ -34,7 +35,7 @@ _KEPT_PARTS = ("tokens.bin", "weights.bin")
 _PARTS = (*_KEPT_PARTS, *_ROW_PARTS)
 _READ_AT_ONCE = 1 << 20  # numbers
 _Number = TypeVar("_Number", np.int32, np.float32)
-_arrays: WeakValueDictionary[tuple[int, int, int], Any] = WeakValueDictionary()  # by device, inode and time of the file
+_arrays: WeakValueDictionary[FileIdentity, Any] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,7 @@ def _changed(path: Path, what: str) -> DataError:
 def _shared(path: Path, read: Callable[[Path], Any]) -> Any:
     """One open file or array for all readers: a sweep may have hundreds of jobs on one set."""
     try:
-        status = path.stat()
-        key = (status.st_dev, status.st_ino, status.st_mtime_ns)
+        key = identity_of(path.stat())
         shared = _arrays.get(key)
         if shared is None:
             shared = _arrays[key] = read(path)

@@ -1,15 +1,13 @@
 """Records which tokenized sets belong to a request, keyed by the identity of its input files: with a warm cache no process has to load a
 tokenizer, and no data file has to be hashed.
 
-A file's identity is its inode, size and times. A record whose files are younger than a clock's tick is not made: a change within the
-same tick could not be seen. Hub data sets and splits of directories are not recorded; the worker finds their files.
+No record is made of files that are not settled. Hub data sets and splits of directories are not recorded; the worker finds their files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -20,10 +18,10 @@ from tlora.data.dataset import FORMAT_VERSION, find_damage
 from tlora.data.request import PrepareRequest
 from tlora.data.sources import has_layout, is_on_hub, list_files
 from tlora.errors import DataError
+from tlora.file_identity import FileIdentity, identity_of
 from tlora.json_file import read_object
 from tlora.version import __version__
 
-_SETTLED_SECONDS = 2.0  # the coarsest times of a file system (FAT)
 VERSIONS = ("transformers", "tokenizers", "jinja2")  # of the libraries that make tokens from rows
 
 Sets = tuple[Path, Path | None]
@@ -59,12 +57,14 @@ class _UnrecordedError(Exception):
 
 def _record(request: PrepareRequest) -> Path:
     data = request.data
-    identities = [identity_of(file) for file in _files(request)]
-    if time.time() - max(max(changed, modified) for *_, changed, modified in identities) / 1e9 < _SETTLED_SECONDS:
+    files = list(_files(request))
+    identities = [identity_of(file.stat()) for file in files]
+    if not all(identity.is_settled for identity in identities):
         raise _UnrecordedError
+    content = [named(file, identity) for file, identity in zip(files, identities, strict=True)]
     settings = [data.format, data.max_length, data.train_on, data.on_bad_rows, data.chat_template_kwargs, request.rows, request.vocab_size]
     numbers = [[len(list_files(request.base_dir / source.path)) for source in part] for part in (data.sources, data.eval_sources)]
-    facts = [__version__, FORMAT_VERSION, [version(name) for name in VERSIONS], settings, numbers, identities]
+    facts = [__version__, FORMAT_VERSION, [version(name) for name in VERSIONS], settings, numbers, content]
     return request.cache_dir / "known" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
 
 
@@ -82,7 +82,6 @@ def _files(request: PrepareRequest) -> Iterator[Path]:
     yield from sorted(path for path in tokenizer.rglob("*") if path.is_file())
 
 
-def identity_of(file: Path) -> tuple[str, str, int, int, int, int, int]:
-    """A key that changes with every change of the file."""
-    status = file.stat()
-    return file.name, file.suffix.lower(), status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns, status.st_mtime_ns
+def named(file: Path, identity: FileIdentity) -> tuple[str | int, ...]:
+    """With the name, which tells the format."""
+    return file.name, file.suffix.lower(), *identity

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 
 from tlora.errors import ConfigError, DataError
+from tlora.file_identity import FileIdentity, identity_of
 from tlora.jobs_file.spelling import suggest
 from tlora.protocol import BaseAdded
 from tlora.scheduler.policies import POLICIES
@@ -151,13 +152,12 @@ def _logged_bases(scenario: Scenario) -> dict[str, int]:
     if scenario.trace in SHIPPED:
         return {}
     path = find_trace(scenario.trace)[1]
-    status = path.stat()
-    return _bases_in(str(path), status.st_mtime_ns, status.st_size)
+    return _bases_in(str(path), identity_of(path.stat()))
 
 
 @functools.lru_cache(maxsize=8)
-def _bases_in(path: str, _changed: int, _size: int) -> dict[str, int]:
-    """By the file's time and size: it is read once for all the policies of a command."""
+def _bases_in(path: str, _: FileIdentity) -> dict[str, int]:
+    """The file is read once for all the policies of a command."""
     if not is_event_log(path):
         return {}
     return {item.base_model: item.base_bytes for _, item in read_event_log(path) if isinstance(item, BaseAdded) and item.base_bytes > 0}

@@ -19,6 +19,7 @@ from typing import Any
 from tlora import durable
 from tlora.cache_directory import cache_dir
 from tlora.errors import ModelError
+from tlora.file_identity import FileIdentity, identity_of
 
 BASE_FILE = "base.json"  # in each job's directory: what `run.json` has of the base and how it computes (run_recovery.py)
 _BLOCK_BYTES = 4096
@@ -27,8 +28,6 @@ _LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors itself
 _PIECE_BYTES = 4 << 20  # per call: hashing and reading release Python's lock, and each call takes it once more
 _NICE = 19  # the lowest: training has priority on every core
 _NO_FUNCTION = ("transformers_version", "_name_or_path")  # of config.json: entries that do not change what the model computes
-
-Identity = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,12 @@ def _blocks(file: int, size: int, most: int) -> Iterator[tuple[int, int]]:
     yield from ((offset, _BLOCK_BYTES) for offset in middles[::step])
 
 
-def _identity(file: os.stat_result) -> Identity:
-    return file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns
+def _cache_file(identity: FileIdentity) -> Path:
+    device, inode, size, changed, modified = identity
+    return cache_dir() / "weights" / "-".join(format(number, "x") for number in (device, inode, size, modified, changed))
 
 
-def _cache_file(identity: Identity) -> Path:
-    return cache_dir() / "weights" / "-".join(format(number, "x") for number in identity)
-
-
-def _known_sha256(identity: Identity) -> str | None:
+def _known_sha256(identity: FileIdentity) -> str | None:
     try:
         text = _cache_file(identity).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -116,7 +112,9 @@ def _known_sha256(identity: Identity) -> str | None:
     return text if len(text) == 64 else None
 
 
-def _keep_sha256(identity: Identity, sha256: str) -> None:
+def _keep_sha256(identity: FileIdentity, sha256: str) -> None:
+    if not identity.is_settled:
+        return
     with contextlib.suppress(OSError):  # it is only read once more then
         durable.make_directory(_cache_file(identity).parent)
         durable.write_file(_cache_file(identity), sha256 + "\n")
@@ -132,7 +130,7 @@ class BaseGuard:
     def __init__(self, base_model: str, directory: Path, earlier: Fingerprint | None) -> None:
         """`directory` holds the base's files. Raises ModelError at once where a quick digest, or a hash already in the cache, differs."""
         self._base_model, self._directory, self._earlier = base_model, directory, earlier
-        self._identities: dict[Path, Identity] = {}
+        self._identities: dict[Path, FileIdentity] = {}
         self._quick: str | None = None
         self._sha256: dict[str, str] = {}
         self._problem: str | None = None
@@ -146,7 +144,7 @@ class BaseGuard:
     def _look(self) -> None:
         """Quick digest and identities of the files, if they are there."""
         try:
-            self._identities = {file: _identity(file.stat()) for file in weight_files(self._directory)}
+            self._identities = {file: identity_of(file.stat()) for file in weight_files(self._directory)}
             self._quick = quick = quick_digest(self._directory)
         except OSError:  # loading says which file cannot be read
             self._identities, self._quick = {}, None
@@ -210,7 +208,7 @@ class BaseGuard:
                 self._problem = str(error)
         self._done.set()
 
-    def _hash(self, file: Path, identity: Identity) -> str | None:
+    def _hash(self, file: Path, identity: FileIdentity) -> str | None:
         """None if interrupted by `stop`. Raises OSError for a file that has changed since launch."""
         known = _known_sha256(identity)
         if known is not None:
@@ -221,7 +219,7 @@ class BaseGuard:
                 if self._stop.is_set():
                     return None
                 digest.update(piece[:size])
-            if _identity(os.fstat(opened.fileno())) != identity:
+            if identity_of(os.fstat(opened.fileno())) != identity:
                 raise OSError(f"{file.name} was replaced after the launch")
         _keep_sha256(identity, digest.hexdigest())
         return digest.hexdigest()
