@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from tlora.cli.terminal import open_table, printable, shows_live
-from tlora.engine.watcher import JobProgress, RunProgress, Watcher
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
+from tlora.progress.view import ENDED, JobProgress, RunProgress
 from tlora.wording.numbers import MANY_JOBS, count_text, duration_text, loss_text, names_text, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job
@@ -27,8 +28,7 @@ STYLES = {
     "stopped": "yellow",
 }  # others are dim
 _AROUND_ROWS = 7  # lines of the live table without a job: heading, rules, total, the line below, the cursor
-_ENDED = ("done", "failed", "stopped")
-_URGENCY = {"training": 0, "evaluating": 0, "saving": 0, "failed": 1, "stopped": 2, "preparing": 3, "queued": 4, "done": 5}
+_URGENCY = {"training": 0, "evaluating": 0, "saving": 0, "failed": 1, "stopped": 2, "preparing": 3, "queued": 4, "paused": 4, "done": 5}
 
 
 @contextmanager
@@ -96,7 +96,7 @@ class PlainView:
             self._summarise(state, now)
             return
         for job in state.jobs:
-            if job.status in _ENDED:
+            if job.has_ended:
                 if job.name not in self._ended:
                     self._ended.add(job.name)
                     self.note(plain_line(state.seconds, job))
@@ -124,7 +124,7 @@ class PlainView:
 
     def _summarise(self, state: RunProgress, now: float) -> None:
         self._many = self._many or frozenset(job.name for job in state.jobs)
-        ended = all(job.status in _ENDED for job in state.jobs)
+        ended = all(job.has_ended for job in state.jobs)
         begun = any(job.step for job in state.jobs)
         if (begun and now - self._all_at >= LINE_SECONDS) or (ended and not self._ended):
             self._all_at = now
@@ -151,7 +151,7 @@ def plain_line(seconds: float, job: JobProgress) -> str:
     parts = [f"{job.name}: {job.status}{where}", f"step {job.step}/{job.total_steps}"]
     parts += [f"train loss {loss_text(job.loss)}"] if job.loss is not None else []
     parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
-    if job.status in _ENDED:
+    if job.has_ended:
         parts += [f"{count_text(job.num_tokens)} tokens"]  # the reason of a failure is printed as a note and with the results
     else:
         parts += [f"{count_text(job.tokens_per_second)} tokens/s", f"share {job.share:.0%}"]
@@ -230,6 +230,6 @@ def _steps(jobs: Sequence[JobProgress]) -> str:
 
 def _eta(jobs: Sequence[JobProgress]) -> str:
     """The run ends with its last job; empty while the end of one job is unknown."""
-    etas = [job.eta_seconds for job in jobs if job.status not in (*_ENDED, "saving")]
+    etas = [job.eta_seconds for job in jobs if job.status not in (*ENDED, "saving")]
     known = [eta for eta in etas if eta is not None]
     return clock_text(max(known)) if known and len(known) == len(etas) else ""

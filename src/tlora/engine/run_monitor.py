@@ -15,9 +15,10 @@ from typing import Any
 from tlora.batching.pack import MicroBatch
 from tlora.data.prepare import PrepareProgress
 from tlora.engine.driver import Driver
-from tlora.engine.watcher import JobProgress, JobStatus, RunProgress, Watcher
+from tlora.engine.watcher import Watcher
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Report
+from tlora.progress.view import JobProgress, JobStatus, ProgressView, RunProgress
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter, finite_mean
 
@@ -91,20 +92,10 @@ class TokenCounts:
 _SHOW_SECONDS, _ROW_SECONDS, _WINDOW_SECONDS = 0.25, 1.0, 10.0
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """The time of a look, and tokens per second of each job over the window before it."""
-
-    seconds: float
-    rates: Mapping[str, float]
-
-    @property
-    def rate(self) -> float:
-        return sum(self.rates.values())
-
-
 class RunMonitor:
-    """Listens for token counts, and keeps a short history of them and of steps; all else is read from the driver when it looks."""
+    """Listens for token counts, and keeps a short history of them and of steps; all else is read from the driver when it looks, and
+    shown in a `ProgressView`.
+    """
 
     def __init__(
         self,
@@ -118,7 +109,8 @@ class RunMonitor:
         """`ranks`: of the adapters, by job. `started`: the run's beginning on the monotonic clock (default: now, or where an earlier run
         of `directory` stopped). `write_row` takes the rows of `run.jsonl` (default: that file in `directory`).
         """
-        self._watcher, self._names, self._ranks = watcher, list(ranks), ranks
+        self._watcher, self._ranks = watcher, ranks
+        self._view = ProgressView(JobProgress(name, "preparing", rank) for name, rank in ranks.items())
         self.resume = resume
         self.ended: Mapping[str, JobResult] = {}
         """Jobs that an earlier run has ended: nothing is done with them."""
@@ -138,9 +130,9 @@ class RunMonitor:
         self._watcher.note(line)
 
     def stage(self, stage: str) -> None:
-        ended, ranks = self.ended, self._ranks
-        jobs = tuple(row_of(ended[name]) if name in ended else JobProgress(name, "preparing", ranks[name]) for name in self._names)
-        self._watcher.progress(RunProgress(self.seconds(), jobs, stage=stage))
+        for result in self.ended.values():
+            self._view.show(row_of(result))
+        self._watcher.progress(self._view.progress(self.seconds(), stage))
 
     def preparing(self, progress: PrepareProgress) -> None:
         self.stage(f"tokenizing {progress.key}: {progress.rows:,} rows, {progress.share:.0%}")
@@ -185,11 +177,13 @@ class RunMonitor:
 
     def _progress(self, driver: Driver, waiting: Sequence[str], now: float) -> RunProgress:
         then, before = self._history[0]
-        moment = _Moment(now, {n: (t - before.get(n, 0)) / max(now - then, 1e-9) for n, t in self._traffic.tokens.items()})
-        jobs = tuple(self._job(name, driver, waiting, moment) for name in self._names)
-        return RunProgress(now, jobs, moment.rate, self._traffic.full.padding or 0.0)
+        rates = {n: (t - before.get(n, 0)) / max(now - then, 1e-9) for n, t in self._traffic.tokens.items()}
+        for name in self._ranks:
+            self._view.show(self._row(name, driver, waiting, now, rates.get(name, 0.0)))
+        self._view.measure(0, sum(rates.values()), self._traffic.full.padding or 0.0)
+        return self._view.progress(now)
 
-    def _job(self, name: str, driver: Driver, waiting: Sequence[str], moment: _Moment) -> JobProgress:
+    def _row(self, name: str, driver: Driver, waiting: Sequence[str], now: float, rate: float) -> JobProgress:
         result, run = driver.records.results.get(name), self._runs.get(name)
         if name in self.ended:
             return row_of(self.ended[name])
@@ -198,12 +192,12 @@ class RunMonitor:
             return JobProgress(name, status, self._ranks[name], reason=result.reason if result else "")
         p = run.progress
         step0, then = self._first_step[name]
-        pace = (moment.seconds - then) / (p.step - step0) if p.step > step0 else None
-        running, rate = name in driver.group.runs, moment.rates.get(name, 0.0)
-        now: JobStatus = "saving" if name in driver.records.ending else "evaluating" if run.evaluating else "training"
+        pace = (now - then) / (p.step - step0) if p.step > step0 else None
+        running = name in driver.group.runs
+        status = "saving" if name in driver.records.ending else "evaluating" if run.evaluating else "training"
         return JobProgress(
             name=name,
-            status=result.status if result else now,
+            status=result.status if result else status,
             rank=run.spec.r,
             step=p.step,
             total_steps=run.total_steps,
@@ -211,7 +205,6 @@ class RunMonitor:
             eval_loss=p.eval_last,
             num_tokens=p.num_tokens,
             tokens_per_second=rate if running else 0.0,
-            share=rate / moment.rate if running and moment.rate else 0.0,
             eta_seconds=pace * (run.total_steps - p.step) if running and pace else None,
             reason=result.reason if result else "",
         )

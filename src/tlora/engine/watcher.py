@@ -1,4 +1,4 @@
-"""The progress of a run as plain values, which the engine makes and a watcher displays. No torch here."""
+"""What receives the progress of a run and its notable lines, to display them. No torch here."""
 
 from __future__ import annotations
 
@@ -6,56 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from tlora.errors import TloraError
 from tlora.job import JobSpec
-
-JobStatus = Literal["preparing", "queued", "training", "evaluating", "saving", "done", "stopped", "failed"]
-
+from tlora.progress.view import JobProgress, RunProgress
 
 Shown = TypeVar("Shown")
-
-
-@dataclass(frozen=True)
-class JobProgress:
-    """One job's row. Losses are means per trained token, `loss` over the last ten steps as in `JobResult`; `share` is this job's part of
-    the last seconds' tokens.
-    """
-
-    name: str
-    status: JobStatus
-    rank: int
-    step: int = 0
-    total_steps: int = 0
-    loss: float | None = None
-    eval_loss: float | None = None
-    num_tokens: int = 0
-    tokens_per_second: float = 0.0
-    share: float = 0.0
-    eta_seconds: float | None = None
-    reason: str = ""  # why it failed or stopped
-    gpu: int | None = None  # where it is, of a run on several GPUs
-    parts_on: tuple[int, ...] = ()  # other GPUs that compute some of its replicas
-
-    @property
-    def gpus_text(self) -> str:
-        """All of them, with commas; "" on a single one."""
-        return "" if self.gpu is None else ",".join(map(str, (self.gpu, *self.parts_on)))
-
-
-@dataclass(frozen=True)
-class RunProgress:
-    """The whole run. `padding` is padded over computed tokens since the start, tails (`traffic.py`) left out; `stage` says what happens
-    before training.
-    """
-
-    seconds: float
-    jobs: tuple[JobProgress, ...]
-    tokens_per_second: float = 0.0
-    padding: float = 0.0
-    stage: str = ""
 
 
 class Watcher:

@@ -30,14 +30,16 @@ from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_opening import refuse
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.results import Results, all_results, swept
-from tlora.engine.watcher import JobProgress, RunProgress, Watcher
+from tlora.engine.run_monitor import row_of
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
-from tlora.live.progress_view import ProgressView
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.planning.memory import count_base, memory_limit
 from tlora.planning.plan import gib
+from tlora.progress.cluster import ClusterProgress
+from tlora.progress.view import JobProgress, ProgressView, logged_values
 from tlora.protocol import (
     Action,
     BaseAdded,
@@ -47,8 +49,10 @@ from tlora.protocol import (
     JobRequest,
     JobSubmitted,
     RejectJob,
+    StepsDone,
     Tick,
 )
+from tlora.report.rows import read_rows
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
@@ -81,6 +85,7 @@ def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: It
 
 _BASE = "base"  # the base's name in all groups
 _SHOW_SECONDS, _TICK_SECONDS = 0.25, 10.0
+_TAIL_BYTES = 16384  # of metrics.jsonl: holds the rows of its last steps, with the metrics of pairs
 
 
 def train_on_cluster(
@@ -133,6 +138,7 @@ class _Run:
         self._run, self._out, self._places, self._policy = run, out, places, policy
         self._watcher, self._began, self._shown = watcher, began, 0.0
         self._ended: dict[str, JobResult] = {}
+        self._cluster = ClusterProgress(ProgressView(JobProgress(job.name, "preparing", job.r) for job in run.jobs))
         self._faults: set[str] = set()
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
@@ -140,8 +146,11 @@ class _Run:
         ends = earlier_ends(self._run.jobs, Path(self._run.output_dir))
         earlier = {name: end.result for name, end in ends.items()}
         self._ended |= earlier
+        for result in earlier.values():
+            self._cluster.view.show(row_of(result))
         profiled = self._profile()
-        self._progress_view = ProgressView(self._run, {name: job.profile for name, job in profiled.items()}, earlier)
+        for name, job in profiled.items():
+            self._cluster.view.advance(name, total_steps=job.profile.steps)
         self._note_speeds()
         cost = live_cost_model({_BASE: self._base.num_bytes})
         cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
@@ -198,13 +207,12 @@ class _Run:
 
     def _profile(self) -> dict[str, ProfiledJob]:
         """Profile the jobs that are to be trained; the others are done or have failed."""
-        rows = tuple(JobProgress(job.name, "preparing", job.r) for job in self._run.jobs)
         open_jobs = [job for job in self._run.jobs if job.name not in self._ended]
         if not open_jobs:
             return {}
         profiles = profile_jobs(
             self._run.model_copy(update={"jobs": open_jobs}),
-            lambda p: self._watcher.progress(RunProgress(self._seconds, rows, stage=f"tokenizing {p.key}: {p.rows:,} rows")),
+            lambda p: self._show(f"tokenizing {p.key}: {p.rows:,} rows"),
         )
         for spec in open_jobs:
             problem = profiles[spec.name]
@@ -245,13 +253,19 @@ class _Run:
         return time.monotonic() - self._began
 
     def _see(self, item: Event | Action) -> None:
-        self._progress_view.see(item)
+        if isinstance(item, StepsDone | JobFinished):
+            rows = read_rows(Path(self._run.output_dir) / item.job_id / "metrics.jsonl", _TAIL_BYTES)
+            self._cluster.view.advance(item.job_id, **logged_values(rows))
+        self._cluster.see(item)
         if isinstance(item, JobFailed | RejectJob):
             self._fail(next(spec for spec in self._run.jobs if spec.name == item.job_id), item.reason)
         now = time.monotonic()
         if now - self._shown >= _SHOW_SECONDS or isinstance(item, JobFailed | JobFinished | RejectJob):
             self._shown = now
-            self._watcher.progress(self._progress_view.progress(self._seconds))
+            self._show()
+
+    def _show(self, stage: str = "") -> None:
+        self._watcher.progress(self._cluster.view.progress(self._seconds, stage))
 
     def _see_fault(self, reason: str) -> None:
         """Note each fault once: the policy is asked again at the next event, and may fail in the same way."""
@@ -269,7 +283,7 @@ class _Run:
         return describe_interrupt(number, backend.unfinished)
 
     def _finish(self, received: Sequence[int], guard: BaseGuard) -> Results:
-        self._watcher.progress(self._progress_view.progress(self._seconds))
+        self._show()
         results = all_results(self._run, self._ended, received, self._watcher.note)
         try:
             self._record(results.status, guard)

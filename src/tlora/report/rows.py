@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,18 @@ def read_json(path: Path) -> JsonObject:
         return {}
 
 
-def read_rows(path: Path) -> list[JsonObject]:
-    """The objects of a JSON-lines file, in order; lines that are not an object (the last one, if half written) are skipped."""
+def read_rows(path: Path, most_bytes: int | None = None) -> list[JsonObject]:
+    """The objects of a JSON-lines file, in order; lines that are not an object (the last one, if half written) are skipped. With
+    `most_bytes`, those of its end.
+    """
     rows: list[JsonObject] = []
     try:
         with path.open("rb") as lines:
+            if most_bytes is not None and lines.seek(0, os.SEEK_END) > most_bytes:
+                lines.seek(-most_bytes, os.SEEK_END)
+                lines.readline()
+            else:
+                lines.seek(0)
             for line in lines:
                 try:
                     value = json.loads(line)

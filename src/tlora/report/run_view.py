@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tlora.errors import ConfigError
+from tlora.progress.view import logged_values
 from tlora.report.rows import JsonObject, column, merge_gpus, number, read_json, read_rows
-from tlora.wording.losses import recent_loss
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_s
     losses, eval_losses = column(train, "loss"), column(evals, "eval_loss")
     finite = [index for index, loss in enumerate(eval_losses) if math.isfinite(loss)]
     best = min(finite, key=eval_losses.__getitem__) if finite else None
-    last = train[-1] if train else {}
+    last, logged = train[-1] if train else {}, logged_values(rows)
     times = [second for second in column(rows, "seconds") if math.isfinite(second)]
     sweep_of = result.get("sweep_of") or spec.get("sweep_of")
     settings = result.get("settings")
@@ -154,12 +154,12 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_s
         steps=_whole(result.get("steps"), last.get("step")) or 0,
         total_steps=_whole(result.get("total_steps"), None),
         train_loss_first=_first_number(result, "train_loss_first", losses[:1]),
-        train_loss=_first_number(result, "train_loss", [] if (recent := recent_loss(train)) is None else [recent]),
+        train_loss=_first_number(result, "train_loss", [logged["loss"]] if "loss" in logged else []),
         eval_loss_first=_first_number(result, "eval_loss_first", eval_losses[:1]),
-        eval_loss=_first_number(result, "eval_loss", eval_losses[-1:]),
+        eval_loss=_first_number(result, "eval_loss", [logged["eval_loss"]] if "eval_loss" in logged else []),
         eval_loss_best=_first_number(result, "eval_loss_best", [] if best is None else [eval_losses[best]]),
         best_step=_whole(result.get("best_step"), None if best is None else evals[best].get("step")),
-        num_tokens=_whole(result.get("num_tokens"), last.get("num_tokens")) or 0,
+        num_tokens=_whole(result.get("num_tokens"), logged.get("num_tokens")) or 0,
         seconds=_first_number(result, "seconds", [max(times) - min(times)] if times else []),
         sweep_of=str(sweep_of) if sweep_of else None,
         settings=settings if isinstance(settings, dict) else _swept_settings(spec, specs.values()),

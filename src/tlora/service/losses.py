@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from tlora.report.rows import read_rows
 from tlora.wording.losses import recent_loss
 
 Points = tuple[tuple[float, float], ...]
@@ -52,27 +52,10 @@ class Losses:
 
 def read_losses(path: Path, most_bytes: int, most_points: int) -> Losses:
     """From the last `most_bytes` of a `metrics.jsonl`; none without one."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most_bytes))
-            content = file.read(most_bytes)
-    except OSError:
-        return Losses()
-    lines = content.split(b"\n")
-    rows = [_row(line) for line in (lines if size <= most_bytes else lines[1:])]
+    rows = read_rows(path, most_bytes)
     train, evaluation = _points(rows, "loss"), _points(rows, "eval_loss")
     rates = [float(rate) for row in rows if isinstance(rate := row.get("tokens_per_second"), int | float)]
     return Losses(_thinned(train, most_points), _thinned(evaluation, most_points), recent_loss(rows), rates[-1] if rates else None)
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """Empty for a torn line."""
-    try:
-        found: object = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str) -> Points:

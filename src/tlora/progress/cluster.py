@@ -1,0 +1,90 @@
+"""A cluster's events and actions as changes of the view of its jobs: read by `tlora cluster` and by the server."""
+
+from __future__ import annotations
+
+from tlora.progress.view import Change, ProgressView
+from tlora.protocol import (
+    Action,
+    ChangeGroup,
+    Event,
+    GroupFound,
+    GroupLost,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobRequest,
+    JobSubmitted,
+    RejectJob,
+    StartGroup,
+    StepsDone,
+    StopGroup,
+)
+
+
+class ClusterProgress:
+    """`view` has the jobs, `groups` those that run, by id."""
+
+    def __init__(self, view: ProgressView) -> None:
+        self.view = view
+        self.groups: dict[str, JobGroup] = {}
+        self._group_of: dict[str, str] = {}
+        self._tokens_per_step: dict[str, float] = {}
+
+    def see(self, item: Event | Action) -> list[Change]:
+        """What has happened or was decided. Returns the rows that were set."""
+        self._fold(item)
+        return self.view.take_changes()
+
+    def forget(self, name: str) -> None:
+        """It has ended, and nobody asks for it any more. It may be in a group until that is changed."""
+        self.view.forget(name)
+        self._tokens_per_step.pop(name, None)
+
+    def _fold(self, item: Event | Action) -> None:
+        view = self.view
+        match item:
+            case JobSubmitted(name):
+                self._tokens_per_step[name] = item.profile.tokens_per_step
+                view.queue(name, total_steps=item.profile.steps)
+            case JobRequest(name, "hold"):
+                view.hold(name)
+            case JobRequest(name, "release"):
+                view.release(name)
+            case GroupFound(group, submitted, steps):
+                for job in submitted:
+                    self._fold(job)
+                self._place(group)
+                done = dict(zip(group.job_ids, steps, strict=False))
+                for name in group.job_ids:
+                    view.advance(name, status="training", step=done.get(name, 0))
+            case StartGroup(group) | ChangeGroup(group):
+                self._place(group)
+            case StopGroup(group_id) | GroupLost(group_id):
+                self._leave(group_id, frozenset())
+                self.groups.pop(group_id, None)
+            case StepsDone(name, _, steps, step_seconds) if name in view.rows:
+                rate = self._tokens_per_step.get(name, 0.0) / step_seconds if step_seconds > 0 else 0.0
+                eta = max(0, view.rows[name].total_steps - int(steps)) * step_seconds
+                view.advance(name, status="training", step=int(steps), tokens_per_second=rate, eta_seconds=eta or None)
+            case JobFinished(name) if name in view.rows:
+                view.end(name, "done", step=view.rows[name].total_steps)
+            case JobFailed(name, reason) | RejectJob(name, reason):
+                view.end(name, "failed", reason=reason)
+            case JobRequest(name, "cancel"):
+                view.end(name, "stopped")
+            case _:
+                pass
+
+    def _place(self, group: JobGroup) -> None:
+        self._leave(group.group_id, frozenset(group.job_ids))
+        self.groups[group.group_id] = group
+        for name in group.job_ids:
+            self._group_of[name] = group.group_id
+            self.view.place(name, group.gpus)
+
+    def _leave(self, group_id: str, stay: frozenset[str]) -> None:
+        """Those that do not stay leave the group, unless they are in another one already."""
+        for name in self.groups[group_id].job_ids if group_id in self.groups else ():
+            if name not in stay and self._group_of.get(name) == group_id:
+                del self._group_of[name]
+                self.view.leave(name)
