@@ -19,8 +19,7 @@ from tlora.data.request import PrepareRequest
 from tlora.engine import driver
 from tlora.engine import trainer as trainer_room
 from tlora.engine.messages import Command, Leave, SetPlan, Stop
-from tlora.engine.step_timer import StepTimer
-from tlora.engine.trainer import Trainer
+from tlora.engine.trainer import StepTimer, Trainer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.planning.job_plan import PlannedJob

@@ -1,6 +1,6 @@
 """What is told to the processes that train, and what these report: one frozen value a message.
 
-A rank trains jobs on one GPU. It is led by `ranks/coordinator.py`, which owns a run of `tlora train`, or by `team/worker_group.py`, which
+A rank trains jobs on one GPU. It is led by `ranks/coordinator.py`, which owns a run of `tlora train`, or by `ranks/worker_group.py`, which
 stands in for the trainer of a worker with several GPUs. Its commands are those of a worker with one GPU, and its reports those of
 `worker_protocol.py`, beside what is said here. All ranks are processes of one host and of one version.
 """

@@ -1,7 +1,7 @@
 """What a worker does with its GPU: loads a base once and trains the jobs that its commands add and remove.
 
 Commands come through a queue (`messages.py`), reports go to a function (`worker_protocol.py`); which jobs train together is decided
-elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `team/spanning_jobs.py` has what it
+elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `ranks/spanning_jobs.py` has what it
 shares with the others. A job joins and leaves between two micro-batches; its data and state are prepared, and files written, while the
 others train.
 """
@@ -25,8 +25,7 @@ from tlora.engine.calibration import device_name, find_deadly, key_of, recall
 from tlora.engine.driver import Driver, FilesWritten, Opened, RunPaths
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Fetched, Leave, Meet, Note, Published, Sent, SetPlan, Spread
-from tlora.engine.step_timer import StepTimer
-from tlora.engine.team.spanning_jobs import Planned, RankContext, SpanningJobs
+from tlora.engine.ranks.spanning_jobs import Planned, RankContext, SpanningJobs
 from tlora.engine.worker_base import WorkerMemory, load_base
 from tlora.errors import DataError
 from tlora.group.isolation import Failure, try_call
@@ -381,3 +380,26 @@ def _last_report(result: JobResult) -> Report:
         return Failed(result.name, result.reason)
     checkpoint = Path(result.path) / f"checkpoint-{result.steps}"
     return Left(result.name, result.steps, str(checkpoint) if checkpoint.is_dir() else None)
+
+
+class StepTimer:
+    """How long a job's optimizer steps take, from one report to the next; the clock is the caller's. `steps` were through at `now` seconds,
+    when the job joined.
+    """
+
+    def __init__(self, steps: int, now: float) -> None:
+        self._told, self._told_at = steps, now
+        self._steps, self._at = steps, now
+
+    def see(self, steps: int, now: float) -> None:
+        """The job has taken `steps` steps by `now`; the time counts from the change of the number."""
+        if steps != self._steps:
+            self._steps, self._at = steps, now
+
+    def take(self) -> tuple[int, float] | None:
+        """Steps in all, and the mean seconds of each since the last call; None without new steps."""
+        if self._steps == self._told:
+            return None
+        report = self._steps, (self._at - self._told_at) / (self._steps - self._told)
+        self._told, self._told_at = self._steps, self._at
+        return report

@@ -35,7 +35,7 @@ from tlora.version import __version__
 from tlora.worker_protocol import REFUSED, Alive, DesiredState, Hello, Load, Report
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
-    from tlora.engine.team.spanning_jobs import RankContext
+    from tlora.engine.ranks.spanning_jobs import RankContext
     from tlora.engine.trainer import Trainer
     from tlora.job import JobSpec
 
@@ -189,7 +189,7 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
 def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
     """Train until stopped. With several GPUs, a process for each of them trains."""
     if len(gpus) > 1:
-        from tlora.engine.team.worker_group import WorkerGroup
+        from tlora.engine.ranks.worker_group import WorkerGroup
 
         WorkerGroup(load, gpus, worker.inbox, worker.report, worker.heartbeat, worker.expected).go_on()
     else:

@@ -26,6 +26,7 @@ from tlora.engine.messages import (
     BaseFacts,
     Bye,
     Faulty,
+    Found,
     FromRank,
     Hello,
     Leave,
@@ -38,11 +39,10 @@ from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.engine.ranks.placement import describe_placement, place
 from tlora.engine.ranks.progress_aggregator import ProgressAggregator
 from tlora.engine.ranks.rank_group import Lost, RankGroup
-from tlora.engine.ranks.version_check import check_alike, check_kinds
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
 from tlora.engine.watcher import Watcher
-from tlora.errors import CapacityError, ModelError, RankError, TloraError
+from tlora.errors import CapacityError, ConfigError, ModelError, RankError, TloraError
 from tlora.job import RunSpec
 from tlora.planning.base_placement import choose_form
 from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
@@ -51,12 +51,14 @@ from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter
+from tlora.store.model_card import library_versions
 from tlora.store.run_directory import HeldDirectory, write_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
+from tlora.version import __version__
 from tlora.wording.numbers import duration_text
 from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
@@ -381,3 +383,22 @@ class Coordinator:
         if self._rank_group.launched_elsewhere:
             raise RankError(f"{message}. Launch all ranks again")
         raise LostBeforeTrainingError(message)
+
+
+def check_alike(hello: Hello, digest: str) -> None:
+    """Raises ConfigError for a rank with other software or another jobs file than `digest`, which only a launcher can have started."""
+    ours, what = library_versions() | {"tlora": __version__}, ""
+    if differ := [name for name, version in ours.items() if hello.software.get(name) != version]:
+        what = f"{differ[0]} {hello.software.get(differ[0])}, and rank 0 {ours[differ[0]]}. Install the same everywhere"
+    elif hello.run_digest not in ("", digest):
+        what = "another jobs file, or other options, than rank 0. Launch all with the same command"
+    if what:
+        raise ConfigError(f"rank {hello.rank} on {hello.host} has {what}")
+
+
+def check_kinds(found: Mapping[int, Found]) -> None:
+    """Raises ConfigError for GPUs of different kinds."""
+    names = {rank: each.device for rank, each in sorted(found.items())}
+    if len(set(names.values())) > 1:
+        each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
+        raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")

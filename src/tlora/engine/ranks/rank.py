@@ -48,9 +48,9 @@ from tlora.engine.messages import (
 )
 from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
+from tlora.engine.ranks.spanning_jobs import RankContext
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
-from tlora.engine.team.spanning_jobs import RankContext
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.engine.worker import open_trainer
 from tlora.errors import ModelError, TloraError

@@ -25,9 +25,9 @@ from tlora.engine.messages import (
     Spread,
     Stop,
 )
+from tlora.engine.ranks import worker_group as worker_group_module
 from tlora.engine.ranks.rank_group import Lost
-from tlora.engine.team import worker_group as worker_group_module
-from tlora.engine.team.worker_group import WorkerGroup
+from tlora.engine.ranks.worker_group import WorkerGroup
 from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import FlightRecorder, flight_name, read_flight

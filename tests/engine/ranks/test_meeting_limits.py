@@ -8,7 +8,7 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.cluster.worker_pool import Limits
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Meet
-from tlora.engine.team import spanning_jobs
+from tlora.engine.ranks import spanning_jobs
 from tlora.engine.trainer import Trainer
 
 

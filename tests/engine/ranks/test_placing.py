@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, ReplicaPlacement
-from tlora.engine.team.worker_group import choose_span
+from tlora.engine.ranks.worker_group import choose_span
 from tlora.job import JobSpec, ObjectiveName
 from tlora.objectives import objective_of
 from tlora.worker_protocol import Join

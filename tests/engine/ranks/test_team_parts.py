@@ -6,7 +6,7 @@ from typing import Any
 
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Spread
-from tlora.engine.team.spanning_jobs import RankContext, SpanningJobs
+from tlora.engine.ranks.spanning_jobs import RankContext, SpanningJobs
 from tlora.job import JobSpec
 from tlora.planning.plan import PlannedJob
 from tlora.worker_protocol import Join
