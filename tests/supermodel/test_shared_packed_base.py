@@ -81,6 +81,7 @@ def check_bytes(rank: int, store: str, base: str, plain: str) -> None:
     assert shared.fetches is not None and shared.fetches.layers > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bitsandbytes", "a part", "gptq"])
 def test_ranks_that_share_it_train_to_the_bytes_of_one_process(kind: str, packed: Made, ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(check_bytes, store_path(tmp_path), *map(str, packed(kind)))
