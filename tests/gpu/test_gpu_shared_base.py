@@ -21,7 +21,7 @@ def test_streamed_layers_have_the_bits_of_resident_ones(tmp_path: Path) -> None:
     for rank in found["bits"]:
         assert "error" not in rank, rank
         compared = {key: value for key, value in rank.items() if key.endswith("recomputed")}
-        assert len(compared) == 4 and set(compared.values()) == {"equal"}, compared
+        assert len(compared) == 6 and set(compared.values()) == {"equal"}, compared
     assert found["early"][1] == {"memory of a rank that has ended": "is still there"}
 
 
