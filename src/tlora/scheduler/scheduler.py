@@ -112,11 +112,6 @@ class Scheduler:
                 return [], False
             case JobSubmitted():
                 return self._submit(event)
-            case JobFinished() | JobFailed() | JobRequest(verb="cancel"):
-                known = event.job_id in state.jobs
-                if known:
-                    state.end_job(event.job_id)
-                return [], known
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
             case JobRequest(verb="release"):
@@ -124,6 +119,11 @@ class Scheduler:
                 if held:
                     state.release(event.job_id)
                 return [], held
+            case JobFinished() | JobFailed() | JobRequest():  # whose last verb is cancel
+                known = event.job_id in state.jobs
+                if known:
+                    state.end_job(event.job_id)
+                return [], known
             case GroupReady():
                 if event.group_id in state.groups:
                     state.make_ready(event.group_id)
