@@ -17,9 +17,8 @@ from tlora.protocol import (
     GroupReady,
     JobFinished,
     JobGroup,
-    JobHeld,
     JobProfile,
-    JobReleased,
+    JobRequest,
     JobSubmitted,
     NodeAdded,
     RejectJob,
@@ -43,7 +42,7 @@ class ThreadCluster:
         self._stops: dict[str, Callable[[], None]] = {}  # group -> what ends its thread
         self._events.put(NodeAdded("node", tuple(range(gpus))))
 
-    def ask(self, event: JobSubmitted | JobHeld | JobReleased) -> None:
+    def ask(self, event: JobSubmitted | JobRequest) -> None:
         if isinstance(event, JobSubmitted):
             self._open.add(event.job_id)
         self._events.put(event)
@@ -98,8 +97,8 @@ def main() -> list[Event | Action]:
     cluster, told = ThreadCluster(gpus=2), list[Event | Action]()
     for name in ("first", "second"):
         cluster.ask(JobSubmitted(name, "llama-3-8b", 1, JobProfile(2048.0, STEPS, 512, 10_000_000)))
-    cluster.ask(JobHeld("second"))
-    cluster.ask(JobReleased("second"))
+    cluster.ask(JobRequest("second", "hold"))
+    cluster.ask(JobRequest("second", "release"))
 
     def record(seconds: float, item: Event | Action) -> None:
         told.append(item)

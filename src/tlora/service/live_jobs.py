@@ -66,12 +66,19 @@ class LiveJobs:
     def __init__(self) -> None:
         self.reading: dict[str, str] = {}  # jobs whose data is being read, or cannot be yet -> how far that has come, or why
         self._cluster = ClusterProgress(ProgressView())
+        self._queued: dict[str, None] = {}  # jobs that wait for a place, in the order in which they came to
         self._lock = threading.Lock()
 
     def see(self, item: Event | Action) -> Iterable[Effect]:
         """What has happened, and what follows from it, in order."""
         with self._lock:
-            effects = [effect for before, after in self._cluster.see(item) for effect in _follow(item, before, after)]
+            effects = list[Effect]()
+            for before, after in self._cluster.see(item):
+                effects += _follow(item, before, after)
+                if after.status != "queued":
+                    self._queued.pop(after.name, None)
+                else:
+                    self._queued.setdefault(after.name)
         match item:
             case JobFinished(job_id):
                 effects.append(EndJob(job_id, "succeeded"))
@@ -87,15 +94,16 @@ class LiveJobs:
         """By its owner or by itself."""
         with self._lock:
             self.reading.pop(job_id, None)
+            self._queued.pop(job_id, None)
             self._cluster.forget(job_id)
 
     def snapshot(self, places: Devices, queue: Mapping[str, QueuePlace]) -> ClusterSnapshot:
         """`queue`: as the policy foresaw it last."""
         with self._lock:
             rows, groups, reading = list(self._cluster.view.rows.values()), list(self._cluster.groups.values()), dict(self.reading)
+            queued = list(self._queued)
         waiting, starts = dict[str, str](), dict[str, float]()
         behind = len(queue) + 1  # those that the policy has not seen yet
-        queued = [row.name for row in rows if row.status == "queued"]
         order = sorted(queued, key=lambda job_id: queue[job_id].number if job_id in queue else behind)
         for index, job_id in enumerate(order):
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
