@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tlora.cluster.reconciler import LocalJob
-from tlora.protocol import Action, Event, JobSubmitted
+from tlora.job import JobSpec
+from tlora.protocol import Action, Event, JobRequest, JobSubmitted
 from tlora.service import server
 from tlora.service.backend_factory import BackendFactory
 from tlora.service.config import read_config
@@ -38,16 +39,10 @@ class IdleCluster:
     def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None:
         pass
 
-    def cancel(self, job_id: str, at_seconds: float = 0.0) -> None:
+    def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
         pass
 
-    def hold(self, job_id: str, at_seconds: float = 0.0) -> None:
-        pass
-
-    def release(self, job_id: str, at_seconds: float = 0.0) -> None:
-        pass
-
-    def expect(self, base_model: str) -> None:
+    def expect(self, base_model: str, spec: JobSpec) -> None:
         pass
 
     def forget(self, job_id: str) -> None:
