@@ -20,21 +20,25 @@ from tlora.supermodel.load import load_base
 def anonymous_mib():  # without the pages of mapped files, which the system may drop
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
-def watch():
+def watch(ended, seen):
     while not ended.is_set():
         seen.append(anonymous_mib())
         time.sleep(0.001)
 
 load_base(sys.argv[1], "auto", "cpu", "nf4")  # what is imported and kept by libraries
 gc.collect()
-ended, seen = threading.Event(), [anonymous_mib()]
-watcher = threading.Thread(target=watch)
-watcher.start()
-base = load_base(sys.argv[2], "auto", "cpu", "nf4")
-ended.set()
-watcher.join()
-gc.collect()
-print(max(seen) - anonymous_mib(), len(seen))
+def above():
+    ended, seen = threading.Event(), [anonymous_mib()]
+    watcher = threading.Thread(target=watch, args=(ended, seen))
+    watcher.start()
+    base = load_base(sys.argv[2], "auto", "cpu", "nf4")
+    ended.set()
+    watcher.join()
+    gc.collect()
+    return max(seen) - anonymous_mib(), len(seen)
+
+# The least of three: on a busy machine the allocator gives freed memory back late, which only adds.
+print(*min(above() for _ in range(3)))
 """
 
 
@@ -53,5 +57,4 @@ def test_two_tensors_above_what_stays(tmp_path: Path) -> None:
     bases = save_base(tmp_path / "tiny", 64, 128), save_base(tmp_path / "base", 4096, 4096)
     ended = subprocess.run([sys.executable, "-c", LOAD, *map(str, bases)], capture_output=True, text=True, check=True)
     above, looks = ended.stdout.split()
-    kept = LARGEST_MIB  # what the allocator may keep of free memory on a busy machine: 2.6 tensors were seen, of seven
-    assert float(above) <= 2 * LARGEST_MIB + kept and int(looks) > 10, ended.stdout
+    assert float(above) <= 2 * LARGEST_MIB and int(looks) > 10, ended.stdout
