@@ -360,7 +360,7 @@ def split_revision(base_model: str) -> tuple[str, str | None]:
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 UnusedWeights = Literal["refuse", "ignore"]
 Recompute = Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)]
-Layout = Literal["auto", "streamed"]
+LayoutSetting = Literal["auto", "streamed"]
 MemoryLimit = Literal["auto"] | Bytes
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -374,7 +374,7 @@ class RunSpec(BaseModel):
     output_dir: str = "out"
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None  # of the frozen linears; None: as dtype
-    layout: Layout = "auto"  # of the base: on the device, or streamed from the host's memory
+    layout: LayoutSetting = "auto"  # of the base: on the device, or streamed from the host's memory
     unused_weights: UnusedWeights = "refuse"  # tensors of the base's files that its model does not take
     deterministic: bool = False  # each adapter's bytes as if trained alone (docs/explanation/numerics.md)
     token_budget: Literal["auto"] | Annotated[int, Field(ge=16, le=10**9)] = "auto"  # tokens per micro-batch

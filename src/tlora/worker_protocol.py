@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tlora.job import BasePrecision, DType, JobSpec, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
+from tlora.job import BasePrecision, DType, JobSpec, LayoutSetting, MemoryLimit, Recompute, TrackerName, UnusedWeights
 from tlora.message_codec import Codec, message
 from tlora.protocol import BaseSpeed, JobGroup
 
@@ -37,7 +37,7 @@ class Load:
     deterministic: bool = False
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None
-    layout: Layout = "auto"
+    layout: LayoutSetting = "auto"
     unused_weights: UnusedWeights = "refuse"
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"

@@ -26,7 +26,7 @@ from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.errors import ConfigError
-from tlora.job import BasePrecision, DType, JobSpec, Layout, MemoryLimit, Recompute, TrackerName, UnusedWeights
+from tlora.job import BasePrecision, DType, JobSpec, LayoutSetting, MemoryLimit, Recompute, TrackerName, UnusedWeights
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -67,7 +67,7 @@ class LocalMachine:
     tick_seconds: float = 60.0
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None
-    layout: Layout = "auto"
+    layout: LayoutSetting = "auto"
     unused_weights: UnusedWeights = "refuse"
     recompute: Recompute = "auto"
     memory_limit: MemoryLimit = "auto"

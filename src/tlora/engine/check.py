@@ -19,7 +19,7 @@ from tlora.engine.ranks.devices import count_elsewhere, rank_devices
 from tlora.engine.ranks.placement import place as place_jobs
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
-from tlora.job import JobSpec, Layout, RunSpec
+from tlora.job import JobSpec, LayoutSetting, RunSpec
 from tlora.kernels.device import as_if_on, name_of
 from tlora.planning.base_placement import choose_form
 from tlora.planning.gpu_models import GpuModel, find_gpu
@@ -156,7 +156,7 @@ class _Devices:
             return self.elsewhere.rated_as
         return RunCheck.rated_as if self.flops is None else f"extrapolated for {name_of(self.place)}"
 
-    def machine(self, layout: Layout) -> Machine:
+    def machine(self, layout: LayoutSetting) -> Machine:
         gpu = self.elsewhere
         return Machine(lambda: gpu.link_gb_per_second * 1e9, gpu.flops, True) if gpu is not None else this_machine(self.place, layout)
 

@@ -20,7 +20,7 @@ import torch
 
 from tlora import durable
 from tlora.errors import TloraError
-from tlora.job import BasePrecision, DType, Layout, UnusedWeights
+from tlora.job import BasePrecision, DType, LayoutSetting, UnusedWeights
 from tlora.planning.memory import count_base
 from tlora.shape.base_shape import BaseShape
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
@@ -37,7 +37,7 @@ def describe_base(
     base_precision: BasePrecision | None,
     device: str,
     unused_weights: UnusedWeights = "refuse",
-    layout: Layout = "auto",
+    layout: LayoutSetting = "auto",
 ) -> BaseShape:
     """For those who train over the base on a `device`. Raises ModelError."""
     settled, line = settle_dtype(base_model, dtype, base_precision, device)
@@ -67,7 +67,7 @@ def main() -> int:
     base_model, out, dtype, precision, device, unused, layout = sys.argv[1:]
     try:
         held = cast("DType", dtype), cast("BasePrecision | None", precision or None)
-        found = describe_base(base_model, *held, device, cast("UnusedWeights", unused), cast("Layout", layout))
+        found = describe_base(base_model, *held, device, cast("UnusedWeights", unused), cast("LayoutSetting", layout))
         durable.write_file(Path(out), json.dumps(found.to_json()))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201

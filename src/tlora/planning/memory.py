@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.errors import ModelError
-from tlora.job import BasePrecision, Layout, LoraConfig, TrainConfig
+from tlora.job import BasePrecision, LayoutSetting, LoraConfig, TrainConfig
 from tlora.kernels.device import limit_elsewhere, may_run_kernels
 from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
@@ -160,7 +160,7 @@ def can_be_cut(model: SuperModel) -> bool:
     return True
 
 
-def bytes_by_gpus(model: SuperModel, device: torch.device, layout: Layout = "auto") -> list[int]:
+def bytes_by_gpus(model: SuperModel, device: torch.device, layout: LayoutSetting = "auto") -> list[int]:
     """What the base takes on each of 1, 2, ... GPUs: whole on one, unless it shall be streamed, and in parts on several; whole on each if
     it cannot be cut. `model` is on the meta device. Raises ModelError for such a one that shall be streamed.
     """
@@ -171,7 +171,7 @@ def bytes_by_gpus(model: SuperModel, device: torch.device, layout: Layout = "aut
     return [alone, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
 
-def count_base(model: SuperModel, device: torch.device, layout: Layout = "auto") -> BaseMemory:
+def count_base(model: SuperModel, device: torch.device, layout: LayoutSetting = "auto") -> BaseMemory:
     """What a scheduler must know of the base's bytes on GPUs such as `device`. `model` is on the meta device. Raises ModelError."""
     memory = measure(model, model.base.num_bytes, device, ACTIVATION_RANK)
     streams = device.type == "cuda" and not expert_modules(model.model) and can_be_cut(model)

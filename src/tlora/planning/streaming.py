@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from tlora.errors import CapacityError, ModelError
-from tlora.job import DataConfig, JobSpec, Layout, RunSpec
+from tlora.job import DataConfig, JobSpec, LayoutSetting, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths, token_cost
@@ -47,7 +47,7 @@ class Machine:
     elsewhere: bool = False
 
 
-def this_machine(device: torch.device, layout: Layout) -> Machine:
+def this_machine(device: torch.device, layout: LayoutSetting) -> Machine:
     """The link is measured when it is asked for; other GPUs than those of the table count as an H200."""
     return Machine(partial(measure_link, device, layout == "streamed"), flops_here(device))
 
