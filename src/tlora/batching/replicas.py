@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tlora.batching.dispatch import Rank, dispatch
 
 # Of a replica in a step. A job of 4,096 tokens a step over an 8B is 3.2 times as fast on four H200s as on one, one of 2,048 is 1.7 times as
 # fast on two (docs/benchmarks-history.md). By an H200's constants one of 1,024 would be only 1.1 to 1.3 times as fast in two replicas.
@@ -46,13 +47,7 @@ class ReplicaPlacement:
 def cut(lengths: Sequence[int], replicas: int) -> list[list[int]]:
     """Positions of the global batch for each replica, each in the batch's order; a unit (sample or pair) is never split.
 
-    The longest unit that is left goes to the replica with the fewest tokens, so that the fullest and the emptiest differ by one unit's
-    length at most. Of equals, the first in the batch and the first replica. With fewer units than replicas the last replicas are empty.
+    By `dispatch` over equal ranks: the longest unit that is left goes to the replica with the fewest tokens, so that the fullest and the
+    emptiest differ by one unit's length at most. With fewer units than replicas the last replicas are empty.
     """
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [(0, replica) for replica in range(replicas)]
-    for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
-        tokens, replica = loads[0]
-        shares[replica].append(position)
-        heapq.heapreplace(loads, (tokens + lengths[position], replica))
-    return [sorted(share) for share in shares]
+    return [list(share) for share in dispatch(lengths, [Rank()] * replicas).items]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tlora.batching.dispatch import Rank, dispatch
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.wording.numbers import duration_text
 
@@ -44,7 +45,7 @@ class Placement:
 
 
 def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] | None = None) -> Placement:
-    """The longest job first, each to the GPU that is through first; then single moves and swaps while they shorten the longest GPU.
+    """By `dispatch`, the longest job first; then single moves and swaps while they shorten the longest GPU.
 
     Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. Evaluations are
     the home's, so homes alternate. The lower bound is the larger of the longest job that does not span and an equal
@@ -55,12 +56,9 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
     order = {name: i for i, name in enumerate(seconds)}
     spans, fixed = _spread(seconds, gpus, replicas or {})
     narrow = {name: value for name, value in seconds.items() if name not in spans}
-    homes: list[list[str]] = [[] for _ in range(gpus)]
-    loads = list(fixed)
-    for name in sorted(narrow, key=narrow.__getitem__, reverse=True):
-        home = loads.index(min(loads))
-        homes[home].append(name)
-        loads[home] += narrow[name]
+    names, given = list(narrow), dispatch(list(narrow.values()), [Rank(busy_seconds=ahead) for ahead in fixed])
+    homes = [sorted([names[item] for item in items], key=narrow.__getitem__, reverse=True) for items in given.items]
+    loads = list(given.ends)
     while (better := _improvement(homes, loads, narrow, fixed)) is not None:
         homes, loads = better
     spans = {name: spans[name] for name in seconds if name in spans}
