@@ -14,6 +14,15 @@ from hypothesis import strategies as st
 from tests.parts import SECONDS, WORKERS, parts_of, read_part, seconds_of
 
 REPOSITORY = Path(__file__).parent.parent
+PRETENDED_GPU = """
+from types import SimpleNamespace
+
+import bitsandbytes, torch
+
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(shared_memory_per_block_optin=232448, multi_processor_count=132)
+"""
 
 
 def collect(directory: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +57,7 @@ def test_a_part_that_there_is_not_is_one_clear_error(part: str) -> None:
 @pytest.mark.soak
 def test_the_gpus_own_tests_in_three_parts(tmp_path: Path) -> None:
     """As they are collected where there is a GPU, which is only pretended: bitsandbytes, which reads more of one, is imported before."""
-    (tmp_path / "pretended_gpu.py").write_text("import bitsandbytes, torch\ntorch.cuda.is_available = lambda: True\n")
+    (tmp_path / "pretended_gpu.py").write_text(PRETENDED_GPU)
     path = f"{REPOSITORY}{os.pathsep}{tmp_path}"
     names = names_in(collect(REPOSITORY, "-m", "gpu", "-p", "pretended_gpu", PYTHONPATH=path))
     assert set(SECONDS) <= {name.split("::")[0] for name in names}
