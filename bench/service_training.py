@@ -50,7 +50,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if "warm-up" in options.rows:
             train(options, base_path, place / "warm-up", _WARM_UP_STEPS)
         if "cold" in options.rows:
-            found["cold"] = cold(options, base_path, place)
+            try:
+                found["cold"] = cold(options, base_path, place)
+            finally:
+                keep_logs(place, options.logs)
             machine.write(options.json, found)
             serve, alone = (found["cold"][way]["first_step_seconds"] for way in ("serve", "train"))
             print(
@@ -76,8 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     print(format_speed(found["speed"]), flush=True)
         finally:
             server.end()
-            if options.logs is not None:
-                keep_logs(place, options.logs)
+            keep_logs(place, options.logs)
     return found
 
 
@@ -244,10 +246,11 @@ def format_speed(found: dict[str, Any]) -> str:
     return "\n".join([*lines, f"ratio steady {steady:.4f}, whole {whole:.4f}"])
 
 
-def keep_logs(place: Path, target: Path) -> None:
-    """What the server and its workers said, in one file."""
-    logs = [place / "server.log", *sorted((place / "server").rglob("*.log"))]
-    target.write_text("\n".join(f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs if log.is_file()))
+def keep_logs(place: Path, target: Path | None) -> None:
+    """What servers and workers said so far, in one file, if one is asked for."""
+    if target is not None:
+        logs = sorted(place.rglob("*.log"))
+        target.write_text("\n".join(f"== {log.relative_to(place)}\n{log.read_text(errors='replace')}" for log in logs))
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -260,7 +263,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", default="residual_capacity", help="of the server")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept, one directory per shape; default: a temporary one")
-    parser.add_argument("--logs", type=Path, help="a file for the server's and its workers' logs")
+    parser.add_argument("--logs", type=Path, help="a file for the servers' and their workers' logs")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
     parser.add_argument("--commit", help="what to call this code where there is no git")
     options = parser.parse_args(arguments)
