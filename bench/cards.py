@@ -16,7 +16,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,6 +26,7 @@ from bench.machine import facts, write
 from bench.shapes import SHAPES, qwen3
 from tlora.engine.check import RunCheck, check
 from tlora.job import BasePrecision, DataConfig, JobSpec, RunSpec
+from tlora.registry import BASE_PRECISIONS
 
 CARDS = {"12 GB": "rtx3060", "16 GB": "rtx4080", "24 GB": "rtx4090", "48 GB": "rtxa6000", "80 GB": "h100"}
 FILES = {
@@ -34,7 +35,7 @@ FILES = {
     "toolcall": ("glaive_toolcall_en_demo.json", 4),
     "sft": ("v1_sft_demo.jsonl", 8),
 }
-PRECISIONS: tuple[BasePrecision | None, ...] = (None, *get_args(BasePrecision))
+PRECISIONS: tuple[BasePrecision | None, ...] = (None, *BASE_PRECISIONS)
 BEGIN, END = "<!-- begin: python -m bench.cards -->", "<!-- end -->"
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -32,7 +32,7 @@ from bench.shapes import SHAPES, make_model
 from bench.together import open_engine
 from bench.workload import ENDLESS, Job, Order, make_jobs
 from tlora.batching.pack import auto_token_budget
-from tlora.job import BasePrecision
+from tlora.registry import BASE_PRECISIONS
 from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
@@ -90,7 +90,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--points", type=lambda text: tuple(text.split(",")), default=USUAL, help="default: all of a base")
     parser.add_argument("--seconds", type=float, default=1.5, help="measured of each point of ours")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds after which no further point is begun")
-    parser.add_argument("--base-precision", choices=get_args(BasePrecision), help="ours with such a base")
+    parser.add_argument("--base-precision", choices=BASE_PRECISIONS, help="ours with such a base")
     parser.add_argument("--recompute", type=int, default=0, help="ours: decoder layers that backward runs again")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="what to call this code where there is no git")

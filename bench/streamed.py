@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from transformers import AutoModelForCausalLM
 from bench import machine
 from bench.shapes import SHAPES, shape_of
 from bench.shared_models import random_rows
-from tlora.job import BasePrecision, LoraConfig, TrainConfig
+from tlora.job import LoraConfig, TrainConfig
+from tlora.registry import BASE_PRECISIONS
 from tlora.sharing.host_memory import Alone, Streaming, measure_link
 from tlora.sharing.layout import lay_out
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
@@ -44,7 +45,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--precision", choices=get_args(BasePrecision))
+    parser.add_argument("--precision", choices=BASE_PRECISIONS)
     parser.add_argument("--arms", type=lambda text: text.split(","), default=["streamed", "resident"])
     parser.add_argument("--slots", type=int, default=2, help="layers on the device at a time")
     parser.add_argument("--jobs", type=int, default=4)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from bench.shapes import SHAPES, make_model, matmul_parameters
 from bench.together import Plan, as_row, gib, train_one_by_one, train_together
 from bench.workload import Job, Order, describe, make_jobs
 from tlora.batching.pack import auto_token_budget
-from tlora.job import BasePrecision
+from tlora.registry import BASE_PRECISIONS
 from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
@@ -52,7 +52,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--token-budget", type=_budget, default=8192, help="tokens of a micro-batch of ours; auto: as `tlora train` chooses on a large GPU"
     )
     parser.add_argument("--deterministic", action="store_true", help="ours in deterministic mode")
-    parser.add_argument("--base-precision", choices=get_args(BasePrecision), help="ours with such a base")
+    parser.add_argument("--base-precision", choices=BASE_PRECISIONS, help="ours with such a base")
     parser.add_argument("--recompute", type=int, default=0, help="ours: decoder layers that backward runs again")
     parser.add_argument("--systems", type=_systems, default=SYSTEMS, help="of together,one-by-one,peft")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured for each system of ours, after its warm-up")

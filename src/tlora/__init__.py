@@ -1,5 +1,6 @@
 """tlora: many LoRA jobs over one frozen language model. The public names, loaded on first use: `import tlora` loads no torch."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,11 @@ __all__ = [
     "save_adapter",
     "train",
 ]
+
+if "TLORA_PLUGINS" in os.environ:
+    from tlora.registry import load_plugins
+
+    load_plugins()
 
 
 def __getattr__(name: str) -> object:

@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError, core_schema
 
 Number = TypeVar("Number", int, float)
 
@@ -22,6 +23,25 @@ class Words:
     """Annotates a field's type: the words in which messages describe the allowed values."""
 
     text: str
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Annotates a string field: a key of `table`, which may grow after the model is made. Errors are those of a Literal of the keys."""
+
+    table: Mapping[str, object]
+
+    def check(self, value: object) -> str:
+        if not isinstance(value, str) or value not in self.table:
+            *names, last = map(repr, self.table)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last}"})
+        return value
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(self, schema: object, handler: object) -> dict[str, Any]:
+        return {"enum": list(self.table), "type": "string"}
 
 
 _IN_NO_LIST = frozenset({"all", "all-linear", "all_linear"})

@@ -10,13 +10,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from tlora.adapter_shape import LoraConfig as LoraConfig
 from tlora.adapter_shape import LoraShape as LoraShape
+from tlora.adapter_shape import OneOf
 from tlora.byte_size import Bytes
+from tlora.registry import BASE_PRECISIONS, OBJECTIVES
+from tlora.registry import Rows as Rows
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # Job directories share the output directory with the run's own files and those of `durable.py`: half-written, set aside, being replaced.
@@ -24,16 +27,7 @@ _RESERVED_NAME = re.compile(r"tmp-.*|bad-.*|.*\.replaced|run\.jsonl?|report\.htm
 DataFormat = Literal[
     "auto", "chat", "prompt_completion", "text", "alpaca", "sharegpt", "query_response", "segments", "tokenized", "preference"
 ]
-Rows = Literal["samples", "pairs", "labelled"]
-# Objectives (`tlora.objectives`), and what of its data each learns from (`data.formats.Rows`).
-LEARNS_FROM: dict[str, Rows] = {"sft": "samples", "dpo": "pairs", "orpo": "pairs", "kto": "labelled"}
-# Those whose losses depend on a number of the whole global batch, which needs all of it in one place (`Objective.statistic`). It stands
-# here because who places jobs loads no torch.
-_WHOLE_BATCH = ("kto",)
-if TYPE_CHECKING:
-    ObjectiveName = str
-else:
-    ObjectiveName = Literal[tuple(LEARNS_FROM)]  # the list stands once: a type checker cannot read it
+ObjectiveName = Annotated[str, OneOf(OBJECTIVES)]
 SchedulerType = Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial"]
 # Formats that a row may have, by what is learned from it.
 FORMATS: dict[Rows, tuple[str, ...]] = {
@@ -42,7 +36,7 @@ FORMATS: dict[Rows, tuple[str, ...]] = {
     "labelled": ("chat", "prompt_completion", "alpaca", "sharegpt", "query_response"),
 }
 _TAKES: dict[Rows, str] = {"samples": "samples", "pairs": "pairs of answers", "labelled": "answers labelled as wanted or not"}
-BasePrecision = Literal["fp8", "nf4"]
+BasePrecision = Annotated[str, OneOf(BASE_PRECISIONS)]
 TrainOn = Literal["completions", "last", "all"]
 # What is handed to a chat template besides the chat. Names that say what is rendered are not the user's to set.
 RESERVED_KWARGS = frozenset(
@@ -98,12 +92,12 @@ class TrainConfig(BaseModel):
     @property
     def learns_from(self) -> Rows:
         """The kind of rows that the objective learns from."""
-        return LEARNS_FROM[self.objective]
+        return OBJECTIVES[self.objective].learns_from
 
     @property
     def needs_whole_batch(self) -> bool:
         """Whether each global batch must be computed in one place."""
-        return self.objective in _WHOLE_BATCH
+        return OBJECTIVES[self.objective].whole_batch
 
     def warmup_count(self, total_steps: int) -> int:
         """Warm-up in optimizer steps out of `total_steps`."""

@@ -15,11 +15,12 @@ from pydantic import ValidationError
 
 from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, train
 from tlora.data.prepare import Prepared, prepare
-from tlora.job import LEARNS_FROM, JobSpec
-from tlora.objectives import OBJECTIVES
+from tlora.job import JobSpec
 from tlora.planning.job_plan import prepare_requests
+from tlora.registry import OBJECTIVES
 
 PAIR = ("chosen", "rejected")
+PREFERENCES = [name for name in OBJECTIVES if name != "sft"]
 METRICS = {"pairs": {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"}, "labelled": {"kl"}}
 
 
@@ -49,13 +50,15 @@ def answers(pairs: Path) -> Path:
 
 def data_of(objective: str, pairs: Path) -> Path:
     """What `objective` learns from."""
-    return pairs if LEARNS_FROM[objective] == "pairs" else pairs.parent / "answers.jsonl"
+    return pairs if OBJECTIVES[objective].learns_from == "pairs" else pairs.parent / "answers.jsonl"
 
 
-@pytest.mark.parametrize("objective", [pytest.param(name, marks=[] if name in ("dpo", "kto") else pytest.mark.slow) for name in OBJECTIVES])
+@pytest.mark.parametrize(
+    "objective", [pytest.param(name, marks=[] if name in ("dpo", "kto") else pytest.mark.slow) for name in PREFERENCES]
+)
 @pytest.mark.usefixtures("answers")
 def test_a_job_learns_to_tell_the_answers_apart(objective: str, base: Path, pairs: Path, tmp_path: Path) -> None:
-    metrics = METRICS[LEARNS_FROM[objective]]
+    metrics = METRICS[OBJECTIVES[objective].learns_from]
     order = job(
         "a",
         {"path": str(data_of(objective, pairs)), "eval_size": 4},

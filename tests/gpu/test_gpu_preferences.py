@@ -14,10 +14,10 @@ import torch
 import tlora
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, rows, sentence, sha256, write_rows
-from tlora.job import LEARNS_FROM
-from tlora.objectives import OBJECTIVES
+from tlora.registry import OBJECTIVES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+PREFERENCES = [name for name in OBJECTIVES if name != "sft"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,10 @@ def train(files: Path, out: Path, jobs: list[dict[str, Any]], **settings: Any) -
 
 def test_together_is_alone_bitwise(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
-    jobs = [job(name, str(files / f"{LEARNS_FROM[name]}.jsonl"), objective=name, lora_dropout=0.1, batch_size=3) for name in OBJECTIVES]
+    jobs = [
+        job(name, str(files / f"{OBJECTIVES[name].learns_from}.jsonl"), objective=name, lora_dropout=0.1, batch_size=3)
+        for name in PREFERENCES
+    ]
     jobs.append(job("sft", str(files / "samples.jsonl"), r=16))
     together = train(files, tmp_path / "together", jobs, deterministic=True)
     for order in jobs:
@@ -61,7 +64,9 @@ def test_a_job_that_starts_from_an_adapter_compares_with_it(files: Path, tmp_pat
     train(files, tmp_path / "sft", [job("j", str(files / "samples.jsonl"), r=8)])
     start = str(tmp_path / "sft" / "j")
     first = {"dpo": math.log(2), "kto": 0.5}
-    jobs = [job(name, str(files / f"{LEARNS_FROM[name]}.jsonl"), objective=name, adapter_path=start, batch_size=3) for name in first]
+    jobs = [
+        job(name, str(files / f"{OBJECTIVES[name].learns_from}.jsonl"), objective=name, adapter_path=start, batch_size=3) for name in first
+    ]
     jobs.append(job("fresh", str(files / "pairs.jsonl"), objective="dpo", batch_size=3))
     together = train(files, tmp_path / "together", jobs, deterministic=True)
     for name, loss in {**first, "fresh": math.log(2)}.items():
@@ -72,12 +77,12 @@ def test_a_job_that_starts_from_an_adapter_compares_with_it(files: Path, tmp_pat
         assert alone[order["name"]] == together[order["name"]], order["name"]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", PREFERENCES)
 def test_a_job_learns_to_tell_the_answers_apart(objective: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
     order = job(
         "a",
-        {"path": str(files / f"{LEARNS_FROM[objective]}.jsonl"), "eval_size": 4},
+        {"path": str(files / f"{OBJECTIVES[objective].learns_from}.jsonl"), "eval_size": 4},
         objective=objective,
         beta=0.2,
         max_steps=24,

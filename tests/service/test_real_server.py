@@ -25,6 +25,7 @@ from tlora.json_file import read_object
 
 T = TypeVar("T")
 BASE = Path(__file__).parents[2] / "demo" / "base"
+OWN_CLIENT = Path(__file__).parents[2] / "examples" / "own_client.py"
 
 
 def until(look: Callable[[], T | None]) -> T:
@@ -163,9 +164,21 @@ def kill_and_compare(tmp_path: Path, kills: int) -> None:
         for job, seed in some:
             server.ended(again[seed])
             assert server.adapter(job) == server.adapter(again[seed]), f"seed {seed}"
+        run_own_client(server, data, tmp_path / "own")
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert server.end() == 0
         until(lambda: not any(is_running(child) for child in children))  # it leaves no process
+
+
+def run_own_client(server: Server, data: Path, out: Path) -> None:
+    """The example of a client, as a program: its job's events, and its adapter as this client gets it."""
+    command = [sys.executable, str(OWN_CLIENT), str(server.client.base_url).rstrip("/"), "base", str(data), str(out)]
+    environment = os.environ | {"TLORA_API_KEY": server.client.headers["X-API-Key"]}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    events = [json.loads(line) for line in printed[:-1]]
+    assert [event["kind"] for event in events][:: len(events) - 1] == ["created", "succeeded"] and "'succeeded'" in printed[-1]
+    (weights,) = out.rglob("adapter_model.safetensors")
+    assert hashlib.sha256(weights.read_bytes()).hexdigest() == server.adapter(events[0]["job"])
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ def _look_at_base(
     """The run in the base's dtype, its plan, the base on the meta device, and how many parameters that has. Raises ModelError,
     ConfigError.
     """
-    dtype, line = settle_dtype(run.base_model, run.dtype, run.base_precision, place)
+    dtype, line = settle_dtype(run.base_model, run.dtype, place)
     run = run.model_copy(update={"dtype": dtype})
     warnings += [line] if line else []
     base = outline(run.base_model, run.dtype, run.base_precision)

@@ -99,7 +99,7 @@ def open_adapter(
         raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
     fetch_base(base, (watcher or Watcher()).stages())
     prompting = find_prompting(directory, base)
-    dtype, line = settle_dtype(base, "auto", None, place)
+    dtype, line = settle_dtype(base, "auto", place)
     notes += [line] if line else []
     trained_so = any(run.get("unused_weights") == "ignore" and run.get("base_model") == base for run in _runs_of(directory))
     notes += check_unused(base, config, "ignore" if trained_so else unused_weights, "give --unused-weights ignore")

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from tlora.job import JobSpec
 from tlora.json_file import read_object
+from tlora.registry import OBJECTIVES
 
 INFO = "dataset_info.json"
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
@@ -169,10 +170,10 @@ def explain_file(file: Path, root: Settings) -> str:
         return ""
     job, notes = _job(root, trainer)
     objective = str((root.get("rl") if trainer == "axolotl" else root.get("stage")) or "sft")
-    if objective in ("dpo", "orpo", "kto"):
-        job["objective"] = objective
-    elif objective != "sft":
+    if objective not in OBJECTIVES:
         notes.append(f"{objective!r} is no objective here, so this is sft")
+    elif objective != "sft":
+        job["objective"] = objective
     data, of_data, name = _axolotl_data(root) if trainer == "axolotl" else _llama_factory_data(root)
     try:
         JobSpec.model_validate({"name": name, "data": data} | job)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from tlora.adapter_shape import Words
+from tlora.adapter_shape import OneOf, Words
 from tlora.errors import cut
 from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
 from tlora.jobs_file.located import Located, Problem, join_problems, plain
@@ -34,8 +34,9 @@ def _rule(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin in (Union, UnionType):
         words = [_rule(item) for item in arguments if item is not NoneType]
         return " or ".join([*words, "null"] if NoneType in arguments else words)
-    if origin is Literal:
-        names = [repr(item) for item in arguments]
+    chosen = next((tuple(item.table) for item in metadata if isinstance(item, OneOf)), arguments if origin is Literal else None)
+    if chosen is not None:
+        names = [repr(item) for item in chosen]
         return f"one of {', '.join(names)}" if len(names) > 2 else " or ".join(names)
     if origin is list:
         return "a list of names" if arguments[0] is str else f"a list, each {_rule(arguments[0])}"

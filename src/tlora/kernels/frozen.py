@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from tlora.registry import BASE_PRECISIONS
 
 
 class FrozenWeight(Protocol):
@@ -50,6 +53,30 @@ class FrozenWeight(Protocol):
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] that it stands for, in `dtype`."""
         ...
+
+
+class WeightForm(Protocol):
+    """How the linears of a base are held: a module, which `registry.BASE_PRECISIONS` names (`fp8_weight.py`, `nf4.py`)."""
+
+    CARD: str
+    """What an adapter's card says of the form: "It was trained over the base with its linear layers in ..."."""
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ConfigError where a base of `dtype` cannot be held so on `device`."""
+        ...
+
+    def check_widths(self, name: str, in_features: int, out_features: int, by_rows: bool) -> None:
+        """Raises ModelError where the linear `name` cannot be held so. `by_rows`: in a base that is cut by rows, shared or streamed."""
+        ...
+
+    def quantize(self, weight_NK: Tensor, value_dtype: torch.dtype) -> FrozenWeight:
+        """On the device of `weight_NK`; on the meta device shapes alone. `value_dtype`: what its values are rounded to."""
+        ...
+
+
+def form_of(precision: str) -> WeightForm:
+    """The form that `base_precision: <precision>` names."""
+    return cast("WeightForm", import_module(BASE_PRECISIONS[precision]))
 
 
 @dataclass(frozen=True, slots=True)

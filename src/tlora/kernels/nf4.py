@@ -8,15 +8,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tlora.errors import ConfigError, ModelError
 from tlora.kernels.packed_weight import PackedWeight, pack, table_on
 
 GROUP = 64
+CARD = (
+    "4 bits: bitsandbytes' NF4, groups of 64, scales in fp32. To use it as it was trained, load the base with "
+    '`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`; merge it into the base that this is dequantised to.'
+)
 _AT_ONCE = 1 << 14  # groups that are quantised at a time: 4 MiB of fp32, 20 MiB with what is made of them
 TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+
+
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """As `frozen.WeightForm.check`."""
+    if dtype == torch.float64:
+        raise ConfigError("base_precision nf4 needs a base in 16 or 32 bits, and this one is float64. Set dtype: float32")
+
+
+def check_widths(name: str, in_features: int, out_features: int, by_rows: bool) -> None:
+    """As `frozen.WeightForm.check_widths`: any, but in a base that is cut by rows."""
+    if by_rows and in_features % GROUP:
+        raise ModelError(
+            f"a base in parts with base_precision nf4 needs input widths that are multiples of {GROUP}, and {name} has "
+            f"{in_features}. Take it out, or use GPUs that hold the whole base"
+        )
 
 
 def quantize(weight_NK: Tensor, value_dtype: torch.dtype) -> PackedWeight:

@@ -1,31 +1,19 @@
-"""Objectives. `job.LEARNS_FROM` lists their names; `name.py` here has a class `Name`. `sft`, cross-entropy, is the super-model's own."""
+"""Objectives, one a file; `registry.OBJECTIVES` lists them. `sft`, cross-entropy, is the super-model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from importlib import import_module
-from typing import Any
-
-from tlora.job import LEARNS_FROM, JobSpec, TrainConfig
+from tlora.job import JobSpec, TrainConfig
 from tlora.objectives.dpo import Dpo
 from tlora.objectives.kto import Kto
 from tlora.objectives.objective import BatchStatistic, Objective, TokenLogprobs, Unit, UnitLoss, UnitLosses, differentiate, round_exact
 from tlora.objectives.orpo import Orpo
-
-OBJECTIVES: Mapping[str, Any] = {
-    name: getattr(import_module(f"{__name__}.{name}"), name.capitalize()) for name in LEARNS_FROM if name != "sft"
-}
-"""Class by name."""
+from tlora.registry import OBJECTIVES
 
 
 def objective_of(train: TrainConfig) -> Objective | None:
-    """What `train` orders, with those of its fields that the objective has; None for cross-entropy."""
-    if train.objective == "sft":
-        return None
-    kind = OBJECTIVES[train.objective]
-    known = type(train).model_fields
-    return kind(**{field.name: getattr(train, field.name) for field in fields(kind) if field.name in known})
+    """What `train` orders, with the fields that the objective takes; None for cross-entropy."""
+    entry = OBJECTIVES[train.objective]
+    return entry.load()(**{name: getattr(train, name) for name in entry.settings}) if entry.place else None
 
 
 def compares_with_start(spec: JobSpec) -> bool:
@@ -35,7 +23,6 @@ def compares_with_start(spec: JobSpec) -> bool:
 
 
 __all__ = [
-    "OBJECTIVES",
     "BatchStatistic",
     "Dpo",
     "Kto",

@@ -40,7 +40,7 @@ def describe_base(
     layout: LayoutSetting = "auto",
 ) -> BaseShape:
     """For those who train over the base on a `device`. Raises ModelError."""
-    settled, line = settle_dtype(base_model, dtype, base_precision, device)
+    settled, line = settle_dtype(base_model, dtype, device)
     base = outline(base_model, settled, base_precision)
     notes = check_unused(base_model, base.model.config, unused_weights, "set unused_weights: ignore in the server's settings")
     notes += [f"{line} in the server's settings"] if line else []  # it ends with the dtype to set

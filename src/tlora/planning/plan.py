@@ -39,7 +39,7 @@ class RunPlan:
     memory: MemoryModel
     limit_bytes: int
     longest: int  # tokens of the longest sample of any job
-    other_precisions: Mapping[BasePrecision, int]  # of a plain base: its bytes in each `base_precision` that the device has
+    other_precisions: Mapping[BasePrecision, int]  # of a plain base: its bytes in each `base_precision` that the device has, the most first
     warnings: tuple[str, ...] = ()  # about what the jobs share
     here: frozenset[str] | None = None  # names of the jobs that begin on this device, where others begin elsewhere; None: all
     streaming: Streaming | None = None  # of a base whose layers lie in the host's memory (`streaming.py`)
@@ -151,7 +151,8 @@ def plan_memory(
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None else []
-    other_bytes: dict[BasePrecision, int] = {precision: bytes_in(precision, model, base_bytes) for precision in others}
+    bytes_of = {precision: bytes_in(precision, model, base_bytes) for precision in others}
+    other_bytes = dict(sorted(bytes_of.items(), key=lambda item: -item[1]))
     more = more_memory(device, limit, run.memory_limit)
     plan = RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here, more_memory=more)
     return settle(run, plan, memory, device)

@@ -14,7 +14,6 @@ from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
 from tlora.job import JobSpec
 from tlora.kernels.device import card_of, name_of
-from tlora.kernels.fp8_weight import Fp8Weight
 from tlora.objectives import objective_of
 from tlora.planning.gpu_models import gpu_called
 from tlora.planning.job_plan import PlannedJob
@@ -42,7 +41,7 @@ def multiplied_weights(model: SuperModel) -> int:
 
 def rate_of(model: SuperModel, device: torch.device, flops: float | None = None) -> float:
     """Multiply-adds a second that are predicted with; `flops` as of `predicted_seconds`."""
-    in_8_bits = any(isinstance(m, LoraLinear) and isinstance(m.form, Fp8Weight) for m in model.model.modules())
+    in_8_bits = any(isinstance(m, LoraLinear) and m.form.dtype.itemsize == 1 for m in model.model.modules())
     return multiply_adds_per_second(device.type, flops, in_8_bits)
 
 

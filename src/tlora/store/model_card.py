@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +11,9 @@ import yaml
 
 from tlora.adapters.pattern_warnings import other_readers
 from tlora.job import SCHEDULED, BasePrecision, DataSource, JobSpec
-from tlora.objectives import OBJECTIVES, compares_with_start
+from tlora.kernels.frozen import form_of
+from tlora.objectives import compares_with_start
+from tlora.registry import OBJECTIVES
 from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
@@ -29,14 +30,6 @@ _NOT_TOLD = {
     "save_steps",
     "save_total_limit",
     *SCHEDULED,
-}
-_OVER: dict[BasePrecision, str] = {
-    "fp8": "It was trained over the base with its linear layers in fp8 (e4m3, a scale for each output).",
-    "nf4": (
-        "It was trained over the base with its linear layers in 4 bits: bitsandbytes' NF4, groups of 64, scales in fp32. To use it as "
-        'it was trained, load the base with `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`; merge it into the base '
-        "that this is dequantised to."
-    ),
 }
 _DATA_TOLD = ("max_length", "packing", "train_on", "chat_template_kwargs")
 
@@ -64,7 +57,11 @@ def model_card(
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {spec.name}\n",
         f"A LoRA adapter for `{shown}`{origin}, in PEFT's format. {asked} The tokenizer and its chat template are beside it.\n",
-        *([f"{_OVER[base_precision]}\n"] if base_precision is not None else []),
+        *(
+            [f"It was trained over the base with its linear layers in {form_of(base_precision).CARD}\n"]
+            if base_precision is not None
+            else []
+        ),
         *(f"{line}.\n" for line in other_readers(spec, (*spec.rank_pattern, *spec.alpha_pattern))),
         f"## Data\n\n{_data(spec, report)}\n",
         f"## Settings\n\n{_table(_settings(spec, '' if report is None else report['format']))}\n",
@@ -125,8 +122,7 @@ def _settings(spec: JobSpec, data_format: str) -> dict[str, Any]:
 
 def _not_read(spec: JobSpec) -> set[str]:
     """Settings that change nothing in the job, by its other settings."""
-    own = {field.name for name, kind in OBJECTIVES.items() if name == spec.objective for field in fields(kind)}
-    unread = {field.name for kind in OBJECTIVES.values() for field in fields(kind)} - own
+    unread = {name for entry in OBJECTIVES.values() for name in entry.settings} - set(OBJECTIVES[spec.objective].settings)
     if spec.lr_scheduler_type != "cosine_with_min_lr":
         unread.add("min_lr_rate")
     if spec.lr_scheduler_type == "constant":

@@ -141,7 +141,7 @@ def pin_dtype(run: RunSpec, device: str | None, resume: bool, note: Callable[[st
     """
     if run.dtype != "auto":
         return run
-    settled, line = settle_dtype(run.base_model, run.dtype, run.base_precision, device)
+    settled, line = settle_dtype(run.base_model, run.dtype, device)
     earlier = Path(run.output_dir) / "run.json"
     before = read_run_file(earlier)["dtype"] if resume and earlier.is_file() else settled
     if before not in ("auto", "float32"):

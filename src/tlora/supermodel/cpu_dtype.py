@@ -6,7 +6,7 @@ import platform
 
 import torch
 
-from tlora.job import BasePrecision, DType
+from tlora.job import DType
 from tlora.supermodel.load import load_config, pick_dtype
 
 _ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
@@ -25,15 +25,12 @@ def is_slow(dtype: torch.dtype, device: torch.device | str) -> bool:
     return asked is not None and not asked()
 
 
-def settle_dtype(
-    base_model: str, dtype: DType, base_precision: BasePrecision | None, device: torch.device | str | None
-) -> tuple[DType, str]:
-    """What `dtype` means on `device` (None: the GPU if there is one), and a line where `auto` is not what the base's files hold.
-
-    With base_precision fp8 it stays: that needs 16 bits, and a GPU. Raises ModelError.
+def settle_dtype(base_model: str, dtype: DType, device: torch.device | str | None) -> tuple[DType, str]:
+    """What `dtype` means on `device` (None: the GPU if there is one), and a line where `auto` is not what the base's files hold. Raises
+    ModelError.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype != "auto" or base_precision == "fp8" or not _is_cpu(device):
+    if dtype != "auto" or not _is_cpu(device):
         return dtype, ""
     picked = pick_dtype(load_config(base_model), dtype, base_model)
     if not is_slow(picked, device):

@@ -1,72 +1,38 @@
-"""A base whose frozen linears are held in fewer bits (`base_precision`): which devices can, and the change at load.
+"""A base whose frozen linears are held in fewer bits (`base_precision`): the change at load, in any form.
 
 Embedding, head and norms keep the base's dtype. The forms are in `kernels/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from tlora.errors import ConfigError, ModelError
 from tlora.job import BasePrecision
-from tlora.kernels import fp8_weight, nf4
-from tlora.kernels.device import capability_of, class_of, name_of
-from tlora.kernels.frozen import FrozenLinear, FrozenWeight, frozen_linear
+from tlora.kernels.frozen import FrozenLinear, FrozenWeight, form_of, frozen_linear
 from tlora.kernels.packed_weight import rounded_to, without_numbers
+from tlora.registry import BASE_PRECISIONS
 
 
 def check_precision(precision: BasePrecision | None, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ConfigError where a base of `dtype` cannot be held in `precision` on `device`."""
-    if precision == "fp8":
-        _check_fp8(device, dtype)
-    elif precision == "nf4" and dtype == torch.float64:
-        raise ConfigError("base_precision nf4 needs a base in 16 or 32 bits, and this one is float64. Set dtype: float32")
-
-
-def _check_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    if device.type != "cuda":
-        has = f"this run's device is {device}"
-    elif (card := class_of(capability_of(device))) is None or not card.fp8:
-        has = f"{name_of(device)} has {capability_of(device) / 10}"
-    elif dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(f"base_precision fp8 needs a base in 16 bits, and this one is {str(dtype)[6:]}. Set dtype: bfloat16")
-    else:
-        return
-    rule = "base_precision fp8 needs a GPU of compute capability 8.9 or above that the kernels are made for"
-    raise ConfigError(f"{rule}, and {has}. Take base_precision out")
+    if precision is not None:
+        form_of(precision).check(device, dtype)
 
 
 def possible_precisions(device: torch.device, dtype: torch.dtype) -> list[BasePrecision]:
-    """Those that `check_precision` lets a base of `dtype` have on `device`, the most bits first."""
+    """Those that `check_precision` lets a base of `dtype` have on `device`."""
     precisions: list[BasePrecision] = []
-    for precision in get_args(BasePrecision):
+    for precision in BASE_PRECISIONS:
         try:
             check_precision(precision, device, dtype)
         except ConfigError:
             continue
         precisions.append(precision)
     return precisions
-
-
-def check_widths(precision: BasePrecision, shapes: Mapping[str, tuple[int, int]], by_rows: bool = False) -> None:
-    """Raises ModelError for a linear whose widths (in and out features, by name) the form cannot have. NF4 takes all but in a base that is
-    shared, which is cut `by_rows`.
-    """
-    for name, (in_features, out_features) in shapes.items():
-        if precision == "fp8" and (in_features % 16 or out_features % 16):
-            raise ModelError(
-                f"base_precision fp8 needs widths that are multiples of 16, and {name} has {in_features} to {out_features}. Take it out"
-            )
-        if precision == "nf4" and by_rows and in_features % nf4.GROUP:
-            raise ModelError(
-                f"a base in parts with base_precision nf4 needs input widths that are multiples of {nf4.GROUP}, and {name} has "
-                f"{in_features}. Take it out, or use GPUs that hold the whole base"
-            )
 
 
 def check_rows(name: str, in_features: int, group: int) -> None:
@@ -80,9 +46,7 @@ def check_rows(name: str, in_features: int, group: int) -> None:
 
 def quantized(weight_NK: Tensor, precision: BasePrecision, value_dtype: torch.dtype) -> FrozenWeight:
     """`weight_NK` held in `precision`, on its device. `value_dtype`: of the checkpoint (`packed_weight.rounded_to`)."""
-    if precision == "fp8":
-        return fp8_weight.quantize(weight_NK)
-    return nf4.quantize(weight_NK, rounded_to(value_dtype, weight_NK.dtype))
+    return form_of(precision).quantize(weight_NK, rounded_to(value_dtype, weight_NK.dtype))
 
 
 class HeldLinear(nn.Module):
@@ -122,7 +86,7 @@ def hold(
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name} is {type(linear).__name__}"
-        check_widths(precision, {name: (linear.in_features, linear.out_features)})
+        form_of(precision).check_widths(name, linear.in_features, linear.out_features, by_rows=False)
         weight = quantized(linear.weight.detach().to(device), precision, value_dtype or linear.weight.dtype)
         parent, _, child = name.rpartition(".")
         bias = None if linear.bias is None else linear.bias.detach().to(device)

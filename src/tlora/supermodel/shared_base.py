@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
-from tlora.kernels.frozen import FrozenWeight, PlainWeight
+from tlora.kernels import nf4
+from tlora.kernels.frozen import FrozenWeight, PlainWeight, form_of
 from tlora.kernels.packed_weight import PackedWeight
 from tlora.sharing.host_memory import Alone, HostMemory, Streaming
 from tlora.sharing.layer_stream import LayerStream
@@ -24,7 +25,7 @@ from tlora.sharing.peer_memory import open_peer_memory
 from tlora.sharing.peers import Peers, Sharing
 from tlora.sharing.shards import Found, Rows, fill
 from tlora.supermodel.assembly import assemble, stand_in
-from tlora.supermodel.held_linear import check_precision, check_rows, check_widths, hold, quantized
+from tlora.supermodel.held_linear import check_precision, check_rows, hold, quantized
 from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
 from tlora.supermodel.lora_linear import StreamedLinear
@@ -127,7 +128,8 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     linears = {dotted: linear for dotted, linear in find_linears(model).items() if linear.weight.dtype == dtype}
     form = form or Precision(None, dtype)
     if form.name is not None:
-        check_widths(form.name, sizes(linears), by_rows=True)
+        for dotted, widths in sizes(linears).items():
+            form_of(form.name).check_widths(dotted, *widths, by_rows=True)
     weights: dict[str, FrozenWeight] = {}
     for dotted, linear in linears.items():
         if (packed := form.packed.get(dotted)) is not None:
@@ -152,7 +154,7 @@ def check_cut(model: nn.Module, weights: Mapping[str, FrozenWeight]) -> None:
             if is_packed:
                 check_rows(name, in_features, weight.group)
             else:
-                check_widths("nf4", {name: (in_features, out_features)}, by_rows=True)
+                nf4.check_widths(name, in_features, out_features, by_rows=True)
 
 
 def by_layer(model: nn.Module, layers: Sequence[nn.Module], weights: Mapping[str, FrozenWeight]) -> list[dict[str, FrozenWeight]]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
+from tlora.registry import OBJECTIVES
+
 _TOKENS = ("format", "max_length", "train_on", "on_bad_rows", "chat_template")
-_OF_OBJECTIVE = {"dpo": ("beta",), "orpo": ("beta",), "kto": ("beta", "desirable_weight", "undesirable_weight")}
 
 
 def incomparable(orders: Sequence[Mapping[str, Any]], by_eval: bool) -> str:
@@ -33,7 +34,7 @@ def _measure(order: Mapping[str, Any], by_eval: bool) -> dict[str, Any]:
         measure["eval_size"] = data["eval_size"]
         measure["eval_seed"] = data.get("eval_seed", order.get("seed"))  # earlier versions drew evaluation rows by the job's seed
     objective = measure["objective"] = str(order.get("objective", "sft"))
-    return measure | {key: order.get(key) for key in _OF_OBJECTIVE.get(objective, ())}
+    return measure | {key: order.get(key) for key in (OBJECTIVES[objective].settings if objective in OBJECTIVES else ())}
 
 
 def _unweighted(path: object) -> object:

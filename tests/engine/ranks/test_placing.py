@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, ReplicaPlacement
 from tlora.engine.ranks.worker_group import choose_span
-from tlora.job import JobSpec, ObjectiveName
+from tlora.job import JobSpec
 from tlora.objectives import objective_of
+from tlora.registry import OBJECTIVES
 from tlora.worker_protocol import Join
 
 
@@ -65,7 +66,7 @@ def test_jobs_go_where_least_is_to_do_and_homes_alternate() -> None:
 
 def test_an_objective_with_a_statistic_of_its_batch_stays_in_one_place() -> None:
     data = {"sft": {}, "dpo": {}, "kto": {}, "orpo": {}}
-    for name in get_args(ObjectiveName):
+    for name in OBJECTIVES:
         objective = objective_of(spec(objective=name, batch_size=4, **data[name]))
         needs_all = objective is not None and objective.statistic is not None
         assert spec(objective=name, batch_size=4).needs_whole_batch == needs_all, name
