@@ -20,13 +20,15 @@ class ObjectiveEntry:
 
     `place`: `module:Class` of a `tlora.objectives.Objective`; "" for cross-entropy, which the super-model has fused. `learns_from`: the
     kind of rows. `settings`: the fields of `job.TrainConfig` that the class takes. `whole_batch`: whether its losses depend on a number of
-    the whole global batch (`Objective.statistic`), which then must be computed in one place.
+    the whole global batch (`Objective.statistic`), which then must be computed in one place. `forwards_beside`: forwards of a batch beside
+    the one that trains (of its reference; of its statistic, which may have one too), by which seconds are predicted.
     """
 
     place: str
     learns_from: Rows
     settings: tuple[str, ...] = ()
     whole_batch: bool = False
+    forwards_beside: int = 0
 
     def load(self) -> Any:
         """The class."""
@@ -36,9 +38,11 @@ class ObjectiveEntry:
 
 OBJECTIVES: dict[str, ObjectiveEntry] = {
     "sft": ObjectiveEntry("", "samples"),
-    "dpo": ObjectiveEntry("tlora.objectives.dpo:Dpo", "pairs", ("beta",)),
+    "dpo": ObjectiveEntry("tlora.objectives.dpo:Dpo", "pairs", ("beta",), forwards_beside=1),
     "orpo": ObjectiveEntry("tlora.objectives.orpo:Orpo", "pairs", ("beta",)),
-    "kto": ObjectiveEntry("tlora.objectives.kto:Kto", "labelled", ("beta", "desirable_weight", "undesirable_weight"), whole_batch=True),
+    "kto": ObjectiveEntry(
+        "tlora.objectives.kto:Kto", "labelled", ("beta", "desirable_weight", "undesirable_weight"), whole_batch=True, forwards_beside=3
+    ),
 }
 
 BASE_PRECISIONS: dict[str, str] = {"fp8": "tlora.kernels.fp8_weight", "nf4": "tlora.kernels.nf4"}

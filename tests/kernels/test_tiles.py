@@ -12,8 +12,10 @@ import torch
 
 from tlora.errors import ConfigError
 from tlora.kernels import tile_files
+from tlora.kernels.cards import CLASSES, CardClass
 from tlora.kernels.tiles import (
     MOST_SIZES,
+    WIDEST_BLOCK,
     Key,
     SkinnyTile,
     Tile,
@@ -54,6 +56,13 @@ def test_an_exact_entry_goes_before_the_rule_and_no_other_does() -> None:
 
 
 WIDE = tile_by_rule(FORWARD)
+
+
+@pytest.mark.parametrize("card", CLASSES, ids=lambda card: card.name)
+def test_a_class_knows_its_smallest_tile(card: CardClass) -> None:
+    tile = tile_by_rule(Key("forward", BF16, WIDEST_BLOCK, WIDEST_BLOCK, 1), card)
+    assert isinstance(tile, Tile)
+    assert card.smallest_rows == min(size.rows for size in (sizes_of(tile, BF16) if card.sized else (tile,)))
 
 
 def test_few_tokens_get_the_smaller_tiles_that_were_fastest_for_them() -> None:

@@ -26,11 +26,12 @@ from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import ACTIVATION_RANK, count_base, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
-from tlora.planning.micro_batches import _budgets, token_cost
+from tlora.planning.micro_batches import _budgets
 from tlora.planning.plan import RunPlan, counting_jobs, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
+from tlora.planning.work import token_cost
 from tlora.shape.hardware import live_cost_model
-from tlora.shape.memory import MemoryModel, Stage
+from tlora.shape.memory import MemoryModel, Phase
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -42,7 +43,7 @@ MIB = 1 << 20
 # Head and loss are the higher stage below 1,000 tokens, a layer's backward above. 9 of 10 layers can be done without.
 MODEL = MemoryModel(
     base_bytes=1000 * MIB,
-    stages=(Stage(200 * MIB, 1.1 * MIB, 0.1 * MIB), Stage(0, 1.3 * MIB, 0.1 * MIB)),
+    phases=(Phase(200 * MIB, 1.1 * MIB, 0.1 * MIB), Phase(0, 1.3 * MIB, 0.1 * MIB)),
     num_layers=10,
     element_bytes=2,
     sum_bytes=4,
@@ -200,7 +201,7 @@ def test_what_is_measured_takes_a_refusal_back() -> None:
     plan = plan_of(MODEL, 1700)
     run = RunSpec(base_model="b", token_budget=2048, jobs=[job.spec for job in plan.jobs])
     assert plan.jobs[0].problems
-    lean = replace(MODEL, stages=(Stage(0, 0.5 * MIB, 0.04 * MIB),), measured=True)
+    lean = replace(MODEL, phases=(Phase(0, 0.5 * MIB, 0.04 * MIB),), measured=True)
     assert settle(run, plan, lean, GPU).memory == lean and not plan.jobs[0].problems
     settle(run, plan, MODEL, GPU)
     assert len(plan.jobs[0].problems) == 1
@@ -264,7 +265,7 @@ def test_a_run_on_a_gpu_goes_by_what_it_measures(enough: bool, monkeypatch: pyte
     """Where the measurement itself runs out of memory, by the estimate; both are said, and only what was measured is kept."""
     plan, notes, kept = plan_of(MODEL, 1700), list[str](), list[MemoryModel]()
     run = RunSpec(base_model="b", token_budget=2048, jobs=[job.spec for job in plan.jobs])
-    lean = replace(MODEL, stages=(Stage(0, 0.5 * MIB, 0.04 * MIB),), measured=True)
+    lean = replace(MODEL, phases=(Phase(0, 0.5 * MIB, 0.04 * MIB),), measured=True)
     monkeypatch.setattr(training, "probe", lambda *_: Probe(lean, (), 0.001, 34.2) if enough else None)
     monkeypatch.setattr(training, "probe_key", lambda *_: "key")
     monkeypatch.setattr(training, "remember", lambda _key, memory: kept.append(memory))
@@ -285,7 +286,7 @@ def test_heads_are_counted_in_the_layers_where_they_differ(key: str, values: tup
             sliding_window=7, layer_types=["sliding_attention", "full_attention"],
             hidden_size_per_layer_input=16, vocab_size_per_layer_input=131,
         ).save_pretrained(tmp_path / name)  # fmt: skip
-        return measure(SuperModel(outline(str(tmp_path / name), dtype)), 0, GPU).stages[0].bytes_per_token
+        return measure(SuperModel(outline(str(tmp_path / name), dtype)), 0, GPU).phases[0].bytes_per_token
 
     small, large = values
     # a global layer's v is its k: two such bases differ in that too

@@ -17,7 +17,7 @@ from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning import memory_probe
 from tlora.planning.memory_probe import Probe, probe, probe_key, recall, remember
-from tlora.shape.memory import MemoryModel, Stage
+from tlora.shape.memory import MemoryModel, Phase
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -27,7 +27,7 @@ with interpreted():
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]
 LAYERS, SMALL = 2, ((8, 16), (4, 8))
 SHAPE = {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1}
-COUNTED = MemoryModel(0, (Stage(0, 0),), 0, 4, 4, step_copies=0)
+COUNTED = MemoryModel(0, (Phase(0, 0),), 0, 4, 4, step_copies=0)
 WORKSPACES, HEAD_FIXED, KEPT, BACKWARD, SAVED = 1 << 20, 5000, 900, 700, 200
 """Bytes that the fake counters tell: at the head's peak HEAD_FIXED + T * kept, in the layers' backward T * (kept + BACKWARD)."""
 SPECS = [JobSpec.model_validate({"name": f"j{r}", "data": "d", "r": r, "target_modules": ["q_proj"]}) for r in (4, 20, 8)]
@@ -90,8 +90,8 @@ def test_each_stage_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(model, "join", lambda name, lora, *rest: (joined.append(lora.r), join(name, lora, *rest)))
     found = measured(model)
     assert found.error_share < 1e-9 and found.memory.measured and found.memory.num_layers == LAYERS and joined == [20, 8]
-    padding = found.memory.stages[0].fixed_bytes - HEAD_FIXED
-    assert padding == pytest.approx(found.memory.stages[1].fixed_bytes) == pytest.approx(2 * gpu_chunk_rows(model.base.head) * 64 * 4)
+    padding = found.memory.phases[0].fixed_bytes - HEAD_FIXED
+    assert padding == pytest.approx(found.memory.phases[1].fixed_bytes) == pytest.approx(2 * gpu_chunk_rows(model.base.head) * 64 * 4)
     for tokens, depth in ((6, 0), (10_000, 0), (10_000, 1)):
         kept = tokens * (KEPT - SAVED * depth)
         higher = max(kept + HEAD_FIXED, kept + tokens * BACKWARD)
@@ -142,11 +142,11 @@ def test_what_was_measured_is_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     model = make_shared()
     key = probe_key(model, SPECS, False, torch.device("cpu"))
     assert recall(key) is None
-    memory = replace(COUNTED, stages=(Stage(1.5, 2.5, 0.5), Stage(3.0, 4.0)), num_layers=7, measured=True)
+    memory = replace(COUNTED, phases=(Phase(1.5, 2.5, 0.5), Phase(3.0, 4.0)), num_layers=7, measured=True)
     remember(key, replace(memory, spanning=frozenset([AdapterLayout(())])))  # of the jobs of that run
     assert recall(key) == memory
     (file,) = (tmp_path / "memory").iterdir()
-    for broken in ("", "{}", "[]", '{"stages": [{"wide": 1}]}'):
+    for broken in ("", "{}", "[]", '{"phases": [{"wide": 1}]}'):
         file.write_text(broken)
         assert recall(key) is None, broken
 

@@ -20,10 +20,11 @@ from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import JobSpec, RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.micro_batches import MicroBatches, SampleLengths, _filled, choose, cost_of, sample_lengths, token_cost
+from tlora.planning.micro_batches import MicroBatches, SampleLengths, _filled, choose, cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
-from tlora.shape.memory import MemoryModel, Stage
+from tlora.planning.work import token_cost
+from tlora.shape.memory import MemoryModel, Phase
 
 GPU, MIB = torch.device("cuda"), 1 << 20
 LAYOUT = AdapterLayout((AdapterShape("q", 16, 1024, 1024, 1.0),))
@@ -31,7 +32,7 @@ NO_LENGTHS = SampleLengths(np.zeros(0, np.int64), np.zeros(0))
 
 memories = st.builds(
     lambda fixed, kept, share, backward, layers: MemoryModel(
-        1000, (Stage(fixed, kept, kept * share / layers), Stage(0.0, kept + backward, kept * share / layers)), layers, 2, 4, step_copies=0
+        1000, (Phase(fixed, kept, kept * share / layers), Phase(0.0, kept + backward, kept * share / layers)), layers, 2, 4, step_copies=0
     ),
     st.floats(0, 1e6),
     st.floats(1, 5000),
@@ -78,7 +79,7 @@ def test_a_number_for_all_micro_batches() -> None:
 # As an 8B: 2.9 MiB a token, of which a layer gives up 88 KiB.
 EIGHT_B = MemoryModel(
     base_bytes=15 * 1024 * MIB,
-    stages=(Stage(1000 * MIB, 2.5 * MIB, 0.088 * MIB), Stage(0, 2.9 * MIB, 0.088 * MIB)),
+    phases=(Phase(1000 * MIB, 2.5 * MIB, 0.088 * MIB), Phase(0, 2.9 * MIB, 0.088 * MIB)),
     num_layers=32,
     element_bytes=2,
     sum_bytes=4,

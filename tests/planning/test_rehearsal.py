@@ -17,7 +17,7 @@ from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import rehearse
 from tlora.planning.plan import RunPlan, settle
-from tlora.shape.memory import Stage
+from tlora.shape.memory import Phase
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = MARKS
@@ -58,7 +58,7 @@ def model() -> Iterator[SuperModel]:
 def plan_for(model: SuperModel, bytes_of_128: int, budget: int = BUDGET) -> tuple[RunSpec, RunPlan]:
     """With so much room beside the adapter for the longest sample."""
     run = RunSpec.model_validate({"base_model": "b", "jobs": SPECS[:1], "token_budget": budget})
-    memory = replace(COUNTED, stages=(Stage(0.0, KEPT, SAVED),), num_layers=2, base_bytes=0, step_copies=0, measured=True)
+    memory = replace(COUNTED, phases=(Phase(0.0, KEPT, SAVED),), num_layers=2, base_bytes=0, step_copies=0, measured=True)
     jobs = (PlannedJob(run.jobs[0], layout=model.layout(run.jobs[0])),)
     layouts = [job.layout for job in jobs if job.layout is not None]
     limit = memory.total_bytes(layouts, 0) + bytes_of_128

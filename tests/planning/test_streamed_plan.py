@@ -15,10 +15,10 @@ from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.gpu_models import find_gpu, gpu_called
-from tlora.planning.micro_batches import MicroBatches, cost_of, sample_lengths, token_cost
+from tlora.planning.micro_batches import MicroBatches, cost_of, sample_lengths
 from tlora.planning.plan import RunPlan
 from tlora.planning.streaming import _fastest, _refused, stream_for_jobs_to_come
-from tlora.planning.work import flops_here
+from tlora.planning.work import flops_here, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import fetched_layers
 from tlora.sharing.host_memory import Streaming

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from tlora.job import JobSpec
+from tlora.objectives import objective_of
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.work import _work, choose_replicas, trained_tokens
+from tlora.planning.job_work import choose_replicas, multiply_adds, trained_tokens
+from tlora.registry import OBJECTIVES
 
 
 def planned(name: str, tokens: int = 1000, **fields: Any) -> PlannedJob:
@@ -59,10 +61,19 @@ def test_a_statistic_of_the_whole_batch_and_a_job_with_problems_stay_in_one_plac
     assert choose_replicas(jobs, {"kto": 10.0, "refused": 0.0}, 2, deterministic=False) == {}
 
 
+def test_each_objective_has_its_forwards() -> None:
+    """The table's count for who loads no torch is that of the objectives themselves."""
+    for name, entry in OBJECTIVES.items():
+        objective = objective_of(JobSpec.model_validate({"name": name, "data": "d", "objective": name}))
+        statistic = objective.statistic if objective is not None else None
+        beside = objective is not None and objective.needs_reference
+        assert entry.forwards_beside == beside + (1 + statistic.needs_reference if statistic is not None else 0), name
+
+
 @pytest.mark.parametrize(("objective", "forwards"), [("sft", 2), ("orpo", 2), ("dpo", 3), ("kto", 5)])
 def test_what_an_objective_computes_beside_its_batch_is_counted(objective: str, forwards: int) -> None:
     """DPO: its reference. KTO: that, and the KL of its batch under the adapter and under the reference."""
     weights, job = 10**6, planned("a", objective=objective)
     tokens = trained_tokens(job)
-    work = _work(job, weights, 0)
+    work = multiply_adds(job, weights, 0)
     assert work == forwards * weights * tokens

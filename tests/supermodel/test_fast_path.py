@@ -23,10 +23,11 @@ from tlora.adapters.state import AdapterState, init_state
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
+from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel import losses as loss_module
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, SLOW_HOST, Backward, Shape
+from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, Shape
 from tlora.supermodel.fast_path import _sees_the_same_again
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.supermodel import JobLoss, SuperModel

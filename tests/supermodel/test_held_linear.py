@@ -149,9 +149,9 @@ def test_memory_holds_what_a_group_is_multiplied_as_beside_the_weights(precision
     outlined, as_held = (SuperModel(outline(str(base), "bfloat16", each)) for each in (None, precision))
     plain, held = (measure(model, 0, cpu) for model in (outlined, as_held))
     widest = max(m.weight.numel() for m in find_linears(outline(str(base)).model).values())
-    assert held.stages[0].fixed_bytes - plain.stages[0].fixed_bytes == 2 * bytes_each * widest
+    assert held.phases[0].fixed_bytes - plain.phases[0].fixed_bytes == 2 * bytes_each * widest
     assert bytes_in(precision, outlined, outlined.base.num_bytes) == as_held.base.num_bytes + 2 * bytes_each * widest
-    assert held.stages[0].bytes_per_token == plain.stages[0].bytes_per_token, "weights are not saved anew for each token"
+    assert held.phases[0].bytes_per_token == plain.phases[0].bytes_per_token, "weights are not saved anew for each token"
 
 
 @pytest.mark.parametrize(("before", "refused"), [({}, True), ({"base_precision": None}, True), ({"base_precision": "fp8"}, False)], ids=str)

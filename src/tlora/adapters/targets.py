@@ -10,10 +10,12 @@ import importlib
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tlora.adapter_shape import ALL_LINEAR, LoraShape
 from tlora.errors import ModelError
+from tlora.json_file import read_object
 
 _SECONDS = 2.0  # for all names of a base; an ordinary pattern takes a few milliseconds for 100,000
 # `re` cannot be interrupted, and a server resolves patterns of its tenants. transformers needs this one too. It has no type stubs.
@@ -95,6 +97,13 @@ def saved_names(targets: Collection[str], modules: Iterable[str], lora: LoraShap
         return tuple(sorted(set(listed)))
     every, mine = (Counter(name.rsplit(".", 1)[-1] for name in of) for of in (names, targets))
     return tuple(sorted({end if every[end] == mine[end] else name for name in targets for end in (name.rsplit(".", 1)[-1],)}))
+
+
+def read_shape(adapter: Path) -> LoraShape:
+    """Of an adapter that PEFT or this program has written. Raises OSError, ValueError."""
+    config = read_object(adapter / "adapter_config.json")
+    keys = ("r", "target_modules", "rank_pattern", "alpha_pattern")
+    return LoraShape.model_validate({key: config[key] for key in keys if config.get(key) is not None})
 
 
 def trained_parameters(targets: Sizes, lora: LoraShape) -> int:

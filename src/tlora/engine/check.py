@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tlora.batching.placement import place as place_jobs
 from tlora.cache_directory import open_caches
 from tlora.data.base_download import describe_download, fetch_base
 from tlora.data.order import Mixture, PackedRows, epoch_size
@@ -16,7 +17,6 @@ from tlora.data.prepare import Preparation, Prepared
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
 from tlora.engine.ranks.devices import count_elsewhere, rank_devices
-from tlora.engine.ranks.placement import place as place_jobs
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, LayoutSetting, RunSpec
@@ -24,11 +24,12 @@ from tlora.kernels.device import as_if_on, name_of
 from tlora.planning.base_placement import choose_form
 from tlora.planning.gpu_models import GpuModel, find_gpu
 from tlora.planning.job_plan import PlannedJob
+from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.streaming import Machine, StreamPlan, choose_layout, this_machine
-from tlora.planning.work import choose_replicas, flops_here, predicted_seconds, trained_tokens
+from tlora.planning.work import flops_here, predicted_seconds
 from tlora.shape.token_cost import StreamCost
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory

@@ -32,6 +32,11 @@ class CardClass:
         return f"sm_{self.capability}"
 
     @property
+    def smallest_rows(self) -> int:
+        """Rows of the smallest tile that a GEMM in 16 bits takes, however few tokens there are (`tiles.py`)."""
+        return 64 if self.sized else 128
+
+    @property
     def shared_kib(self) -> int:
         return self.shared_memory // 1024
 

@@ -109,15 +109,6 @@ def sizes_of(tile: Tile, dtype: torch.dtype) -> tuple[Tile, ...]:
     return (tile, *(replace(small, promote=tile.promote, band=tile.band, first=tile.first) for small in smaller))
 
 
-def smallest_rows(card: CardClass) -> int:
-    """Rows of the smallest tile that a GEMM in 16 bits takes on `card`, however few tokens there are."""
-    if card.sized:
-        return min(small.rows for small in _SMALLER)
-    tile = tile_by_rule(Key("forward", torch.bfloat16, WIDEST_BLOCK, WIDEST_BLOCK, 1), card)
-    assert isinstance(tile, Tile), tile
-    return tile.rows
-
-
 @functools.cache  # asked at every launch
 def for_tokens(tile: Tile, dtype: torch.dtype, tokens: int, columns: int, processors: int) -> Tile:
     """The fastest of `sizes_of` the `tile` for y [tokens, columns] on so many processors, which take one tile after another."""

@@ -24,7 +24,7 @@ from tlora.kernels.grouped_lora import chunk_jobs
 from tlora.kernels.library_attention import SampleLayout, lay_out_samples
 from tlora.kernels.linear_cross_entropy import chunk_bytes
 from tlora.shape import CPU_SHARE
-from tlora.shape.memory import MOST_GPUS, BaseMemory, MemoryModel, Stage, StreamedBytes, base_memory
+from tlora.shape.memory import MOST_GPUS, BaseMemory, MemoryModel, Phase, StreamedBytes, base_memory
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate
@@ -67,8 +67,10 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head
     if groups_on(device, model.deterministic):  # a part of dA or dB and its copy in full precision, for every chunk
         moving += widest * (element + sums) * max(rank, ROW_ALIGNMENT) // _CHUNK
-    stage = Stage(chunk_bytes(model.base.head, device) + _scratch_bytes(model), (many - few) / _PROBE_TOKENS + moving)
-    return MemoryModel(base_bytes, (stage,), 0, element, sums, step_copies)
+    kept = (many - few) / _PROBE_TOKENS
+    each = kept / max(1, len(layers_of(model.base.decoder)))
+    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model), kept + moving, kept_per_layer=each)
+    return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies)
 
 
 def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
@@ -86,11 +88,11 @@ def takes_fast_path(model: SuperModel) -> bool:
     return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and fit_attention(model.base)
 
 
-def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage, ...]:
+def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Phase, ...]:
     """Bytes of a micro-batch on compiled layers, from the linears' widths.
 
     A layer keeps the output of each linear (of those that end a block, the residual that they are added to), attention's output and
-    log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward. Two stages: head and loss hold a chunk of
+    log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward. Two phases: head and loss hold a chunk of
     logits, the hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the
     gradients of that and of its factors), and five of its hidden states.
     """
@@ -104,8 +106,8 @@ def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Stage
     saved = layer - element * hidden  # a recomputed layer keeps its input
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden)
     return (
-        Stage(chunk_bytes(head, device), kept + 2 * element * hidden, saved),
-        Stage(_scratch_bytes(model), kept + backward, saved),
+        Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
+        Phase(_scratch_bytes(model), kept + backward, saved, kept / layers),
     )
 
 

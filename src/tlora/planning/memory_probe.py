@@ -1,6 +1,6 @@
 """Measures, on a GPU with the base loaded and before any job runs, what a micro-batch takes; compiles the layers on the way.
 
-A micro-batch has two stages, each with a peak of its own: head and loss (a chunk of logits, of fixed size) and the layers' backward
+A micro-batch has two phases, each with a peak of its own: head and loss (a chunk of logits, of fixed size) and the layers' backward
 (which grows with the tokens). Both are straight lines in the tokens and in the recomputed layers, the higher of them is not: each is
 measured by itself, at two numbers of tokens without and with recomputation.
 """
@@ -25,7 +25,7 @@ from tlora.cache_directory import cache_dir
 from tlora.job import JobSpec, RunSpec, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning.plan import RunPlan, gib, settle
-from tlora.shape.memory import MemoryModel, Stage
+from tlora.shape.memory import MemoryModel, Phase
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel
@@ -117,9 +117,9 @@ def _measure(
     width = model.base.head.weight_VH.shape[1] * counted.element_bytes
     unpadded = [_padding(peak.num_tokens, rows) * width for peak in peaks]
     fitted = [_fit(peaks, [getattr(peak, part) - pad for peak, pad in zip(peaks, unpadded, strict=True)]) for part in ("head", "layers")]
-    stages = [replace(stage, fixed_bytes=stage.fixed_bytes + 2 * rows * width) for stage, _ in fitted]
+    phases = [replace(phase, fixed_bytes=phase.fixed_bytes + 2 * rows * width) for phase, _ in fitted]
     base_bytes = _storage_bytes(model) + workspaces
-    memory = replace(counted, base_bytes=base_bytes, stages=tuple(stages), num_layers=model.num_layers, measured=True)
+    memory = replace(counted, base_bytes=base_bytes, phases=tuple(phases), num_layers=model.num_layers, measured=True)
     return memory, peaks, max(error for _, error in fitted)
 
 
@@ -180,14 +180,14 @@ def _padding(num_tokens: int, rows: int) -> int:
     return -num_tokens % rows + (rows if num_tokens % rows else 0)
 
 
-def _fit(peaks: Sequence[Peaks], found: Sequence[float]) -> tuple[Stage, float]:
+def _fit(peaks: Sequence[Peaks], found: Sequence[float]) -> tuple[Phase, float]:
     """The plane through `found` bytes, by least squares, and its largest error as a share."""
     deep = max(peak.recomputed_layers for peak in peaks)
     columns = [[1.0, peak.num_tokens, -peak.num_tokens * peak.recomputed_layers] for peak in peaks]
     matrix = np.array(columns)[:, : 3 if deep else 2]
     solved, *_ = np.linalg.lstsq(matrix, np.array(found, np.float64), rcond=None)
     error = float(np.max(np.abs(matrix @ solved - found) / np.maximum(found, 1)))
-    return Stage(*(float(x) for x in solved)), error
+    return Phase(*(float(x) for x in solved)), error
 
 
 def _storage_bytes(model: SuperModel) -> int:
@@ -215,8 +215,8 @@ def recall(key: str) -> MemoryModel | None:
     """What an earlier run measured for `key`, if that can be read."""
     try:
         found = json.loads(_file_of(key).read_text())
-        stages = tuple(Stage(**stage) for stage in found.pop("stages"))
-        return MemoryModel(**found, stages=stages)
+        phases = tuple(Phase(**phase) for phase in found.pop("phases"))
+        return MemoryModel(**found, phases=phases)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

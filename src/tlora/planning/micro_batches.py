@@ -8,24 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from tlora.adapters.state import AdapterLayout
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.data.order import row_tokens
-from tlora.job import RunSpec
-from tlora.kernels.cards import HOPPER
-from tlora.kernels.device import planned_card
-from tlora.kernels.tiles import smallest_rows
-from tlora.planning.job_plan import PlannedJob
-from tlora.shape.memory import MemoryModel
-from tlora.shape.token_cost import TokenCost, fixed_depth
-from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES
+from tlora.data.prepare import Prepared
+from tlora.job import JobSpec, RunSpec
+from tlora.kernels.cards import HOPPER, CardClass
+from tlora.shape.memory import Adapter, MemoryModel
+from tlora.shape.token_cost import HIDES_LAUNCHES, TokenCost, fixed_depth
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/adr/016-memory-is-counted.md)
 # Tokens times weights of a layer that a micro-batch costs each layer besides its own, for each row of the smallest tile: half a tile's rows
@@ -44,6 +39,21 @@ class MicroBatches(NamedTuple):
     recompute: RecomputePlan
 
 
+class SizedJob(Protocol):
+    """As `job_plan.PlannedJob`."""
+
+    @property
+    def spec(self) -> JobSpec: ...
+    @property
+    def data(self) -> Prepared | None: ...
+    @property
+    def layout(self) -> Adapter | None: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def problems(self) -> Sequence[str]: ...
+
+
 @dataclass(frozen=True)
 class SampleLengths:
     """Of the samples that a run trains on: lengths without repetition, shortest first, and what share of all tokens lies in each. Jobs
@@ -54,7 +64,7 @@ class SampleLengths:
     shares: npt.NDArray[np.float64]
 
 
-def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
+def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
     """Of `jobs`; those without data do not count."""
     found = [np.unique(job.data.train.lengths, return_counts=True) for job in jobs if job.data is not None]
     if not found:
@@ -64,14 +74,14 @@ def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
     return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
 
 
-def token_cost(memory: MemoryModel, device: torch.device, link_tokens: float = 0.0) -> TokenCost:
-    """Of the base of `memory` on `device`. `link_tokens`: of one that is streamed."""
-    full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device.type == "cuda" else CPU_BUDGET_CAP
-    rows = smallest_rows(planned_card(device) or HOPPER)
-    return TokenCost(full, memory.num_layers, _FIXED_WORK * rows / max(memory.layer_weights, 1), link_tokens)
+def token_cost_on(device_type: str, card: CardClass | None, memory: MemoryModel, link_tokens: float = 0.0) -> TokenCost:
+    """Of the base of `memory` on a GPU of class `card`, or a CPU. `link_tokens`: of one that is streamed."""
+    full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device_type == "cuda" else CPU_BUDGET_CAP
+    fixed = _FIXED_WORK * (card or HOPPER).smallest_rows / max(memory.layer_weights, 1)
+    return TokenCost(full, memory.num_layers, fixed, link_tokens)
 
 
-def choose(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:
+def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:
     """The fastest that hold all `jobs` at once below the limit, if that does not slow them down too much; or else the fastest that hold
     the largest of the jobs that can be held at all, and as many others as do not slow it down too much. `longest`: tokens of the longest
     sample, which is never split.
@@ -81,7 +91,7 @@ def choose(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: Memor
     deepest = same_for_all(memory.most_recomputed if fixed is None else fixed)
     worst = _MOST_SLOWED * cost_of(MicroBatches(budgets[0], same_for_all(fixed or 0)), lengths, cost)
 
-    def best(held: Sequence[AdapterLayout]) -> MicroBatches | None:
+    def best(held: Sequence[Adapter]) -> MicroBatches | None:
         room = memory.room(held, limit_bytes)
         recompute = memory.least_recomputed(room) if fixed is None else deepest
         more = range(SMALLEST_BUDGET, budgets[0], SMALLEST_BUDGET) if run.token_budget == "auto" and recompute.varies else ()
@@ -89,13 +99,13 @@ def choose(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: Memor
         fitting = [found for found in tried if _fits(found, longest, memory, room)]
         return min(fitting, key=lambda found: cost_of(found, lengths, cost), default=None)
 
-    def good(held: Sequence[AdapterLayout]) -> MicroBatches | None:
+    def good(held: Sequence[Adapter]) -> MicroBatches | None:
         found = best(held)
         return found if found is not None and cost_of(found, lengths, cost) <= worst else None
 
     if (together := good(layouts)) is not None:
         return together
-    held, others = list[AdapterLayout](), [layout for layout in layouts if best([layout]) is not None]
+    held, others = list[Adapter](), [layout for layout in layouts if best([layout]) is not None]
     if others:
         held.append(others.pop(max(range(len(others)), key=lambda i: memory.job_bytes(others[i]))))
     for other in others:
@@ -148,7 +158,7 @@ def fastest_budget(largest: int, recompute: RecomputePlan, cost: TokenCost) -> i
     return min(fitting, key=lambda budget: cost.at(budget, recompute.layers(budget)))
 
 
-def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, cost: TokenCost) -> list[int]:
+def _budgets(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryModel, cost: TokenCost) -> list[int]:
     """What the user set, or the largest that the jobs can fill and the device gains from, and halves of it down to the longest sample."""
     if run.token_budget != "auto":
         return [run.token_budget]
@@ -162,7 +172,7 @@ def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: Mem
     return budgets
 
 
-def _replica_batch(job: PlannedJob) -> tuple[float, float]:
+def _replica_batch(job: SizedJob) -> tuple[float, float]:
     """Mean and standard deviation of the tokens of one replica's part of a global batch, which is drawn without replacement."""
     assert job.data is not None
     tokens = row_tokens(job.data.train.lengths, job.data.train.epoch)

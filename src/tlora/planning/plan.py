@@ -21,7 +21,8 @@ from tlora.kernels.lora_tables import rank_width
 from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.memory import ACTIVATION_RANK, bytes_in, measure, memory_limit, more_memory
-from tlora.planning.micro_batches import MicroBatches, choose, fastest_budget, largest_micro_batch, token_cost
+from tlora.planning.micro_batches import MicroBatches, choose, fastest_budget, largest_micro_batch
+from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.regions import lay_out_regions, slots_of

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tlora.job import Recompute, RunSpec
-from tlora.planning.micro_batches import choose, cost_of, sample_lengths, token_cost
+from tlora.planning.job_work import trained_tokens
+from tlora.planning.micro_batches import choose, cost_of, sample_lengths
 from tlora.planning.plan import RunPlan
-from tlora.planning.work import trained_tokens
+from tlora.planning.work import token_cost
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from tlora.errors import CapacityError, ModelError
 from tlora.job import DataConfig, JobSpec, LayoutSetting, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_streamed
-from tlora.planning.micro_batches import cost_of, sample_lengths, token_cost
+from tlora.planning.micro_batches import cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, fit, fitted_jobs, gib, is_sound, plan_memory, settle
-from tlora.planning.work import flops_here, multiplied_weights, rate_of
+from tlora.planning.slots import choose_slots
+from tlora.planning.work import flops_here, multiplied_weights, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import StreamCost, fetched_layers
 from tlora.sharing.host_memory import Streaming, host_problem, measure_link
@@ -28,11 +29,9 @@ from tlora.worker_protocol import Load
 
 _MOST_FILLED = 0.95  # of the memory limit, with slots beyond two: what the run measures may be some hundredths more than was counted
 _LEAST_GAIN = 1.1  # times as fast as with the whole base on the device, by prediction, so that one that fits there is streamed
-_ABOUT_EQUAL = 1.01  # times the least cost: of such choices the one that fetches least, in case the link is slower for a while
 # By how much products may be faster than predicted: those of a 70B in fp8 on an H100 were, and waited for the link a quarter of the time
 # (bench/results/h100_71836d0_streamed_70b_fp8.json). More tokens that recompute more layers cost less than that.
 _FASTER_PRODUCTS = 1.2
-_TRIED_SLOTS = 16  # numbers of layers on the device that are looked at first
 _JOBS_TO_COME, _TOKENS_TO_COME = 4, 8192  # what a worker keeps room for: jobs of the default rank, in micro-batches of so many tokens
 
 
@@ -163,19 +162,14 @@ def _fastest(run: RunSpec, plan: RunPlan, sizes: StreamedBytes, device: torch.de
     """The plan with as many layers on the device as serve best, from two to `most`. `bytes_per_token`: what the link brings while products
     of one token run.
     """
-    found = dict[int, RunPlan]()
-
-    def try_all(tried: range) -> int:
-        for slots in tried:
-            if slots not in found and sizes.on_device(slots) <= plan.limit_bytes:
-                found[slots] = _with_slots(run, plan, sizes, device, slots, bytes_per_token)
-        lacks = {slots: (len(_refused(each)), _waiting(each)) for slots, each in found.items()}
-        costs = {slots: _cost(run, each, device) for slots, each in found.items() if lacks[slots] == min(lacks.values())}
-        return max(slots for slots, cost in costs.items() if cost <= _ABOUT_EQUAL * min(costs.values()))
-
-    step = max(1, (most - 2) // _TRIED_SLOTS)
-    near = try_all(range(2, most + 1, step))
-    return found[try_all(range(max(2, near - step), min(most, near + step) + 1))]
+    found = choose_slots(
+        most,
+        lambda slots: _with_slots(run, plan, sizes, device, slots, bytes_per_token) if sizes.on_device(slots) <= plan.limit_bytes else None,
+        lambda each: (len(_refused(each)), _waiting(each)),
+        lambda each: _cost(run, each, device),
+    )
+    assert found is not None, "two layers fit"
+    return found
 
 
 def _with_slots(run: RunSpec, plan: RunPlan, sizes: StreamedBytes, device: torch.device, slots: int, bytes_per_token: float) -> RunPlan:

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tlora import durable
-from tlora.adapters.targets import resolve, trained_parameters
+from tlora.adapters.targets import read_shape, resolve, trained_parameters
 from tlora.data.prepare import Prepared, prepare, start_worker
 from tlora.data.profile import profile_of
 from tlora.data.request import DataLimits, PrepareRequest
 from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import JobSpec, LoraShape
-from tlora.json_file import read_object
 from tlora.link.supervisor import line_to_parent
 from tlora.service.base_shapes import find_outline
 from tlora.service.intake import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
@@ -130,9 +129,7 @@ def _parameters(spec: JobSpec, outline: BaseShape) -> int:
     shape: LoraShape = spec
     if spec.adapter_path is not None:
         try:
-            config = read_object(Path(spec.adapter_path) / "adapter_config.json")
-            keys = ("r", "target_modules", "rank_pattern", "alpha_pattern")
-            shape = LoraShape.model_validate({key: config[key] for key in keys if config.get(key) is not None})
+            shape = read_shape(Path(spec.adapter_path))
         except (OSError, ValueError) as error:
             raise ModelError(f"start_from: the adapter there cannot be read ({error}). Start from another job") from None
     return trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)

@@ -55,25 +55,32 @@ ADAPTER_BYTES = adapter_bytes(1, 1, 2, 4)  # per trained parameter over a base i
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What is alive at the peak of one stage of a micro-batch of T tokens with k layers recomputed, beside base and adapters:
-    fixed_bytes + T * (bytes_per_token - k * saved_per_layer) bytes.
+class Phase:
+    """What is alive at the peak of one phase of a micro-batch of T tokens with k layers recomputed, beside base and adapters:
+    fixed_bytes + T * (bytes_per_token - k * saved_per_layer) bytes. `kept_per_layer`: of these, what each layer keeps of a token until its
+    backward; 0 where that is not known, as it was measured.
     """
 
     fixed_bytes: float
     bytes_per_token: float
     saved_per_layer: float = 0.0
+    kept_per_layer: float = 0.0
 
     def at(self, num_tokens: int, recomputed_layers: int) -> float:
         return self.fixed_bytes + num_tokens * (self.bytes_per_token - recomputed_layers * self.saved_per_layer)
 
+    def of_layers(self, layers: int, of: int, in_flight: int) -> Phase:
+        """With `layers` of the `of` that it was counted with, and what `in_flight` micro-batches keep. A recomputed layer saves in each."""
+        kept = self.kept_per_layer * (layers * in_flight - of)
+        return Phase(self.fixed_bytes, self.bytes_per_token + kept, self.saved_per_layer * in_flight, self.kept_per_layer)
+
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Bytes of the frozen base, of a micro-batch by its stages, and of adapters. The peak of a micro-batch is its highest stage's."""
+    """Bytes of the frozen base, of a micro-batch by its phases, and of adapters. The peak of a micro-batch is its highest phase's."""
 
     base_bytes: int
-    stages: tuple[Stage, ...]
+    phases: tuple[Phase, ...]
     num_layers: int  # that can be recomputed; 0 where none can
     element_bytes: int  # of the compute dtype
     sum_bytes: int  # of the optimizer's
@@ -105,7 +112,7 @@ class MemoryModel:
 
     def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
         recomputed = min(recomputed_layers, self.most_recomputed)
-        return int(max(stage.at(token_budget, recomputed) for stage in self.stages))
+        return int(max(phase.at(token_budget, recomputed) for phase in self.phases))
 
     def most_activation_bytes(self, most_tokens: int, recompute: RecomputePlan) -> int:
         """Of any micro-batch of up to `most_tokens`: a shorter one that recomputes fewer layers may take more than the longest."""
@@ -131,7 +138,7 @@ class MemoryModel:
     def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
         """Of a micro-batch whose activations take no more than `room_bytes`; 0 where none does."""
         recomputed = min(recomputed_layers, self.most_recomputed)
-        slopes = [(stage.at(0, 0), stage.at(1, recomputed) - stage.at(0, 0)) for stage in self.stages]
+        slopes = [(phase.at(0, 0), phase.at(1, recomputed) - phase.at(0, 0)) for phase in self.phases]
         return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
 
     def least_recomputed(self, room_bytes: int) -> RecomputePlan:

@@ -28,8 +28,9 @@ from tlora.kernels.device import card_of, describe_class, launched_as, why_plain
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.kernels.packed_weight import PackedWeight
+from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.cuda_graphs import HIDES_LAUNCHES, SLOW_HOST, Backward, CudaGraphs, Shape
+from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, CudaGraphs, Shape
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear

@@ -7,8 +7,8 @@ from collections import Counter, deque
 
 import pytest
 
+from tlora.batching.placement import place
 from tlora.engine.ranks.dispatcher import Dispatcher
-from tlora.engine.ranks.placement import place
 
 
 class FakeRank:

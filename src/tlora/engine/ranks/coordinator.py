@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from tlora import errors
+from tlora.batching.placement import describe_placement, place
 from tlora.data.prepare import DataWorker, Preparation
 from tlora.engine.earlier_run import to_plan, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
@@ -36,7 +37,6 @@ from tlora.engine.messages import (
     Shown,
 )
 from tlora.engine.ranks.dispatcher import Dispatcher
-from tlora.engine.ranks.placement import describe_placement, place
 from tlora.engine.ranks.progress_aggregator import ProgressAggregator
 from tlora.engine.ranks.rank_group import Lost, RankGroup
 from tlora.engine.results import Results, all_results
@@ -46,7 +46,8 @@ from tlora.errors import CapacityError, ConfigError, ModelError, RankError, Tlor
 from tlora.job import RunSpec
 from tlora.planning.base_placement import choose_form
 from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
-from tlora.planning.work import choose_replicas, predicted_seconds
+from tlora.planning.job_work import choose_replicas
+from tlora.planning.work import predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tlora.batching.placement import MOVE_SECONDS, Placement, best_move
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.engine.ranks.placement import MOVE_SECONDS, Placement, best_move
 
 
 @dataclass

@@ -44,32 +44,40 @@ class Placement:
         return f"{self.excess:.0%} above what no placement can beat" if self.excess >= 0.005 else "no placement can be shorter"
 
 
-def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] | None = None) -> Placement:
+def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] | None = None, speeds: Sequence[float] = ()) -> Placement:
     """By `dispatch`, the longest job first; then single moves and swaps while they shorten the longest GPU.
 
     Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. Evaluations are
     the home's, so homes alternate. The lower bound is the larger of the longest job that does not span and an equal
     share of all: no GPU ends before its longest job, nor all of them before the average. Ties go to the first GPU and the first job, so
-    that every rank finds the same placement.
+    that every rank finds the same placement. `speeds`: of GPUs that differ, against that which `seconds` are of; a job that spans them
+    has a part on each by its speed.
     """
-    assert gpus >= 1, gpus
+    speeds = tuple(speeds) or (1.0,) * gpus
+    assert gpus == len(speeds) >= 1, (gpus, speeds)
     order = {name: i for i, name in enumerate(seconds)}
-    spans, fixed = _spread(seconds, gpus, replicas or {})
+    spans, fixed = _spread(seconds, speeds, replicas or {})
     narrow = {name: value for name, value in seconds.items() if name not in spans}
-    names, given = list(narrow), dispatch(list(narrow.values()), [Rank(busy_seconds=ahead) for ahead in fixed])
+    names, given = (
+        list(narrow),
+        dispatch(list(narrow.values()), [Rank(speed, busy_seconds=ahead) for speed, ahead in zip(speeds, fixed, strict=True)]),
+    )
     homes = [sorted([names[item] for item in items], key=narrow.__getitem__, reverse=True) for items in given.items]
     loads = list(given.ends)
-    while (better := _improvement(homes, loads, narrow, fixed)) is not None:
+    while (better := _improvement(homes, loads, narrow, fixed, speeds)) is not None:
         homes, loads = better
     spans = {name: spans[name] for name in seconds if name in spans}
     first = [[name for name, span in spans.items() if span.home == gpu] for gpu in range(gpus)]
-    bound = max([sum(seconds.values()) / gpus, *narrow.values()], default=0.0)
+    bound = max([sum(seconds.values()) / sum(speeds), *(own / max(speeds) for own in narrow.values())], default=0.0)
     jobs = tuple((*ahead, *sorted(home, key=order.__getitem__)) for ahead, home in zip(first, homes, strict=True))
     return Placement(jobs, tuple(loads), bound, spans)
 
 
-def _spread(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int]) -> tuple[dict[str, ReplicaPlacement], list[float]]:
+def _spread(
+    seconds: Mapping[str, float], speeds: Sequence[float], replicas: Mapping[str, int]
+) -> tuple[dict[str, ReplicaPlacement], list[float]]:
     """Where the jobs of several replicas lie, and the seconds that each GPU computes of them."""
+    gpus, unequal = len(speeds), len(set(speeds)) > 1
     spans: dict[str, ReplicaPlacement] = {}
     fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that have their home there, on any rank
     wide = [name for name in seconds if replicas.get(name, 1) > 1 and gpus > 1]
@@ -81,7 +89,10 @@ def _spread(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int]
         span = spans[name] = ReplicaPlacement(count, tuple(ranks))
         at_home[span.home] += seconds[name]
         for rank in ranks:
-            fixed[rank] += seconds[name] * span.part(rank)
+            if unequal:  # a part by each one's speed, so that all take equally long
+                fixed[rank] += seconds[name] / sum(speeds[one] for one in ranks)
+            else:
+                fixed[rank] += seconds[name] * span.part(rank) / speeds[rank]
     return spans, fixed
 
 
@@ -95,7 +106,7 @@ def describe_placement(placement: Placement) -> str:
 
 
 def _improvement(
-    homes: list[list[str]], loads: list[float], seconds: Mapping[str, float], fixed: Sequence[float]
+    homes: list[list[str]], loads: list[float], seconds: Mapping[str, float], fixed: Sequence[float], speeds: Sequence[float]
 ) -> tuple[list[list[str]], list[float]] | None:
     """The move or swap between the longest GPU and another one that leaves the longer of the two the shortest. None if none helps."""
     full = loads.index(max(loads))
@@ -106,7 +117,7 @@ def _improvement(
         for mine in homes[full]:
             for theirs in (None, *homes[other]):
                 shift = seconds[mine] - (seconds[theirs] if theirs is not None else 0.0)
-                longer = max(loads[full] - shift, loads[other] + shift)
+                longer = max(loads[full] - shift / speeds[full], loads[other] + shift / speeds[other])
                 if longer < best:
                     best, found = longer, (other, mine, theirs)
     if found is None:
@@ -118,7 +129,7 @@ def _improvement(
     if theirs is not None:
         moved[other].remove(theirs)
         moved[full].append(theirs)
-    return moved, [sum((seconds[name] for name in home), ahead) for ahead, home in zip(fixed, moved, strict=True)]
+    return moved, [sum((seconds[name] / speed for name in home), ahead) for ahead, home, speed in zip(fixed, moved, speeds, strict=True)]
 
 
 def best_move(

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tlora.engine.ranks.placement import best_move, describe_placement, place
+from tlora.batching.placement import best_move, describe_placement, place
 
 
 def best_end(seconds: dict[str, float], gpus: int) -> float:
@@ -138,3 +138,26 @@ def test_what_cannot_move_counts_and_stays() -> None:
     assert best_move([{"a": 50.0}, {}], 1, 10.0) is None
     assert best_move([{"a": 50.0}, {}], 1, 10.0, [80.0, 0.0]) == (0, "a")
     assert best_move([{}, {}], 1, 10.0, [80.0, 0.0]) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gpus_of_other_speeds_have_jobs_in_proportion(seed: int) -> None:
+    rng = random.Random(seed)
+    speeds = [rng.choice([0.4, 1.0, 2.0]) for _ in range(rng.randint(2, 3))]
+    seconds = {f"j{i}": rng.choice([1.0, 2.0, 3.0, 5.0, 8.0, 13.0]) for i in range(rng.randint(1, 7))}
+    found = place(seconds, len(speeds), speeds=speeds)
+    ends = [sum(seconds[name] for name in home) / speed for home, speed in zip(found.jobs, speeds, strict=True)]
+    assert list(found.seconds) == pytest.approx(ends)
+    best = min(
+        max(
+            sum(value for value, home in zip(seconds.values(), homes, strict=True) if home == gpu) / speeds[gpu]
+            for gpu in range(len(speeds))
+        )
+        for homes in product(range(len(speeds)), repeat=len(seconds))
+    )
+    assert found.lower_bound <= best * (1 + 1e-9) and best <= found.end * (1 + 1e-9) and found.end <= best * 1.2
+
+
+def test_a_job_over_gpus_of_other_speeds_ends_on_all_at_once() -> None:
+    found = place({"a": 12.0}, 2, {"a": 2}, speeds=[1.0, 3.0])
+    assert found.seconds == (3.0, 3.0) and found.excess == 0.0

@@ -1,0 +1,59 @@
+"""What jobs compute, from their tokens and the base's shape, and which of them are cut among several GPUs. Does not import torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tlora.batching.replicas import LEAST_REPLICA_TOKENS
+from tlora.data.order import epoch_size
+from tlora.data.profile import tokens_of_steps
+from tlora.planning.micro_batches import SizedJob
+from tlora.registry import OBJECTIVES
+from tlora.shape.work import JobWork
+
+_MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
+
+
+def choose_replicas(jobs: Sequence[SizedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:
+    """How many replicas each job has, by name, of those that have more than one and may lie on several GPUs.
+
+    What a job's `gpus` orders is done. Otherwise, without `deterministic`, a job that alone would take longer than an equal share of all
+    jobs is cut until it does not, as far as its batches have samples and tokens for that. A statistic of the whole global batch (kto's)
+    needs all of it in one place.
+    """
+    fair = sum(seconds.values()) / gpus
+    found: dict[str, int] = {}
+    for job in jobs:
+        spec, needed = job.spec, seconds[job.spec.name]
+        if job.problems or job.data is None or spec.needs_whole_batch:
+            continue
+        count = spec.gpus
+        if count == 1 and not deterministic and needed > _MOST_ALONE * fair:
+            tokens = trained_tokens(job) / spec.total_steps(epoch_size(job.data.train.epoch))
+            count = min(gpus, spec.batch_size, int(tokens // LEAST_REPLICA_TOKENS), math.ceil(needed / fair))
+        if count > 1:
+            found[spec.name] = count
+    return found
+
+
+def trained_tokens(job: SizedJob) -> int:
+    """Of all its optimizer steps; 0 for a job with problems."""
+    if job.problems or job.data is None:
+        return 0
+    train, spec = job.data.train, job.spec
+    return tokens_of_steps(train.lengths, train.epoch, spec, spec.total_steps(epoch_size(train.epoch)))
+
+
+def multiply_adds(job: SizedJob, weights: int, width: int) -> float:
+    """Of a job; 0 for one with problems. `weights`: that each token is multiplied with; `width`: of the hidden states of all layers."""
+    if job.problems or job.data is None:
+        return 0.0
+    train, spec = job.data.train, job.spec
+    mean = float((train.lengths.astype(float) ** 2).sum() / max(train.lengths.sum(), 1))
+    evaluated = 0.0
+    if job.data.eval is not None:
+        every, steps = spec.eval_steps, spec.total_steps(epoch_size(train.epoch))
+        times = 2 + (steps // every if isinstance(every, int) and every else 0)
+        evaluated = times * float(job.data.eval.lengths.sum())
+    return JobWork(trained_tokens(job), mean, 2 + OBJECTIVES[spec.objective].forwards_beside, evaluated).multiply_adds(weights, width)
