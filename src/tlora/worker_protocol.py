@@ -200,9 +200,12 @@ class Measured:
 
 @message
 class Memory:
-    """How many bytes may be taken on each of the worker's GPUs, in their order, as it found before it loaded the base."""
+    """How many bytes may be taken on each of the sender's GPUs, in their order, as it found before it loaded the base. `device`: what they
+    are; said by a rank of a run.
+    """
 
     limit_bytes: tuple[int, ...]
+    device: str = ""
 
 
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused

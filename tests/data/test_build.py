@@ -25,7 +25,7 @@ from tlora.data.dataset import Dataset, Sample, Writer, find_damage
 from tlora.data.encode import encode, open_encoder
 from tlora.data.formats import Text
 from tlora.data.report import DataReport
-from tlora.data.request import PrepareEvent, PrepareFailed, PrepareProgress, PrepareRequest, PrepareStarted, SetsMade
+from tlora.data.request import PrepareEvent, PrepareFailed, PrepareProgress, PrepareRequest, SetsMade
 from tlora.data.rows import list_files
 from tlora.data.sources import Source
 from tlora.data.worker import Worker
@@ -396,7 +396,7 @@ def test_worker_events(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest
     monkeypatch.setattr(worker_module, "EVENT_SECONDS", 0.0)
     write(tmp_path / "x.jsonl", [{"text": "Hello!"}] * 300)
     started, *progress, done = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path, eval_path="x.jsonl")
-    assert started == PrepareStarted("job") and isinstance(done, SetsMade) and done.train == done.eval
+    assert started == PrepareProgress("job", 0, 0.0) and isinstance(done, SetsMade) and done.train == done.eval
     assert all(isinstance(event, PrepareProgress) for event in progress)
     assert [event.rows for event in progress] == [0, 128, 256, 300] and progress[-1].share == 1  # type: ignore[union-attr]
 
@@ -416,7 +416,7 @@ def test_worker_survives(error: BaseException, pattern: str, tmp_path: Path, tok
     write(tmp_path / "x.jsonl", [{"text": "Hello!"}])
     monkeypatch.setattr(worker_module, "build", fail)
     start, end = events_of(tmp_path / "cache", "x.jsonl", tokenizer_path)
-    assert start == PrepareStarted("job") and isinstance(end, PrepareFailed) and not end.of_tokenizer and pattern in end.reason
+    assert start == PrepareProgress("job", 0, 0.0) and isinstance(end, PrepareFailed) and not end.of_tokenizer and pattern in end.reason
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

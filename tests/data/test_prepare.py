@@ -25,7 +25,7 @@ from tlora.data import worker as worker_module
 from tlora.data.dataset import find_damage
 from tlora.data.order import split
 from tlora.data.prepare import Prepared, PrepareProgress, prepare
-from tlora.data.request import PREPARE_MESSAGES, PrepareEvent, PrepareFailed, PrepareOrder, PrepareRequest, PrepareStarted, SetsMade
+from tlora.data.request import PREPARE_MESSAGES, PrepareEvent, PrepareFailed, PrepareOrder, PrepareRequest, SetsMade
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 from tlora.link.lines import Line
@@ -165,7 +165,7 @@ def test_a_job_that_hangs_fails_alone(tmp_path: Path, tokenizer_path: Path, monk
 
         def decode(self, line: bytes) -> Any:
             event = PREPARE_MESSAGES.decode(line)
-            monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event == PrepareStarted("hangs") else 180.0)
+            monkeypatch.setattr(prepare_module, "STALL_SECONDS", 0.5 if event.key == "hangs" else 180.0)
             return event
 
     run_worker = prepare_module.run_worker
@@ -309,10 +309,11 @@ def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokeni
     with subprocess.Popen([sys.executable, "-c", probe], stdin=theirs) as process:
         theirs.close()
         line.send(PREPARE_MESSAGES.encode(PrepareOrder(tuple(jobs))))
-        events = [PREPARE_MESSAGES.decode(line.read_line(600.0) or b"") for _ in range(5)]
-        told = [event for event in events if not isinstance(event, PrepareProgress)]
-        assert [type(event) for event in told[:4]] == [PrepareFailed, PrepareStarted, SetsMade, PrepareFailed]
-        assert told[0] == told[3] == PrepareFailed("torch", "")  # the second report comes after tokenizing
+        told: list[Any] = [PREPARE_MESSAGES.decode(line.read_line(600.0) or b"") for _ in range(5)]
+        assert told[1] == PrepareProgress("job", 0, 0.0)
+        told = [event for event in told if not isinstance(event, PrepareProgress)]
+        assert [type(event) for event in told[:3]] == [PrepareFailed, SetsMade, PrepareFailed]
+        assert told[0] == told[2] == PrepareFailed("torch", "")  # the second report comes after tokenizing
         line.close()
         assert process.wait(timeout=600) == 1
 

@@ -26,7 +26,6 @@ from tlora.data.request import (
     PrepareOrder,
     PrepareProgress,
     PrepareRequest,
-    PrepareStarted,
     SetsMade,
     describe_signal,
 )
@@ -190,10 +189,8 @@ def _follow(
                 raise ModelError(f"{requests[0].tokenizer_path}: {message}, before the first job; is the installation whole?")
             break
         match PREPARE_MESSAGES.decode(line):
-            case PrepareProgress() as progress:
+            case PrepareProgress(current) as progress:
                 on_progress(progress)
-            case PrepareStarted(key):
-                current = key
             case PrepareFailed(key, reason, disk_full, of_tokenizer):
                 if of_tokenizer:
                     raise ModelError(reason)

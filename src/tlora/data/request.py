@@ -101,15 +101,8 @@ class PrepareOrder:
 
 
 @message
-class PrepareStarted:
-    """The worker is on the job `key` from now on."""
-
-    key: str
-
-
-@message
 class PrepareProgress:
-    """Progress of the job `key`: rows read, and the fraction of its bytes."""
+    """The worker is on the job `key`: rows read, and the fraction of its bytes. The first one says that it begins."""
 
     key: str
     rows: int
@@ -135,5 +128,5 @@ class PrepareFailed:
     of_tokenizer: bool = False
 
 
-PrepareEvent = PrepareStarted | PrepareProgress | SetsMade | PrepareFailed
+PrepareEvent = PrepareProgress | SetsMade | PrepareFailed
 PREPARE_MESSAGES: Codec[PrepareOrder | PrepareEvent] = Codec(PrepareOrder | PrepareEvent)

@@ -30,7 +30,6 @@ from tlora.data.request import (
     PrepareOrder,
     PrepareProgress,
     PrepareRequest,
-    PrepareStarted,
     SetsMade,
 )
 from tlora.data.scratch import remove_old
@@ -66,7 +65,7 @@ class Worker:
     def run(self, request: PrepareRequest) -> None:
         """Prepare one job: its training set and its evaluation set, if that is another file."""
         key, data, limits = request.key, request.data, request.limits
-        self.send(PrepareStarted(key))
+        self.send(PrepareProgress(key, 0, 0.0))
         if limits is not None:
             limits.enforce()
         try:

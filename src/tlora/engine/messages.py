@@ -212,14 +212,6 @@ class Hello:
 
 
 @message
-class Found:
-    """The device that the rank has to use: what it is, and the bytes that a run may take of it."""
-
-    device: str
-    limit_bytes: int
-
-
-@message
 class Ready:
     """The base is loaded. `facts` as in `run.json`; `threads` as `engine.session.Loaded.threads`."""
 
@@ -276,7 +268,7 @@ class Opened:
 
 JobReport = Joined | Refused | Finished | Left | Note | Faulty  # of any rank; `Refused` by a run's: the first job that waits has no room
 ToRank = Command | Open | Assign | BaseFacts | Enter | Spread | Meet | Note
-ReportOfRun = Hello | Found | Ready | Shown | RowMade | LogLine | Broken | Bye
+ReportOfRun = Hello | Memory | Ready | Shown | RowMade | LogLine | Broken | Bye
 ReportOfWorker = Memory | Loaded | Measured | Alive | Opened | Stepped | Failed
 FromRank = JobReport | ReportOfRun | ReportOfWorker
 

@@ -43,6 +43,7 @@ class Ranks:
     def __init__(self, count: int, program: object) -> None:
         self.living = list(range(count))
         self.hellos: dict[int, Any] = {}
+        self.memory: dict[int, Memory] = {}
         self.going: set[int] = set()
         self.sent: list[tuple[int, Any]] = []
         self.spans: dict[str, ReplicaPlacement] = {}
@@ -103,10 +104,9 @@ def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None
     assert entered == [(1, "cpu", "the store", False, expected), (0, "cpu", "the store", True, expected)]
     assert ranks.going == {0, 1}
     worker_group._hear(0, Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0)))
-    worker_group._hear(0, Memory((30,)))
+    ranks.memory = {0: Memory((30,)), 1: Memory((20,))}
     worker_group._hear(0, Loaded())
     assert told == [Measured("CPU", BaseSpeed(1.0, 0.1, 0.1, 0.0))]
-    worker_group._hear(1, Memory((20,)))
     worker_group._hear(1, Loaded())
     assert told[1:] == [Memory((30, 20)), Loaded()]
 

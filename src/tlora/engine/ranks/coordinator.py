@@ -27,7 +27,6 @@ from tlora.engine.messages import (
     BaseFacts,
     Bye,
     Faulty,
-    Found,
     FromRank,
     Hello,
     Leave,
@@ -61,7 +60,7 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 from tlora.version import __version__
 from tlora.wording.numbers import duration_text
-from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
+from tlora.worker_protocol import Finished, Join, Joined, Left, Memory, Refused
 
 _SHOW_SECONDS = 0.25
 _TOLD_SECONDS = 0.1  # of waiting: less is not worth a line
@@ -155,11 +154,11 @@ class Coordinator:
         return seconds, choose_replicas(open_jobs, seconds, self._rank_group.count, run.deterministic)
 
     def _choose_form(self, planned: tuple[PlannedJob, ...], model: SuperModel) -> None:
-        self._until_all(self._rank_group.found)
-        if not self._rank_group.found:
+        self._until_all(self._rank_group.memory)
+        if not self._rank_group.memory:
             self._raise_all_lost()
-        check_kinds(self._rank_group.found)
-        limit = min(found.limit_bytes for found in self._rank_group.found.values())
+        check_kinds(self._rank_group.memory)
+        limit = min(each.limit_bytes[0] for each in self._rank_group.memory.values())
         base_bytes = model.base.num_bytes
         form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), limit, self._rank_group.count)
         if self._order.again and form.refused:
@@ -397,9 +396,9 @@ def check_alike(hello: Hello, digest: str) -> None:
         raise ConfigError(f"rank {hello.rank} on {hello.host} has {what}")
 
 
-def check_kinds(found: Mapping[int, Found]) -> None:
+def check_kinds(memory: Mapping[int, Memory]) -> None:
     """Raises ConfigError for GPUs of different kinds."""
-    names = {rank: each.device for rank, each in sorted(found.items())}
+    names = {rank: each.device for rank, each in sorted(memory.items())}
     if len(set(names.values())) > 1:
         each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
         raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")

@@ -36,7 +36,6 @@ from tlora.engine.messages import (
     Broken,
     Bye,
     Enter,
-    Found,
     Hello,
     LogLine,
     Open,
@@ -64,7 +63,7 @@ from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
 from tlora.version import __version__
-from tlora.worker_protocol import Alive
+from tlora.worker_protocol import Alive, Memory
 
 OF_WORKER = "worker"
 _BEAT_SECONDS = 1.0
@@ -132,7 +131,7 @@ class RankOfRun:
         self._line = line
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
-        self._line.send(Found(name_of(place), memory_limit(place, run.memory_limit)))
+        self._line.send(Memory((memory_limit(place, run.memory_limit),), name_of(place)))
         watcher = Watcher(self._show, lambda line: self._line.send(LogLine(line)))
         monitor = RunMonitor(
             Path(run.output_dir),

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.engine.messages import BaseFacts, Broken, Bye, Fetched, Found, FromRank, Hello, Published, Ready, Sent, Stop, ToRank, addressees
+from tlora.engine.messages import BaseFacts, Broken, Bye, Fetched, FromRank, Hello, Published, Ready, Sent, Stop, ToRank, addressees
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
 from tlora.errors import ConfigError, RankError
 from tlora.link.process_identity import identify
 from tlora.link.supervisor import LOOK_SECONDS, SupervisedProcess, start_process
 from tlora.sharing.multicast import NO_MULTICAST
+from tlora.worker_protocol import Memory
 
 RANK = ("tlora.engine.ranks.rank",)
 RANK_OF_WORKER = (*RANK, "worker")
@@ -38,8 +39,8 @@ class Lost:
 
 
 class RankGroup:
-    """`count` ranks, of which those in `hellos` have connected, those in `found` have reported their device, and those in `ready` have
-    loaded the base.
+    """`count` ranks, of which those in `hellos` have connected, those in `memory` have reported their device, and those in `ready` have
+    loaded the base of a run.
     """
 
     def __init__(self, count: int, own: Sequence[int] | None = None, program: tuple[str, ...] = RANK) -> None:
@@ -54,7 +55,7 @@ class RankGroup:
         self.lost: dict[int, Lost] = {}
         self._broken: dict[int, Broken] = {}
         self._out: set[int] = set()  # said Bye, or were ended before they had anything to save
-        self.found: dict[int, Found] = {}
+        self.memory: dict[int, Memory] = {}
         self.ready: dict[int, Ready] = {}
         self.going: set[int] = set()  # they write
         self.spans: dict[str, ReplicaPlacement] = {}  # jobs that several ranks compute now: what these tell each other is passed on
@@ -143,8 +144,8 @@ class RankGroup:
             case Broken():
                 self._broken[rank] = report
                 return []
-            case Found():
-                self.found[rank] = report
+            case Memory():
+                self.memory[rank] = report
             case Ready():
                 self.ready[rank] = report
             case Bye():

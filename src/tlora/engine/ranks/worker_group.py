@@ -71,7 +71,6 @@ class WorkerGroup:
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._loaded: set[int] = set()
-        self._limits: dict[int, int] = {}  # bytes that each rank may take of its GPU
         self._beats: dict[int, tuple[Alive, float]] = {}  # the newest of each rank, and when it came
         self._meetings = 0
         self._stopping = False
@@ -133,12 +132,10 @@ class WorkerGroup:
                 device = f"{self._load.device}:{rank}" if self._load.device == "cuda" else self._load.device
                 load = replace(self._load, calibrate=self._load.calibrate and rank == 0)  # all GPUs of a group are alike
                 self._rank_group.send(rank, Enter(load, device, self._rank_group.store, os.getpid(), self._expected))
-            case Memory(limit_bytes):
-                self._limits[rank] = limit_bytes[0]
             case Loaded():
                 self._loaded.add(rank)
                 if len(self._loaded) == len(self._gpus):
-                    self._send(Memory(tuple([self._limits[each] for each in range(len(self._gpus))])))
+                    self._send(Memory(tuple([self._rank_group.memory[each].limit_bytes[0] for each in range(len(self._gpus))])))
                     self._send(report)
             case Alive():
                 self._beats[rank] = report, time.monotonic()
