@@ -38,7 +38,7 @@ class Ipo:
         return UnitLosses((margins_U - 1 / (2 * self.beta)) ** 2, {"rewards/margins": self.beta * margins_U})
 
 
-OBJECTIVES["ipo"] = ObjectiveEntry(f"{__name__}:Ipo", "pairs", ("beta",))  # the one line
+OBJECTIVES["ipo"] = ObjectiveEntry(f"{__name__}:Ipo", "pairs", ("beta",), forwards_beside=1)  # the one line
 
 
 def main(base_model: str, out: str, file: str, steps: int = 20) -> dict[str, float | None]:

@@ -36,7 +36,6 @@ from tlora.job import JobSpec, RunSpec
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
 from tlora.planning.job_plan import plan_job, prepare_requests
-from tlora.planning.plan import gib
 from tlora.store.full_disk import Backoff, DiskReserve, retry_when_disk_full
 from tlora.store.job_result import JobResult
 from tlora.store.lease import HeldError, JobLease, take_claim
@@ -46,6 +45,7 @@ from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.cpu_dtype import settle_dtype
+from tlora.wording.numbers import gib
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
 
 REPORT_SECONDS = 1.0  # between two reports of a job's steps

@@ -20,7 +20,7 @@ from tlora.group.job_run import JobRun
 from tlora.job import JobSpec, Recompute
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, memory_limit
-from tlora.planning.plan import MemoryBound, gib
+from tlora.planning.plan import MemoryBound
 from tlora.planning.streaming import stream_for_jobs_to_come
 from tlora.shape.memory import must_share
 from tlora.shape.token_cost import fixed_depth
@@ -30,6 +30,7 @@ from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
+from tlora.wording.numbers import gib
 from tlora.worker_protocol import Load
 
 

@@ -46,10 +46,11 @@ def as_if_on(name: str, capability: int, limit_bytes: int | None = None) -> Iter
 
 def may_run_kernels(device: torch.device) -> bool:
     """As `runs_kernels`; a GPU that cannot be asked, as on a host without one that plans for others, is taken to run them."""
-    return not _can_be_asked(device) or runs_kernels(device)
+    return not can_be_asked(device) or runs_kernels(device)
 
 
-def _can_be_asked(device: torch.device) -> bool:
+def can_be_asked(device: torch.device) -> bool:
+    """Whether it is known what `device` is: not of a GPU on a host without one."""
     return device.type != "cuda" or _elsewhere.get() is not None or torch.cuda.is_available()
 
 
@@ -70,7 +71,7 @@ def card_of(device: torch.device) -> CardClass | None:
 
 def planned_card(device: torch.device) -> CardClass | None:
     """As `card_of`; a GPU that cannot be asked is taken for a Hopper card."""
-    return card_of(device) if _can_be_asked(device) else HOPPER
+    return card_of(device) if can_be_asked(device) else HOPPER
 
 
 def _shared_memory(device: torch.device) -> int:
@@ -172,7 +173,7 @@ def capability_of(device: torch.device) -> int:
 
 def likely_capability(device: torch.device) -> int:
     """As `capability_of`; of a GPU that cannot be asked, 80."""
-    return capability_of(device) if _can_be_asked(device) else CLASSES[0].capability
+    return capability_of(device) if can_be_asked(device) else CLASSES[0].capability
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -37,7 +37,6 @@ from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.planning.memory import count_base, memory_limit
-from tlora.planning.plan import gib
 from tlora.progress.cluster import ClusterProgress
 from tlora.progress.view import JobProgress, ProgressView, logged_values
 from tlora.protocol import (
@@ -65,6 +64,7 @@ from tlora.store.run_directory import earlier_base, pin_base, pin_dtype, write_r
 from tlora.supermodel.load import Base, find_directory, load_config, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
+from tlora.wording.numbers import gib
 from tlora.worker_protocol import settings_of
 
 Arrival = tuple[float, JobSubmitted | JobRequest]

@@ -1,4 +1,4 @@
-"""A base's shape as JSON, for a server that has no torch: `python -m tlora.planning.base_outline BASE OUT DTYPE PRECISION DEVICE UNUSED`.
+"""A base's shape as JSON, for who has no torch: `python -m tlora.planning.base_outline BASE OUT HOW`, the last of `service.base_shapes`.
 
 With it a job's profile is arithmetic (`data/profile.py`, `adapters/targets.py`).
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
 
 from tlora.libraries import begin_imports
 
@@ -21,10 +21,13 @@ import torch
 from tlora import durable
 from tlora.errors import TloraError
 from tlora.job import BasePrecision, DType, LayoutSetting, UnusedWeights
-from tlora.planning.memory import count_base
+from tlora.kernels.device import as_if_on, can_be_asked
+from tlora.planning.base_parts import count_parts
+from tlora.planning.memory import ACTIVATION_RANK, count_base
 from tlora.shape.base_shape import BaseShape
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.cpu_dtype import settle_dtype
+from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
@@ -38,10 +41,14 @@ def describe_base(
     device: str,
     unused_weights: UnusedWeights = "refuse",
     layout: LayoutSetting = "auto",
+    rank: int = ACTIVATION_RANK,
 ) -> BaseShape:
-    """For those who train over the base on a `device`. Raises ModelError."""
+    """For those who train over the base on a `device`; `parts` is counted for adapters of up to `rank`. Raises ModelError,
+    ConfigError."""
     settled, line = settle_dtype(base_model, dtype, device)
     base = outline(base_model, settled, base_precision)
+    if can_be_asked(torch.device(device)):
+        check_precision(base_precision, torch.device(device), base.head.weight_VH.dtype)
     notes = check_unused(base_model, base.model.config, unused_weights, "set unused_weights: ignore in the server's settings")
     notes += [f"{line} in the server's settings"] if line else []  # it ends with the dtype to set
     modules, experts = tuple(name for name, _ in base.model.named_modules()), tuple(expert_modules(base.model))  # before adapters are in it
@@ -57,6 +64,7 @@ def describe_base(
         max_positions(base.model),
         count_base(model, torch.device(device), layout),
         tuple(note.replace(base_model, "the base") for note in notes),  # a tenant does not see where it lies
+        count_parts(model, torch.device(device), rank),
     )
 
 
@@ -64,10 +72,12 @@ def main() -> int:
     """Write the outline of the base in argv. The exit status, with the reason on stderr: 2 for a base that cannot be had, ENOSPC where
     there is no room for its outline now.
     """
-    base_model, out, dtype, precision, device, unused, layout = sys.argv[1:]
+    base_model, out, told = sys.argv[1:]
+    held = json.loads(told)
+    gpu, capability = held.pop("gpu"), held.pop("capability")
     try:
-        held = cast("DType", dtype), cast("BasePrecision | None", precision or None)
-        found = describe_base(base_model, *held, device, cast("UnusedWeights", unused), cast("LayoutSetting", layout))
+        with as_if_on(gpu, capability) if capability else nullcontext():
+            found = describe_base(base_model, **held)
         durable.write_file(Path(out), json.dumps(found.to_json()))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201

@@ -10,8 +10,9 @@ from tlora.errors import CapacityError, ConfigError
 from tlora.job import RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, can_be_cut
-from tlora.planning.plan import RunPlan, gib, plan_memory
+from tlora.planning.plan import RunPlan, plan_memory
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import gib
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,12 +24,13 @@ from tlora import durable
 from tlora.cache_directory import cache_dir
 from tlora.job import JobSpec, RunSpec, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
-from tlora.planning.plan import RunPlan, gib, settle
-from tlora.shape.memory import MemoryModel, Phase
+from tlora.planning.plan import RunPlan, settle
+from tlora.shape.memory import MemoryModel, Phase, parse_memory
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
+from tlora.wording.numbers import gib
 
 PROBE_TOKENS = ((256, 1024), (64, 256))  # the second where the first runs out of memory
 SAMPLE_TOKENS = 256  # at most: rotary embeddings that change with the longest sample begin later
@@ -204,19 +205,16 @@ def remember(key: str, memory: MemoryModel) -> None:
     """Keep what was measured, which is not what is known of the run's jobs. A directory that cannot be written costs
     `tlora check` its precision, and the run nothing.
     """
-    path, found = _file_of(key), asdict(memory)
-    del found["spanning"], found["compared"], found["mailbox_bytes"]
+    path = _file_of(key)
     with suppress(OSError):
         durable.make_directory(path.parent)
-        durable.write_file(path, json.dumps(found))
+        durable.write_file(path, json.dumps(memory.to_json()))
 
 
 def recall(key: str) -> MemoryModel | None:
     """What an earlier run measured for `key`, if that can be read."""
     try:
-        found = json.loads(_file_of(key).read_text())
-        phases = tuple(Phase(**phase) for phase in found.pop("phases"))
-        return MemoryModel(**found, phases=phases)
+        return parse_memory(json.loads(_file_of(key).read_text()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 

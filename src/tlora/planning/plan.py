@@ -28,6 +28,7 @@ from tlora.sharing.host_memory import Streaming
 from tlora.sharing.regions import lay_out_regions, slots_of
 from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import gib
 
 
 @dataclass(frozen=True)
@@ -289,10 +290,6 @@ def _too_large_a_base(plan: RunPlan) -> str:
         f"the base model has {gib(plan.memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
         f"Take a smaller base, or {plan.more_memory}"
     )
-
-
-def gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
 def _mailbox(memory: MemoryModel) -> str:

@@ -17,7 +17,7 @@ from tlora.job import DataConfig, JobSpec, LayoutSetting, RunSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
-from tlora.planning.plan import RunPlan, fit, fitted_jobs, gib, is_sound, plan_memory, settle
+from tlora.planning.plan import RunPlan, fit, fitted_jobs, is_sound, plan_memory, settle
 from tlora.planning.slots import choose_slots
 from tlora.planning.work import flops_here, multiplied_weights, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
@@ -25,6 +25,7 @@ from tlora.shape.token_cost import StreamCost, fetched_layers
 from tlora.sharing.host_memory import Streaming, host_problem, measure_link
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import gib
 from tlora.worker_protocol import Load
 
 _MOST_FILLED = 0.95  # of the memory limit, with slots beyond two: what the run measures may be some hundredths more than was counted

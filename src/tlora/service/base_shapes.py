@@ -1,4 +1,4 @@
-"""Shapes of the bases that a server trains over, each worked out once by a process with torch (`planning/base_outline.py`)."""
+"""Shapes of bases, each worked out once by a process with torch (`planning/base_outline.py`): for a server, and for `tlora plan`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +25,18 @@ _SECONDS = 600.0  # for a hub's config to come and torch to be imported on a bus
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How a server holds its bases, and on what."""
+    """How bases are held, and on what. `gpu` and `capability` (89 for 8.9): of a GPU that need not be here; `rank`: of the largest adapter
+    that activations are counted for.
+    """
 
     dtype: str = "auto"
     base_precision: str | None = None
     device: str = "cuda"
     unused_weights: str = "refuse"
     layout: str = "auto"
+    gpu: str = ""
+    capability: int = 0
+    rank: int = 64
 
 
 def precision_of(config: ServerConfig, device: str) -> Precision:
@@ -66,15 +71,12 @@ def _key(base_model: str, precision: Precision) -> str:
     """Changes with the base's config.json, with this program, and with how the base is held."""
     config = Path(base_model) / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    held = [precision.dtype, precision.base_precision, precision.device, precision.unused_weights, precision.layout]
-    facts = [base_model, *held, __version__, hashlib.sha256(content).hexdigest()]
+    facts = [base_model, asdict(precision), __version__, hashlib.sha256(content).hexdigest()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def _make(base_model: str, path: Path, precision: Precision) -> None:
-    held = [precision.dtype, precision.base_precision or "", precision.device, precision.unused_weights, precision.layout]
-    arguments = [base_model, str(path), *held]
-    command = [sys.executable, "-P", "-m", "tlora.planning.base_outline", *arguments]
+    command = [sys.executable, "-P", "-m", "tlora.planning.base_outline", base_model, str(path), json.dumps(asdict(precision))]
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -140,12 +140,10 @@ def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outli
         return {"problem": str(found), "disk_full": found.disk_full}
     sets = [one for one in (found.train, found.eval) if one is not None]
     longest, sequence = (max(int(getattr(one, name).max()) for one in sets) for name in ("lengths", "longest_sequences"))
-    for most, why in (
-        (outline.learned_positions, "this base has so many learned positions"),
-        (outline.longest_safe_sequence, "this base's rotary embedding changes past it"),
-    ):
-        if most is not None and sequence > most:
-            return {"problem": f"a sample has {sequence} tokens, more than {most}: {why}. Set max_length: {most}"}
+    try:
+        outline.check_length(sequence)
+    except DataError as error:
+        return {"problem": str(error)}
     warnings = [*outline.notes, *found.warnings()]
     if outline.max_position_embeddings and sequence > outline.max_position_embeddings:
         warnings.append(

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tlora.errors import DataError
+from tlora.shape.base_parts import BaseParts, parse_parts
 from tlora.shape.memory import BaseMemory
 
 
 @dataclass(frozen=True, slots=True)
 class BaseShape:
     """In and out features of its linears, names of its modules and of its blocks of experts, its bytes (of all weights, and in `memory`),
-    its vocabulary, how long a sample may be, and notes for those who train over it.
+    its vocabulary, how long a sample may be, notes for those who train over it, and what a plan cuts it by.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -25,6 +27,16 @@ class BaseShape:
     max_position_embeddings: int | None
     memory: BaseMemory
     notes: tuple[str, ...]
+    parts: BaseParts
+
+    def check_length(self, tokens: int) -> None:
+        """Of the longest sequence of a job. Raises DataError for one that the base cannot take."""
+        for most, why in (
+            (self.learned_positions, "this base has so many learned positions"),
+            (self.longest_safe_sequence, "this base's rotary embedding changes past it"),
+        ):
+            if most is not None and tokens > most:
+                raise DataError(f"a sample has {tokens} tokens, more than {most}: {why}. Set max_length: {most}")
 
     def to_json(self) -> dict[str, Any]:
         memory = self.memory
@@ -41,6 +53,7 @@ class BaseShape:
             "max_position_embeddings": self.max_position_embeddings,
             "memory": counted,
             "notes": self.notes,
+            "parts": self.parts.to_json(),
         }
 
 
@@ -57,6 +70,7 @@ def parse_shape(found: Mapping[str, Any]) -> BaseShape:
         found["max_position_embeddings"],
         _memory(found),
         tuple(map(str, found["notes"])),
+        parse_parts(found["parts"]),
     )
 
 

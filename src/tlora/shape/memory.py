@@ -7,10 +7,10 @@ for those who plan without its layers: a scheduler, a server.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
@@ -141,9 +141,25 @@ class MemoryModel:
         slopes = [(phase.at(0, 0), phase.at(1, recomputed) - phase.at(0, 0)) for phase in self.phases]
         return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
 
+    def alone(self) -> MemoryModel:
+        """Without what is known of a run's jobs."""
+        return replace(self, spanning=frozenset(), compared=frozenset(), mailbox_bytes=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Of `alone`."""
+        found = asdict(self.alone())
+        del found["spanning"], found["compared"], found["mailbox_bytes"]
+        return found
+
     def least_recomputed(self, room_bytes: int) -> RecomputePlan:
         """The fewest layers with which a micro-batch's activations take no more than `room_bytes`; where none does, all that save some."""
         return RecomputePlan(tuple(accumulate((self.most_tokens(room_bytes, k) for k in range(self.most_recomputed)), max)))
+
+
+def parse_memory(found: Mapping[str, Any]) -> MemoryModel:
+    """From `MemoryModel.to_json`. Raises ValueError, KeyError, TypeError."""
+    values: dict[str, Any] = {**found, "phases": tuple(Phase(**phase) for phase in found["phases"])}
+    return MemoryModel(**values)
 
 
 @dataclass(frozen=True)

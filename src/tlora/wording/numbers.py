@@ -32,6 +32,11 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
+def gib(count: float) -> str:
+    """Bytes, with as many digits as plans are compared by."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
 def duration_text(seconds: float | None) -> str:
     """The two largest units of a duration."""
     if seconds is None or not math.isfinite(seconds):

@@ -1,0 +1,48 @@
+"""Counts a base's layers, head and embedding on the meta device, for those who plan without torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tlora.kernels.device import can_be_asked
+from tlora.planning.memory import bytes_in, bytes_when_shared, bytes_when_streamed, can_be_cut, measure
+from tlora.shape.base_parts import BaseParts
+from tlora.shape.memory import MOST_GPUS
+from tlora.supermodel.held_linear import possible_precisions
+from tlora.supermodel.inject import expert_modules
+from tlora.supermodel.load import layers_of
+from tlora.supermodel.lora_linear import LoraLinear
+from tlora.supermodel.supermodel import SuperModel
+
+
+def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts:
+    """Of `model`, on the meta device, as it would be on a `device` with adapters of up to `rank`. Raises ModelError."""
+    base, base_bytes = model.base, model.base.num_bytes
+    memory = measure(model, base_bytes, device, rank)
+    layers, names = layers_of(base.decoder), {module: name for name, module in model.model.named_modules()}
+    targets, cut = model.targets(), can_be_cut(model)
+    layer_names = tuple(names[layer] for layer in layers)
+    weights = [sum(k * n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]
+    weights[-1:] = [weights[-1] + sum(k * n for k, n in targets.values()) - sum(weights)] if weights else []  # of linears in no layer
+    embedding = model.model.get_input_embeddings().weight
+    plain = not any(isinstance(m, LoraLinear) and m.form.dtype.itemsize < 2 for m in model.model.modules())
+    others = possible_precisions(device, base.head.weight_VH.dtype) if plain and can_be_asked(device) else []
+    return BaseParts(
+        memory=memory,
+        layers=layer_names,
+        layer_bytes=tuple(_bytes_of(layer) for layer in layers),
+        layer_weights=tuple(weights),
+        embedding_bytes=embedding.numel() * embedding.element_size(),
+        head_bytes=base.head.weight_VH.numel() * base.head.weight_VH.element_size(),
+        head_weights=base.head.weight_VH.numel(),
+        hidden_size=base.head.weight_VH.shape[1],
+        in_8_bits=any(isinstance(m, LoraLinear) and m.form.dtype.itemsize == 1 for m in model.model.modules()),
+        shared_bytes=tuple(bytes_when_shared(model, base_bytes, count) for count in range(1, MOST_GPUS + 1)) if cut else (),
+        streamed=bytes_when_streamed(model, base_bytes, device) if cut and not expert_modules(model.model) else None,
+        precision_bytes={precision: bytes_in(precision, model, base_bytes) for precision in others},
+    )
+
+
+def _bytes_of(layer: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())

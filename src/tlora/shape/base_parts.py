@@ -1,0 +1,89 @@
+"""What a base's layers take on one kind of device, by which it is cut in every form: counted once by a process with torch, kept as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tlora.shape.memory import MemoryModel, StreamedBytes, parse_memory
+
+_BOUNDARY_BUFFERS = 4  # of a stage: activations and gradients that come in and go out, each while the last ones are still used
+
+
+@dataclass(frozen=True, slots=True)
+class BaseParts:
+    """`memory`: of the whole base on one such device, without jobs. Of each decoder layer its name, the bytes of its weights, and how many
+    of these each token is multiplied with; the same of the head, and the bytes of the embedding. `shared_bytes`: on each of 1, 2, … GPUs
+    that hold it in parts; empty where it cannot be cut. `streamed`: likewise from the host's memory. `precision_bytes`: of the whole base
+    in other precisions that the device has.
+    """
+
+    memory: MemoryModel
+    layers: tuple[str, ...]
+    layer_bytes: tuple[int, ...]
+    layer_weights: tuple[int, ...]
+    embedding_bytes: int
+    head_bytes: int
+    head_weights: int
+    hidden_size: int
+    in_8_bits: bool
+    shared_bytes: tuple[int, ...]
+    streamed: StreamedBytes | None
+    precision_bytes: Mapping[str, int]
+
+    @property
+    def weights(self) -> int:
+        """That each token is multiplied with in forward."""
+        return sum(self.layer_weights) + self.head_weights
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states of all layers."""
+        return max(1, len(self.layers)) * self.hidden_size
+
+    def layer_of(self, module: str) -> int | None:
+        """The decoder layer that a linear is in."""
+        return next((number for number, name in enumerate(self.layers) if module.startswith(f"{name}.")), None)
+
+    def stage_bytes(self, first: int, last: int) -> int:
+        """Of the weights on a GPU that holds the layers from `first` up to `last`: the embedding is on the first stage, the head on the
+        last, and what is in no layer on all.
+        """
+        layers = sum(self.layer_bytes[first:last])
+        beside = self.memory.base_bytes - sum(self.layer_bytes) - self.embedding_bytes - self.head_bytes
+        tied = max(0, -beside)  # head and embedding are one tensor, which the base has once
+        at_ends = (self.embedding_bytes if first == 0 else 0) + (self.head_bytes if last == len(self.layers) else 0)
+        both = first == 0 and last == len(self.layers)
+        return layers + max(0, beside) + at_ends - (tied if both else 0)
+
+    def stage_memory(self, first: int, last: int, in_flight: int) -> MemoryModel:
+        """Of a GPU with these layers, and `in_flight` micro-batches whose backward is still to come."""
+        memory, count = self.memory, last - first
+        phases = memory.phases if last == len(self.layers) else memory.phases[-1:]
+        cut = [phase.of_layers(count, len(self.layers), in_flight) for phase in phases]
+        buffers = _BOUNDARY_BUFFERS * self.hidden_size * memory.element_bytes
+        return replace(
+            memory,
+            base_bytes=self.stage_bytes(first, last),
+            phases=tuple(replace(phase, bytes_per_token=phase.bytes_per_token + buffers) for phase in cut),
+            num_layers=count if memory.num_layers else 0,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(replace(self, memory=self.memory.alone())) | {"memory": self.memory.to_json()}
+
+
+def parse_parts(found: Mapping[str, Any]) -> BaseParts:
+    """From `BaseParts.to_json`. Raises ValueError, KeyError, TypeError."""
+    values = dict(found)
+    for name in ("layer_bytes", "layer_weights", "shared_bytes"):
+        values[name] = _integers(values[name])
+    values["layers"] = tuple(map(str, values["layers"]))
+    values["memory"] = parse_memory(values["memory"])
+    values["streamed"] = StreamedBytes(**values["streamed"]) if values["streamed"] is not None else None
+    return BaseParts(**values)
+
+
+def _integers(found: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(int, found))
