@@ -99,7 +99,7 @@ def test_the_first_step_comes_before_the_measurement_and_others_between(
         keys.append(key_of(load, device))
         return keys[-1]
 
-    monkeypatch.setattr(trainer_room, "key_of", counted)
+    monkeypatch.setattr(background_calibration, "key_of", counted)
     told = work(load_of(base, tmp_path / "out"), first, stop_at(Measured), turns)
     steps = [at for at, what in enumerate(told) if isinstance(what, Stepped)]
     measured = [at for at, what in enumerate(told) if what == "turn"]

@@ -98,7 +98,7 @@ class Reconciler:
                 worker.expected = (*worker.expected, spec)
 
     def _workers_of(self, path: str) -> list[RemoteWorker]:
-        return [worker for worker in self.workers.values() if worker.load is not None and worker.load.base_model == path]
+        return [worker for worker in self.workers.values() if worker.has_base(path)]
 
     def arrive(self, job_id: str, *, again: bool) -> None:
         """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
@@ -196,7 +196,7 @@ class Reconciler:
     def _see_speed(self, worker: RemoteWorker, device: str, speed: BaseSpeed) -> None:
         """Record the speed of the worker's base under all names of that base. Workers of one kind report the same."""
         for name, path in list(self._base_models.items()):  # a server's grow at any time
-            if worker.load is not None and worker.load.base_model == path and self._speeds.get(name) != speed:
+            if worker.has_base(path) and self._speeds.get(name) != speed:
                 self._speeds[name] = speed
                 self.events.append(BaseMeasured(name, device, speed))
 

@@ -191,6 +191,10 @@ class RemoteWorker:
         """The jobs that may have killed it: those that it computed, and those that were joining."""
         return [name for name in self.jobs if not self.in_flight or name in self.in_flight or name not in self.joined]
 
+    def has_base(self, path: str) -> bool:
+        """Whether it has loaded the base at `path`, or is to."""
+        return self.load is not None and self.load.base_model == path
+
     def holds(self, job_id: str, attempt: int) -> bool:
         held = self.jobs.get(job_id)
         return held is not None and held.attempt == attempt

@@ -23,16 +23,20 @@ from tlora.engine.calibration import (
     Timed,
     batch_tokens,
     device_name,
+    find_deadly,
     fitted,
     keep,
+    key_of,
     probe,
+    recall,
     worth_trying,
 )
 from tlora.errors import TloraError
 from tlora.group.job_run import JobRun
+from tlora.link.log import note
 from tlora.protocol import BaseSpeed
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Measured
+from tlora.worker_protocol import Load, Measured
 
 SHARE = 0.25  # of the time that it takes at most while jobs train
 ROOM_SECONDS = 5.0  # until it looks for memory again
@@ -172,3 +176,22 @@ class BackgroundCalibration:
         except (TloraError, OSError) as error:
             self._note(f"the base's speed is measured again at the next load: {error}")
         self._tell(measured)
+
+
+def calibrate_in_background(load: Load, model: SuperModel, has_room: HasRoom, tell: Callable[[Measured], object]) -> BackgroundCalibration:
+    """Over at once where `load` does not ask for the base's speed, it is known, which is told, or a worker that measured it was killed."""
+    device = device_name(model.device)
+    key = key_of(load, device) if load.calibrate else ""
+    calibration = BackgroundCalibration(key, model, has_room, tell, note)
+    if not load.calibrate:
+        calibration.close()
+    elif (measured := recall(key, device)) is not None:
+        tell(measured)
+        calibration.close()
+    elif (deadly := find_deadly(key)) is not None:
+        note(
+            "an earlier worker was killed while this base's speed was measured, so that it is taken to be that of the nearest base "
+            f"that is known. To measure it again, remove {deadly}"
+        )
+        calibration.close()
+    return calibration

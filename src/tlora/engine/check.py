@@ -153,9 +153,10 @@ class _Devices:
     @property
     def rated_as(self) -> str:
         """What predicted speeds are those of."""
-        if self.elsewhere is not None:
-            return self.elsewhere.rated_as
-        return RunCheck.rated_as if self.flops is None else f"extrapolated for {name_of(self.place)}"
+        name = self.elsewhere.name if self.elsewhere is not None else name_of(self.place)
+        if self.flops is not None:
+            return f"extrapolated for {name}"
+        return f"{RunCheck.rated_as}, for {name} takes the plain path" if self.elsewhere is not None else RunCheck.rated_as
 
     def machine(self, layout: LayoutSetting) -> Machine:
         gpu = self.elsewhere

@@ -73,8 +73,6 @@ def train(
     """
     run, watcher = resolve_run(jobs, settings), watcher or Watcher()
     open_caches(watcher.note)
-    if resume:
-        restore_run_file(run, watcher.note)
     ranks = rank_devices(rank_group.count if rank_group is not None and gpus is None else gpus, device)
     order = _settle(run, ranks[0] if ranks else device, resume, overwrite, watcher)
     if len(order.ended) == len(run.jobs):
@@ -82,27 +80,16 @@ def train(
     if len(ranks) > 1:
         return train_on_ranks(order, ranks, data_worker, rank_group)
 
-    place = pick_device(ranks[0] if ranks else device)
-    monitor = _monitor(order)
+    place, monitor = pick_device(ranks[0] if ranks else device), _monitor(order)
     loaded, serving = load(order.run, place, monitor, resume, data_worker), ServingFiles(run.base_model)
     _say_what_begins(order, loaded.plan, serving)
     run, facts = _as_planned(order.run, loaded), launch_facts(loaded, place)
     with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(order.guard), compute_with(loaded.threads):
-
-        def record(status: str) -> None:
-            lost = {"output_lost": watcher.lost} if watcher.lost else {}
-            write_run_file(held.path, run, facts | order.guard.facts() | {"status": status} | lost)
-
+        record = _run_file_writer(order, run, facts, held.path)
         record("running")
         order.guard.start()
         inbox: queue.SimpleQueue[Stop] = queue.SimpleQueue()
-        unfinished = {job.name for job in run.jobs} - order.ended.keys()
-
-        def hear(report: JobReport) -> None:
-            if isinstance(report, Finished):
-                unfinished.discard(report.job_id)
-                if not unfinished:
-                    inbox.put(Stop())
+        hear = _stop_with_last({job.name for job in run.jobs} - order.ended.keys(), inbox)
 
         def stop(number: int) -> str:
             inbox.put(Stop())  # a SimpleQueue may be entered again by a handler
@@ -126,6 +113,8 @@ def train(
 
 def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> Order:
     """The run with all that an earlier launch or the device decides; its base's files are there then."""
+    if resume:
+        restore_run_file(run, watcher.note)
     digest = digest_of(run)
     if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):
         watcher.note(f"{', '.join(scheduled)}: has a meaning for `tlora cluster` alone; here all jobs begin as soon as there is room")
@@ -148,6 +137,28 @@ def _monitor(order: Order) -> RunMonitor:
     monitor = RunMonitor(Path(order.run.output_dir), {job.name: job.r for job in order.run.jobs}, order.watcher, order.resume)
     monitor.ended = order.ended
     return monitor
+
+
+def _run_file_writer(order: Order, run: RunSpec, facts: dict[str, Any], directory: Path) -> Callable[[str], None]:
+    """Writes `run.json` with a status, and with all that is known by then."""
+
+    def record(status: str) -> None:
+        lost = {"output_lost": order.watcher.lost} if order.watcher.lost else {}
+        write_run_file(directory, run, facts | order.guard.facts() | {"status": status} | lost)
+
+    return record
+
+
+def _stop_with_last(unfinished: set[str], inbox: queue.SimpleQueue[Stop]) -> Callable[[JobReport], None]:
+    """What hears reports, and stops the run when the last of the jobs `unfinished` has ended."""
+
+    def hear(report: JobReport) -> None:
+        if isinstance(report, Finished):
+            unfinished.discard(report.job_id)
+            if not unfinished:
+                inbox.put(Stop())
+
+    return hear
 
 
 def _as_planned(run: RunSpec, loaded: Loaded) -> RunSpec:

@@ -20,8 +20,7 @@ from typing import Any
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
-from tlora.engine.background_calibration import BackgroundCalibration
-from tlora.engine.calibration import device_name, find_deadly, key_of, recall
+from tlora.engine.background_calibration import calibrate_in_background
 from tlora.engine.driver import Driver, FilesWritten, Opened, RunPaths
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Fetched, Leave, Meet, Note, Published, Sent, SetPlan, Spread
@@ -103,10 +102,6 @@ class Trainer:
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         self._limit_bytes = bound.limit_bytes
         send(Memory((bound.limit_bytes,)))
-        speed_key = key_of(load, device_name(model.device)) if load.calibrate else ""
-        measured = recall(speed_key, device_name(model.device)) if load.calibrate else None
-        if measured is not None:
-            send(measured)
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(FilesWritten())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
@@ -121,15 +116,7 @@ class Trainer:
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
         self._memory = WorkerMemory(bound, self._group, load.recompute, SetPlan(STARTING_BUDGET))
-        self._calibration = BackgroundCalibration(speed_key, model, self._memory.has_room_for, send, note)
-        deadly = find_deadly(speed_key) if load.calibrate and measured is None else None
-        if deadly is not None:
-            note(
-                "an earlier worker was killed while this base's speed was measured, so that it is taken to be that of the nearest base "
-                f"that is known. To measure it again, remove {deadly}"
-            )
-        if measured is not None or deadly is not None or not load.calibrate:
-            self._calibration.close()
+        self._calibration = calibrate_in_background(load, model, self._memory.has_room_for, send)
         self._group.begin = self._begin
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()

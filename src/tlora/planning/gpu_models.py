@@ -53,11 +53,6 @@ class GpuModel:
         return _SHARES[card.loads] * self.tflops * 1e12 * (_OLDER_INSTRUCTIONS if older else 1.0)
 
     @property
-    def rated_as(self) -> str:
-        """What predicted speeds are those of."""
-        return f"extrapolated for {self.name}" if self.flops is not None else f"as on an H200, for {self.name} takes the plain path"
-
-    @property
     def limit_bytes(self) -> int:
         """What a run may plan with."""
         return int(GPU_SHARE * self.memory_bytes)
