@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tlora.data.request import PREPARE_MESSAGES, PrepareOrder
+from tlora.data.request import PREPARE_MESSAGES, PrepareBatch
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 WORKER = [sys.executable, "-P", "-m", "tlora.data.worker"]  # waits for an order
@@ -53,7 +53,7 @@ def test_a_child_is_what_a_started_one_is(tmp_path: Path, monkeypatch: pytest.Mo
         with ours, popen(WORKER, cwd=tmp_path / "elsewhere", env=environment, start_new_session=True, pass_fds=[kept], **streams) as child:
             assert child.stderr
             theirs.close()
-            ours.sendall(PREPARE_MESSAGES.encode(PrepareOrder(())))  # it takes the end of the line for its parent's
+            ours.sendall(PREPARE_MESSAGES.encode(PrepareBatch(())))  # it takes the end of the line for its parent's
             assert child.wait(600) == 0, child.stderr.read()
         found.append(json.loads(path.read_text()))
     assert found[0] == found[1]

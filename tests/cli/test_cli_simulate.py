@@ -26,7 +26,7 @@ from tlora.scheduler.policies import POLICIES
 from tlora.sim import run, sweep
 from tlora.sim.conditions import Conditions
 from tlora.sim.scenario import Scenario, contender
-from tlora.sim.sweep import Standing
+from tlora.sim.sweep import TaskProgress
 from tlora.sim.trace import SHIPPED
 from tlora.wording.metrics import CHAIN, TIMES
 
@@ -404,7 +404,7 @@ def test_ctrl_c_tells_how_to_go_on(trace: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_bar_in_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    standings = [Standing(4, 2, (2, 3)), Standing(4, 3, (3,)), Standing(4, 4, ())]
+    standings = [TaskProgress(4, 2, (2, 3)), TaskProgress(4, 3, (3,)), TaskProgress(4, 4, ())]
     names = ["fifo seed 0", "sjf seed 0", "fifo seed 1", "sjf seed 1"]
     terminal = Console(file=io.StringIO(), force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm"})
     with progress_shown(terminal, names) as watch:

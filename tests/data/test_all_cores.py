@@ -13,7 +13,7 @@ import pytest
 from chat_templates import CHATML
 
 from tlora.data import encoded_blocks
-from tlora.data.build import Order, build, hash_file
+from tlora.data.build import SetSpec, build, hash_file
 from tlora.data.encode import open_encoder
 from tlora.data.sources import Source, list_files
 from tlora.errors import DataError
@@ -40,7 +40,7 @@ def three_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(path: Path, tokenizer: Any, cache: str, rows: Any = "samples", drop: bool = False) -> dict[str, bytes]:
     """The files of the set that is made of `path`."""
-    order = Order((Source(str(path), tuple(list_files(path))),), "auto", 24, path.parent / cache, rows, None, drop)
+    order = SetSpec((Source(str(path), tuple(list_files(path))),), "auto", 24, path.parent / cache, rows, None, drop)
     beats: list[int] = []
     encoder = open_encoder(tokenizer, None, False, 1000)
     directory, _ = build(order, encoder, lambda file: hash_file(file, lambda *_: None), lambda count, _: beats.append(count))

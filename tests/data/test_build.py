@@ -20,7 +20,7 @@ from tlora.data import build as build_module
 from tlora.data import dataset as dataset_module
 from tlora.data import scratch
 from tlora.data import worker as worker_module
-from tlora.data.build import Order, build, cache_key, hash_file, tokenizer_hash
+from tlora.data.build import SetSpec, build, cache_key, hash_file, tokenizer_hash
 from tlora.data.dataset import Dataset, Sample, Writer, find_damage
 from tlora.data.encode import encode, open_encoder
 from tlora.data.formats import Text
@@ -54,7 +54,7 @@ def make_and_tell(path: Path, tokenizer: Any, max_length: int = 1024, **settings
         settings.get("vocab_size", 1000),
         settings.get("chats"),
     )
-    order = Order((source(path),), settings.get("format", "auto"), max_length, path.parent / "cache")
+    order = SetSpec((source(path),), settings.get("format", "auto"), max_length, path.parent / "cache")
     return build(order, encoder, lambda file: hash_file(file, lambda _rows, _share: None), lambda _rows, _share: None)
 
 
@@ -329,7 +329,7 @@ def test_a_set_without_hashes_is_made_again_in_silence(tmp_path: Path, tokenizer
 def test_the_key_of_a_set_stays(tmp_path: Path, tokenizers: Any) -> None:
     """Checkpoints name the set that they were trained on: a key that no version knows any more would end all runs."""
     tokenizer = tokenizers(CHATML)
-    order = Order((source(write(tmp_path / "x.jsonl", [{"text": "Hello!"}])),), "auto", 64, tmp_path)
+    order = SetSpec((source(write(tmp_path / "x.jsonl", [{"text": "Hello!"}])),), "auto", 64, tmp_path)
     encoder = open_encoder(tokenizer, None, False, 1000)
     parts = {
         "version": 1,

@@ -21,7 +21,7 @@ from chat_templates import CHATML
 from tlora.data import build as build_module
 from tlora.data import dataset as dataset_module
 from tlora.data import encoded_blocks, scratch
-from tlora.data.build import Order, build, hash_file
+from tlora.data.build import SetSpec, build, hash_file
 from tlora.data.encode import open_encoder
 from tlora.data.encoded_blocks import EncodedBlock, Recipe, Task
 from tlora.data.sources import Source
@@ -54,7 +54,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def order(tmp_path: Path, chatter: Callable[[int], str]) -> Order:
+def order(tmp_path: Path, chatter: Callable[[int], str]) -> SetSpec:
     """Of two sources, with bad rows of both kinds in each, some of them in the first blocks."""
     for name in ("x", "y"):
         lines = [json.dumps({"text": f"{name} {i} {chatter(i)}", "note": i}) for i in range(ROWS)]
@@ -62,10 +62,10 @@ def order(tmp_path: Path, chatter: Callable[[int], str]) -> Order:
             lines[place] = '{"broken": ' if place % 2 else '{"text": 3}'
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     sources = tuple(Source(name, (tmp_path / name,)) for name in ("x.jsonl", "y.jsonl"))
-    return Order(sources, "auto", 12, tmp_path / "cache", drop_bad_rows=True)
+    return SetSpec(sources, "auto", 12, tmp_path / "cache", drop_bad_rows=True)
 
 
-def make(order: Order, tokenizer: Any, until: int | None = None) -> dict[str, bytes]:
+def make(order: SetSpec, tokenizer: Any, until: int | None = None) -> dict[str, bytes]:
     """The files of the set; Ctrl-C comes once `until` rows are read."""
 
     def beat(rows: int, _share: float) -> None:
@@ -76,7 +76,7 @@ def make(order: Order, tokenizer: Any, until: int | None = None) -> dict[str, by
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-def interrupt(order: Order, tokenizer: Any, rows: int) -> Path:
+def interrupt(order: SetSpec, tokenizer: Any, rows: int) -> Path:
     """The directory that is kept."""
     with pytest.raises(KeyboardInterrupt):
         make(order, tokenizer, rows)
@@ -84,7 +84,7 @@ def interrupt(order: Order, tokenizer: Any, rows: int) -> Path:
     return kept
 
 
-def in_one_go(order: Order, tokenizer: Any) -> dict[str, bytes]:
+def in_one_go(order: SetSpec, tokenizer: Any) -> dict[str, bytes]:
     return make(replace(order, cache_dir=order.cache_dir.with_name("whole")), tokenizer)
 
 
@@ -100,7 +100,7 @@ def in_one_go(order: Order, tokenizer: Any) -> dict[str, bytes]:
     ],
 )
 def test_the_same_bytes_as_without_an_interruption(
-    after: list[int], processes: int, order: Order, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch
+    after: list[int], processes: int, order: SetSpec, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the first block, between, at the end of a source and of all; twice and three times."""
     monkeypatch.setattr(build_module, "num_processes", lambda _: processes)
@@ -116,7 +116,7 @@ def test_the_same_bytes_as_without_an_interruption(
     assert [path.name for path in order.cache_dir.iterdir()] == [path.name for path in order.cache_dir.with_name("whole").iterdir()]
 
 
-def test_bad_rows_are_listed_as_without_an_interruption(order: Order, tokenizers: Any) -> None:
+def test_bad_rows_are_listed_as_without_an_interruption(order: SetSpec, tokenizers: Any) -> None:
     order = replace(order, drop_bad_rows=False)
     with pytest.raises(DataError) as whole:
         in_one_go(order, tokenizers(CHATML))
@@ -141,7 +141,7 @@ def test_other_files(name: str, tmp_path: Path, tokenizers: Any, chatter: Callab
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     kind = "pairs" if name == "pairs.jsonl" else "samples"
-    order = Order((Source(name, (path,)),), "auto", 24, tmp_path / "cache", kind)  # type: ignore[arg-type]
+    order = SetSpec((Source(name, (path,)),), "auto", 24, tmp_path / "cache", kind)  # type: ignore[arg-type]
     whole = in_one_go(order, tokenizers(CHATML))
     assert ("sequence_ends.npy" in whole) == (kind == "pairs")
     interrupt(order, tokenizers(CHATML), 200)
@@ -177,38 +177,42 @@ IN_EVERY_RUN = ("tokens", "gone", "half a progress", "another launch's")
 
 
 @pytest.mark.parametrize("damage", [pytest.param(each, marks=() if each in IN_EVERY_RUN else pytest.mark.slow) for each in DAMAGE])
-def test_what_is_damaged_is_made_again(damage: str, order: Order, tokenizers: Any, made: list[str]) -> None:
+def test_what_is_damaged_is_made_again(damage: str, order: SetSpec, tokenizers: Any, made: list[str]) -> None:
     whole, blocks = in_one_go(order, tokenizers(CHATML)), list(made)
     DAMAGE[damage](interrupt(order, tokenizers(CHATML), 700))
     made.clear()
     assert make(order, tokenizers(CHATML)) == whole and made == blocks
 
 
-def touch(order: Order, _: pytest.MonkeyPatch) -> Order:
+def touch(order: SetSpec, _: pytest.MonkeyPatch) -> SetSpec:
     os.utime(order.files[0], ns=(1, 1))
     return order
 
 
-def rename(order: Order, _: pytest.MonkeyPatch) -> Order:
+def rename(order: SetSpec, _: pytest.MonkeyPatch) -> SetSpec:
     """Messages about rows name the file."""
     moved = order.files[0].rename(order.files[0].with_name("z.jsonl"))
     return replace(order, sources=(Source("z.jsonl", (moved,)), order.sources[1]))
 
 
-def edit(order: Order, _: pytest.MonkeyPatch) -> Order:
+def edit(order: SetSpec, _: pytest.MonkeyPatch) -> SetSpec:
     text = order.files[0].read_text()
     order.files[0].write_text(text.replace("x 0", "x 7"))
     return order
 
 
-def update(order: Order, monkeypatch: pytest.MonkeyPatch) -> Order:
+def update(order: SetSpec, monkeypatch: pytest.MonkeyPatch) -> SetSpec:
     monkeypatch.setattr(build_module, "version", lambda name: version(name) + ".1")
     return order
 
 
 @pytest.mark.parametrize("change", [edit, *(pytest.param(each, marks=pytest.mark.slow) for each in (touch, rename, update))])
 def test_what_has_changed_is_made_anew(
-    change: Callable[[Order, pytest.MonkeyPatch], Order], order: Order, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[SetSpec, pytest.MonkeyPatch], SetSpec],
+    order: SetSpec,
+    tokenizers: Any,
+    made: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupt(order, tokenizers(CHATML), 700)
     order = change(order, monkeypatch)
@@ -227,7 +231,7 @@ sys.stdin.read()
 """
 
 
-def test_two_at_a_time_do_not_share_a_directory(order: Order, tokenizers: Any, made: list[str]) -> None:
+def test_two_at_a_time_do_not_share_a_directory(order: SetSpec, tokenizers: Any, made: list[str]) -> None:
     whole, blocks = in_one_go(order, tokenizers(CHATML)), list(made)
     kept = interrupt(order, tokenizers(CHATML), 700)
     before = {path.name: path.read_bytes() for path in kept.iterdir() if path.name != "lock"}
@@ -252,7 +256,7 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (past, past))
 
 
-def test_what_no_launch_comes_back_for_is_removed_after_a_week(order: Order, tokenizers: Any, made: list[str]) -> None:
+def test_what_no_launch_comes_back_for_is_removed_after_a_week(order: SetSpec, tokenizers: Any, made: list[str]) -> None:
     kept = interrupt(order, tokenizers(CHATML), 700)
     age(kept, 2 * scratch.STALE_SECONDS)
     scratch.remove_old(order.cache_dir)
@@ -263,7 +267,7 @@ def test_what_no_launch_comes_back_for_is_removed_after_a_week(order: Order, tok
 
 
 def test_a_killed_process_of_the_pool_keeps_what_is_done(
-    order: Order, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch
+    order: SetSpec, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_module, "num_processes", lambda _: 3)
     whole, encode = in_one_go(order, tokenizers(CHATML)), encoded_blocks.encode_block
@@ -282,7 +286,7 @@ def test_a_killed_process_of_the_pool_keeps_what_is_done(
     assert 1 <= len(made) <= 8 and all(block.startswith("y ") for block in made)
 
 
-def test_another_program_that_writes_meanwhile_is_an_error(order: Order, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_that_writes_meanwhile_is_an_error(order: SetSpec, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As another host may, on a file system whose locks hold on one host only."""
     fill = build_module._fill
 
@@ -299,7 +303,7 @@ def test_another_program_that_writes_meanwhile_is_an_error(order: Order, tokeniz
     assert list(order.cache_dir.iterdir()) == []
 
 
-def test_another_number_of_processes_continues(order: Order, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_processes_continues(order: SetSpec, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, blocks = in_one_go(order, tokenizers(CHATML)), list(made)
     for processes, rows in ((3, 300), (1, 1200), (2, 1500)):
         monkeypatch.setattr(build_module, "num_processes", lambda _, processes=processes: processes)
@@ -308,7 +312,7 @@ def test_another_number_of_processes_continues(order: Order, tokenizers: Any, ma
     assert make(order, tokenizers(CHATML)) == whole and made == blocks[12:]
 
 
-def test_a_directory_of_another_user_is_left_alone(order: Order, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_left_alone(order: SetSpec, tokenizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cache that several share. The tests may run as root, which may open everything."""
     whole = in_one_go(order, tokenizers(CHATML))
     kept = interrupt(order, tokenizers(CHATML), 700)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from test_build import source, write
 
-from tlora.data.build import Order, build, hash_file
+from tlora.data.build import SetSpec, build, hash_file
 from tlora.data.columns import format_of, unused_columns
 from tlora.data.dataset import Dataset
 from tlora.data.encode import open_encoder
@@ -123,7 +123,7 @@ def test_what_is_no_pair(value: dict[str, Any], pattern: str) -> None:
 
 
 def warnings(path: Path, rows: Any, tokenizer: Any, max_length: int = 64) -> list[str]:
-    order = Order((source(path),), "auto", max_length, path.parent / "cache", rows)
+    order = SetSpec((source(path),), "auto", max_length, path.parent / "cache", rows)
     made, _ = build(order, open_encoder(tokenizer, None, False, 10**6), lambda file: hash_file(file, lambda *_: None), lambda *_: None)
     return DataReport.from_meta(Dataset(made).meta, ["x"]).warnings()
 

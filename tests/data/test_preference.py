@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tlora.data.build import Order, build, cache_key, hash_file
+from tlora.data.build import SetSpec, build, cache_key, hash_file
 from tlora.data.dataset import Dataset
 from tlora.data.encode import open_encoder
 from tlora.data.formats import Chat, Pair, Text, read_pair
@@ -75,7 +75,7 @@ def _write(path: Path, rows: list[Any]) -> Path:
 
 
 def _build(path: Path, encoder: Any, max_length: int = 64, rows: Any = "pairs") -> Dataset:
-    order = Order((Source(str(path), (path,)),), "auto", max_length, path.parent / "cache", rows)
+    order = SetSpec((Source(str(path), (path,)),), "auto", max_length, path.parent / "cache", rows)
     return Dataset(build(order, encoder, lambda file: hash_file(file, lambda *_: None), lambda *_: None)[0])
 
 
@@ -124,7 +124,9 @@ def test_pairs_and_samples_are_not_taken_for_each_other(tmp_path: Path, tokenize
 def test_the_cache_keys_of_samples_are_as_before(tmp_path: Path, tokenizers: Any) -> None:
     encoder, path = open_encoder(tokenizers(), None, False, 10**6), _write(tmp_path / "d.jsonl", [{"text": "x"}])
     keys = [
-        cache_key(Order((Source(str(path), (path,)),), "auto", 8, tmp_path, rows), encoder, lambda _: "hash")
+        cache_key(SetSpec((Source(str(path), (path,)),), "auto", 8, tmp_path, rows), encoder, lambda _: "hash")
         for rows in ("samples", "pairs")
     ]
-    assert keys[0] != keys[1] and keys[0] == cache_key(Order((Source(str(path), (path,)),), "auto", 8, tmp_path), encoder, lambda _: "hash")
+    assert keys[0] != keys[1] and keys[0] == cache_key(
+        SetSpec((Source(str(path), (path,)),), "auto", 8, tmp_path), encoder, lambda _: "hash"
+    )

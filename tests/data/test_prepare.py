@@ -25,7 +25,7 @@ from tlora.data import worker as worker_module
 from tlora.data.dataset import find_damage
 from tlora.data.order import split
 from tlora.data.prepare import Prepared, PrepareProgress, prepare
-from tlora.data.request import PREPARE_MESSAGES, PrepareEvent, PrepareFailed, PrepareOrder, PrepareRequest, SetsMade
+from tlora.data.request import PREPARE_MESSAGES, PrepareBatch, PrepareEvent, PrepareFailed, PrepareRequest, SetsMade
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 from tlora.link.lines import Line
@@ -308,7 +308,7 @@ def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokeni
     line = Line(ours)
     with subprocess.Popen([sys.executable, "-c", probe], stdin=theirs) as process:
         theirs.close()
-        line.send(PREPARE_MESSAGES.encode(PrepareOrder(tuple(jobs))))
+        line.send(PREPARE_MESSAGES.encode(PrepareBatch(tuple(jobs))))
         told: list[Any] = [PREPARE_MESSAGES.decode(line.read_line(600.0) or b"") for _ in range(5)]
         assert told[1] == PrepareProgress("job", 0, 0.0)
         told = [event for event in told if not isinstance(event, PrepareProgress)]

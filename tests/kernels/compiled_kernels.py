@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora.kernels.compile_ahead import Order
+from tlora.kernels.compile_ahead import CompileRequest
 
 IN_LOOPS = ("gemm_kernel", "shrink_kernel", "sum_kernel", "forward_kernel", "dq_kernel", "dkv_kernel")
 """Kernels whose time goes into a loop of products over what they load."""
@@ -70,7 +70,7 @@ _SHOWN = (
 )
 
 
-def compiled(orders: Sequence[Order], cache: Path) -> list[Compiled]:
+def compiled(orders: Sequence[CompileRequest], cache: Path) -> list[Compiled]:
     """The kernels of `orders`, each once, by one process that keeps what it compiles in `cache`."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", __spec__.name]
@@ -81,7 +81,7 @@ def compiled(orders: Sequence[Order], cache: Path) -> list[Compiled]:
     return [Compiled(**row | {name: tuple(row[name]) for name in ("copies", "products")}) for row in rows]
 
 
-def _compile(orders: Sequence[Order]) -> Iterable[Compiled]:
+def _compile(orders: Sequence[CompileRequest]) -> Iterable[Compiled]:
     from triton import knobs
 
     from tlora.kernels import compile_ahead

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 with interpreted():
     from tests.kernels.compiled_kernels import IN_LOOPS, Compiled, compiled
-    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order, PackedOrder
+    from tlora.kernels.compile_ahead import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest
 
 LEAST_MEMORY = ("sm_86", "sm_120")  # shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes
@@ -31,49 +31,49 @@ SMALL = (2048, (2048,))
 ENDS_WITHIN = (1040, (48,))  # K is no multiple of a block
 
 
-def order(card: CardClass, dtype: str, width: int, *groups: Shape, dropout: bool = False, bias: bool = False) -> Order:
+def order(card: CardClass, dtype: str, width: int, *groups: Shape, dropout: bool = False, bias: bool = False) -> CompileRequest:
     fp8 = dtype == "float8_e4m3fn"
-    made = tuple(GroupOrder(inner, widths, bias, fp8) for inner, widths in groups)
-    return Order("no GPU of this name", card.capability, 132, "bfloat16" if fp8 else dtype, width, dropout, made)
+    made = tuple(GroupRequest(inner, widths, bias, fp8) for inner, widths in groups)
+    return CompileRequest("no GPU of this name", card.capability, 132, "bfloat16" if fp8 else dtype, width, dropout, made)
 
 
-def attentions(card: CardClass, dtype: str, *orders: AttentionOrder) -> Order:
+def attentions(card: CardClass, dtype: str, *orders: AttentionRequest) -> CompileRequest:
     """With the head and the loss."""
-    head = HeadOrder(128256, softcap=any(each.softcap for each in orders))
-    return Order("no GPU of this name", card.capability, 132, dtype, 16, False, (), orders, head)
+    head = HeadRequest(128256, softcap=any(each.softcap for each in orders))
+    return CompileRequest("no GPU of this name", card.capability, 132, dtype, 16, False, (), orders, head)
 
 
-def usual(card: CardClass) -> list[Order]:
+def usual(card: CardClass) -> list[CompileRequest]:
     """What a bf16 run without dropout launches first, and what one over a base in 4 bits adds."""
-    linears = replace(order(card, "bfloat16", 16, SMALL), packed=(PackedOrder(64, "bfloat16"), PackedOrder(128, "float16", zero=True)))
-    return [linears, attentions(card, "bfloat16", AttentionOrder(32, 8, 128, 0, False))]
+    linears = replace(order(card, "bfloat16", 16, SMALL), packed=(PackedRequest(64, "bfloat16"), PackedRequest(128, "float16", zero=True)))
+    return [linears, attentions(card, "bfloat16", AttentionRequest(32, 8, 128, 0, False))]
 
 
-def all_16_bits(card: CardClass) -> list[Order]:
+def all_16_bits(card: CardClass) -> list[CompileRequest]:
     """Groups of one to three linears, each kind of rank, dropout, biases, each size of heads, windows, caps; fp8 where the class has it."""
-    heads = [AttentionOrder(32, 8, size, 0, False) for size in (64, 80, 128, 256)]
-    heads += [AttentionOrder(32, 8, size, 4096, True) for size in (128, 256)]
+    heads = [AttentionRequest(32, 8, size, 0, False) for size in (64, 80, 128, 256)]
+    heads += [AttentionRequest(32, 8, size, 4096, True) for size in (128, 256)]
     return [
         order(card, "bfloat16", 64, WIDE, PAIR, DOWN, ENDS_WITHIN, dropout=True),
         order(card, "bfloat16", 16, WIDE, PAIR, bias=True),
         order(card, "bfloat16", 256, WIDE),
-        replace(order(card, "float16", 64, DOWN), packed=(PackedOrder(128, "float16"),)),
+        replace(order(card, "float16", 64, DOWN), packed=(PackedRequest(128, "float16"),)),
         attentions(card, "bfloat16", *heads),
         attentions(card, "float16", heads[2]),
         *([order(card, "float8_e4m3fn", 64, WIDE, DOWN)] if card.fp8 else []),
     ]
 
 
-def all_fp32(card: CardClass) -> list[Order]:
-    heads = [AttentionOrder(32, 8, size, 0, False) for size in (64, 128)]  # larger ones do not run on tensor cores in fp32
+def all_fp32(card: CardClass) -> list[CompileRequest]:
+    heads = [AttentionRequest(32, 8, size, 0, False) for size in (64, 128)]  # larger ones do not run on tensor cores in fp32
     return [
         order(card, "float32", 64, WIDE, DOWN, ENDS_WITHIN, dropout=True),
-        replace(order(card, "float32", 16, WIDE, bias=True), packed=(PackedOrder(64, "bfloat16"),)),
+        replace(order(card, "float32", 16, WIDE, bias=True), packed=(PackedRequest(64, "bfloat16"),)),
         attentions(card, "float32", *heads),
     ]
 
 
-def check(card: CardClass, orders: list[Order], cache: Path, most_stack: int = MOST_STACK) -> Counter[str]:
+def check(card: CardClass, orders: list[CompileRequest], cache: Path, most_stack: int = MOST_STACK) -> Counter[str]:
     kernels = compiled(orders, cache)
     print(f"{card.name}\n" + "\n".join(map(str, kernels)))
     bad = [f"{kernel}: {fault}" for kernel in kernels for fault in faults(card, kernel, most_stack)]

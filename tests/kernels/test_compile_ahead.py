@@ -17,13 +17,13 @@ from tests.kernels.interpreter import interpreted
 
 with interpreted():
     from tlora.kernels import compile_ahead
-    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, HeadOrder, Order, PackedOrder
+    from tlora.kernels.compile_ahead import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same with real launches")
-NARROW = GroupOrder(32, (32,), bias=False, fp8=False)
-ORDER = Order("no GPU of this name", 90, 132, "bfloat16", 16, dropout=False, groups=(NARROW,))
-WINDOWED = AttentionOrder(4, 2, 64, 100, softcap=True)
-PACKED = (PackedOrder(64, "bfloat16"), PackedOrder(128, "float16", zero=True))
+NARROW = GroupRequest(32, (32,), bias=False, fp8=False)
+ORDER = CompileRequest("no GPU of this name", 90, 132, "bfloat16", 16, dropout=False, groups=(NARROW,))
+WINDOWED = AttentionRequest(4, 2, 64, 100, softcap=True)
+PACKED = (PackedRequest(64, "bfloat16"), PackedRequest(128, "float16", zero=True))
 
 
 class Started:
@@ -36,7 +36,7 @@ class Started:
 @pytest.mark.slow
 def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    order = replace(ORDER, attentions=(WINDOWED,), head=HeadOrder(500, False), packed=PACKED)
+    order = replace(ORDER, attentions=(WINDOWED,), head=HeadRequest(500, False), packed=PACKED)
     text = json.dumps(asdict(order))
     command = [sys.executable, "-m", "tlora.kernels.compile_ahead"]
     done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -60,7 +60,7 @@ def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path, monke
 
 
 def test_an_order_survives_its_way_to_the_process() -> None:
-    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED), head=HeadOrder(500, True), packed=PACKED)):
+    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED), head=HeadRequest(500, True), packed=PACKED)):
         assert compile_ahead.read_order(json.dumps(asdict(order))) == order
 
 
@@ -101,7 +101,7 @@ def test_a_kernel_has_one_key_in_the_cache_whichever_was_first() -> None:
 def test_gemms_are_compiled_with_each_size_of_their_tiles_and_the_others_once() -> None:
     from tlora.kernels.tiles import MOST_SIZES, TileTable
 
-    wide = GroupOrder(4096, (4096,), bias=False, fp8=False)
+    wide = GroupRequest(4096, (4096,), bias=False, fp8=False)
 
     def counts(sized: bool = True, **changes: object) -> list[int]:
         kernels = compile_ahead._kernels(replace(ORDER, **changes), TileTable(sized=sized))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from tlora.report.line_styles import LineStyle
 from tlora.report.page import ROWS_SHOWN, Chart, LegendEntry, Section, render_page
-from tlora.report.tables import Cell, Line, table
+from tlora.report.tables import Cell, TableRow, table
 
 X = list(range(20))
 
@@ -67,7 +67,7 @@ def test_text_is_escaped_unless_it_was_made_as_markup() -> None:
     reader = PageReader(render_page("x", [Section("", "<script>alert(1)</script>"), Section("", Markup("<em>ready</em>"))]))
     assert "<script>alert(1)</script>" in reader.text and [tag for tag, _ in reader.elements].count("em") == 1
     cells = [Cell("<a>", 1.0), Cell(Markup("<b>{}</b>").format("<c>"), math.nan)]
-    page = str(table(("policy", "#<d>"), [Line(cells)]))
+    page = str(table(("policy", "#<d>"), [TableRow(cells)]))
     assert "&lt;a&gt;" in page and "<b>&lt;c&gt;</b>" in page and "&lt;d&gt;" in page and "data-value" not in page
 
 

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from tests.service.fake_cluster import FakeCluster, FakeIntake, fake_hall
 from tlora.service.config import Limits, ServerConfig
 from tlora.service.keys import create_key
-from tlora.service.server import Opened, open_server, uvicorn_config
+from tlora.service.server import ServerParts, open_server, uvicorn_config
 
 T = TypeVar("T")
 ROW = b'{"prompt": "a", "completion": "b"}\n'
@@ -29,7 +29,7 @@ ROW = b'{"prompt": "a", "completion": "b"}\n'
 class Served:
     """A running server. `operator` has the first key, `alice` and `bob` are tenants with read and submit."""
 
-    opened: Opened
+    opened: ServerParts
     client: Any  # of httpx, or its twin for tests
     clusters: list[FakeCluster]
     intakes: list[FakeIntake]

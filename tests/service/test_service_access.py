@@ -15,7 +15,7 @@ from sqlalchemy import create_engine
 from starlette.exceptions import HTTPException
 
 from tests.service.served import ROW, Served, config_of, serving, until
-from tlora.service.access import OPEN_PATHS, Guard, needed_scope
+from tlora.service.access import OPEN_PATHS, AccessMiddleware, needed_scope
 from tlora.service.connections import Body
 from tlora.service.keys import KeyRing, hash_key, revoke_key
 
@@ -199,7 +199,7 @@ def test_bodies_are_cut_at_their_limit_whatever_they_claim(served: Served) -> No
 
 def test_a_body_that_comes_too_slowly_is_cut() -> None:
     config = config_of(Path("/nowhere"), limits={"body_seconds": 0.01})
-    guard = Guard(lambda *_: None, config, ring=None)  # type: ignore[arg-type]
+    guard = AccessMiddleware(lambda *_: None, config, ring=None)  # type: ignore[arg-type]
     body = Body(False, 0.01, 1.0)
 
     async def never() -> Any:
@@ -212,7 +212,7 @@ def test_a_body_that_comes_too_slowly_is_cut() -> None:
 
 
 def test_web_sockets_are_closed() -> None:
-    guard = Guard(lambda *_: None, config_of(Path("/nowhere")), ring=None)  # type: ignore[arg-type]
+    guard = AccessMiddleware(lambda *_: None, config_of(Path("/nowhere")), ring=None)  # type: ignore[arg-type]
     sent: list[Any] = []
 
     async def run() -> None:

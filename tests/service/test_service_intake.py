@@ -26,7 +26,7 @@ from tests.small_disks import mounted
 from tlora.job import JobSpec
 from tlora.service.base_shapes import Precision, find_outline
 from tlora.service.config import Limits
-from tlora.service.intake import MOST_DEATHS, Intake, IntakeRequest, IntakeSettings, request_line
+from tlora.service.intake import MOST_DEATHS, IntakeClient, IntakeRequest, IntakeSettings, request_line
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 LIMITS = Limits(intake_memory_bytes=1 << 30, intake_cpu_seconds=120, intake_seconds=300.0, line_bytes=100_000, file_rows=2_000)
@@ -41,7 +41,7 @@ class Asked:
         (directory / "bases").mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.found: dict[str, dict[str, Any]] = {}
-        self.intake = Intake(replace(settings, bases_dir=str(directory / "bases")), directory / "intake.log", self._answers.put)
+        self.intake = IntakeClient(replace(settings, bases_dir=str(directory / "bases")), directory / "intake.log", self._answers.put)
         self.intake.start()
 
     def ask(self, key: str, data: Path, base: str = BASE, tenant: str = "t", **fields: Any) -> None:
@@ -234,7 +234,7 @@ def test_an_answer_that_cannot_be_taken_costs_no_other(tmp_path: Path, monkeypat
             raise KeyError("one")
         taken.append(answer["key"])
 
-    intake = Intake(SETTINGS, tmp_path / "intake.log", take)
+    intake = IntakeClient(SETTINGS, tmp_path / "intake.log", take)
     for key in ("one", "two"):
         intake.put(key, b"\n")
     intake.start()
@@ -253,7 +253,7 @@ def test_an_intake_that_says_nothing_is_started_again(tmp_path: Path, monkeypatc
     script.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script))
     taken: list[str] = []
-    intake = Intake(SETTINGS, tmp_path / "intake.log", lambda answer: taken.append(answer["key"]), stall_seconds=0.5)
+    intake = IntakeClient(SETTINGS, tmp_path / "intake.log", lambda answer: taken.append(answer["key"]), stall_seconds=0.5)
     intake.put("one", b"\n")
     intake.start()
     until(lambda: taken)

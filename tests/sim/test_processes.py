@@ -13,7 +13,7 @@ import pytest
 
 from tlora.errors import CapacityError, ConfigError
 from tlora.sim import sweep
-from tlora.sim.sweep import Standing, map_in_processes
+from tlora.sim.sweep import TaskProgress, map_in_processes
 
 
 def double(number: int) -> tuple[int, int]:
@@ -42,11 +42,11 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_each_task_is_done_once_and_none_here(two_cores: None) -> None:
-    heard: list[Standing] = []
+    heard: list[TaskProgress] = []
     found = dict(map_in_processes(double, [5, 6, 7], heard.append))
     assert {number: value for number, (value, _) in found.items()} == {0: 10, 1: 12, 2: 14}
     assert os.getpid() not in {process for _, process in found.values()}
-    assert heard[0] == Standing(3, 0, (0, 1)) and heard[-1] == Standing(3, 3, ())
+    assert heard[0] == TaskProgress(3, 0, (0, 1)) and heard[-1] == TaskProgress(3, 3, ())
     assert [standing.done for standing in heard] == [0, 1, 2, 3] and all(len(standing.running) <= 2 for standing in heard)
     assert not active_children()
 

@@ -15,7 +15,7 @@ from tlora.sim import sweep
 from tlora.sim.conditions import Conditions
 from tlora.sim.outputs import held
 from tlora.sim.scenario import Scenario
-from tlora.sim.sweep import Standing, read_grid, read_table, run_sweep, scenarios_of, setting_cells, write_table
+from tlora.sim.sweep import TaskProgress, read_grid, read_table, run_sweep, scenarios_of, setting_cells, write_table
 
 FORMATS = pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
 COLUMNS = tuple(setting_cells(Scenario(), ""))
@@ -41,7 +41,7 @@ def points(plain: Scenario, text: str) -> list[Scenario]:
     return scenarios_of(read_grid(text), plain, [0], ["fifo/peft", "sjf"])
 
 
-def silent(_: Standing) -> None:
+def silent(_: TaskProgress) -> None:
     return
 
 
@@ -62,11 +62,11 @@ def test_what_is_there_is_not_simulated_again(plain: Scenario, tmp_path: Path, n
     path = tmp_path / name
     run_sweep(points(plain, "load=0.5:0.7"), path, measured, silent)
     before = path.read_bytes()
-    heard: list[Standing] = []
+    heard: list[TaskProgress] = []
     run_sweep(points(plain, "load=0.5:0.7"), path, never, heard.append)
-    assert path.read_bytes() == before and heard == [Standing(4, 4, ())]
+    assert path.read_bytes() == before and heard == [TaskProgress(4, 4, ())]
     rows = run_sweep(points(plain, "load=0.6:0.7"), path, measured, heard.append)
-    assert heard[1] == Standing(4, 2, (0,)) and heard[-1] == Standing(4, 4, ())
+    assert heard[1] == TaskProgress(4, 2, (0,)) and heard[-1] == TaskProgress(4, 4, ())
     assert [row["load"] for row in rows] == [0.6, 0.6, 0.7, 0.7]
     assert [row["load"] for row in read_table(path, COLUMNS)] == [0.5, 0.5, 0.6, 0.6, 0.7, 0.7]  # those of other points stay, first
 
@@ -77,7 +77,7 @@ def test_a_sweep_that_was_stopped_ends_with_the_same_bytes(plain: Scenario, tmp_
     run_sweep(scenarios, tmp_path / name, measured, silent)
     path = tmp_path / f"stopped-{name}"
 
-    def stop(standing: Standing) -> None:
+    def stop(standing: TaskProgress) -> None:
         if standing.done == 3:
             raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def test_two_sweeps_never_write_one_table(plain: Scenario, tmp_path: Path, name:
     link.symlink_to(path)
     refused: list[Path] = []
 
-    def run_another(_: Standing) -> None:
+    def run_another(_: TaskProgress) -> None:
         for other in (path, link):
             with pytest.raises(ConfigError, match=f"{other} .*another sweep.*another file"):
                 run_sweep(points(plain, "load=0.7"), other, never, silent)

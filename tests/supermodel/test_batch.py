@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import make_samples
 from tlora.kernels.dropout import token_keys
-from tlora.supermodel.batch import BatchRow, PackedBatch, Span, collate
+from tlora.supermodel.batch import BatchRow, PackedBatch, TokenSpan, collate
 
 
 def row(
@@ -31,8 +31,8 @@ def test_what_lies_where() -> None:
     assert batch.grad_weights_T.tolist() == [0, 0.25, 0, 1, 0, 0.5, 0, 0, 0]
     assert batch.labelled.tolist() == [1, 3, 5]
     assert batch.lengths == (3, 2, 2, 2) and batch.spans == (
-        Span("a", 0, (3, 2), n0=0, n1=2, grad_scale=16.0),
-        Span("b", 5, (2,), n0=2, n1=3, grad_scale=32.0),
+        TokenSpan("a", 0, (3, 2), n0=0, n1=2, grad_scale=16.0),
+        TokenSpan("b", 5, (2,), n0=2, n1=3, grad_scale=32.0),
     )
     assert batch.num_tokens == 7 and batch.keys_T is None
 
@@ -54,8 +54,8 @@ def test_dropout_keys_are_each_samples_own() -> None:
     assert batch.keys_T is not None
     assert np.array_equal(batch.keys_T[:3].numpy(), token_keys(1, 2, 3, 3)) and batch.keys_T[3:].tolist() == [0, 0]
     assert batch.spans == (
-        Span("a", 0, (3,), has_keys=True, n0=0, n1=2, grad_scale=16.0),
-        Span("b", 3, (2,), n0=2, n1=3, grad_scale=16.0),
+        TokenSpan("a", 0, (3,), has_keys=True, n0=0, n1=2, grad_scale=16.0),
+        TokenSpan("b", 3, (2,), n0=2, n1=3, grad_scale=16.0),
     )
 
 
@@ -91,7 +91,9 @@ PAIR = BatchRow("p", np.array([5, 6, 7, 8, 9]), np.array([1, 1, 1, 0, 1], np.flo
 
 def test_the_sequences_of_a_unit_are_told_apart() -> None:
     batch = collate([row("a", [3, 4]), PAIR, PAIR], pad_to=15)
-    assert batch.lengths == (2, 3, 2, 3, 2, 3) and batch.spans[1] == Span("p", 2, (3, 2, 3, 2), sequences=2, n0=1, n1=7, grad_scale=32.0)
+    assert batch.lengths == (2, 3, 2, 3, 2, 3) and batch.spans[1] == TokenSpan(
+        "p", 2, (3, 2, 3, 2), sequences=2, n0=1, n1=7, grad_scale=32.0
+    )
     assert batch.position_ids_T.tolist() == [0, 1, 0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 0, 0]
     assert batch.labels_T.tolist() == [4, 0, 6, 7, 0, 9, 0, 6, 7, 0, 9, 0, 0, 0, 0]
     assert batch.loss_weights_T.tolist() == [1, 0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 0]

@@ -34,7 +34,7 @@ from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
 
 with interpreted():
     from tlora.kernels import compile_ahead
-    from tlora.kernels.compile_ahead import Order
+    from tlora.kernels.compile_ahead import CompileRequest
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True}
@@ -197,9 +197,9 @@ def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(scheme: str, 
 def test_kernels_of_all_widths_are_compiled_ahead(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale for a row, groups are as long as the inputs are wide."""
     packed, _ = pack(plain, tmp_path / "packed", SCHEMES["channel zero"])
-    ordered: list[Order] = []
+    ordered: list[CompileRequest] = []
     monkeypatch.setattr(supermodel, "why_not_fused", lambda *_: None)
-    monkeypatch.setattr(compile_ahead, "order_for", lambda *_: Order("a GPU", 90, 1, "bfloat16", 16, False, ()))
+    monkeypatch.setattr(compile_ahead, "request_for", lambda *_: CompileRequest("a GPU", 90, 1, "bfloat16", 16, False, ()))
     monkeypatch.setattr(compile_ahead, "start", ordered.append)
     SuperModel(outline(str(packed))).compile_ahead(torch.device("cuda"), [LoraConfig(r=4)])
     forms = [m.form for m in load_base(str(packed)).model.modules() if isinstance(m, HeldLinear)]

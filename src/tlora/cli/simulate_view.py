@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tlora.shape.cost import BaseConstants
     from tlora.sim.outputs import MetricRow
     from tlora.sim.scenario import Scenario
-    from tlora.sim.sweep import Standing, SweepRow
+    from tlora.sim.sweep import SweepRow, TaskProgress
 
 LINE_SECONDS = 10.0  # between two plain lines
 SWEEP_LINES = 60  # of a sweep's table; the file has all
@@ -55,7 +55,7 @@ def point_name(scenario: Scenario, axes: Sequence[str]) -> str:
 
 
 @contextmanager
-def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Callable[[Standing], None]]:
+def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Callable[[TaskProgress], None]]:
     """A bar in a terminal, a line every few seconds elsewhere, nothing without a console. `names` are those of the tasks."""
     if console is None:
         yield lambda _: None
@@ -66,7 +66,7 @@ def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Ca
         with Progress(BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), text, console=console, transient=True) as progress:
             task, began, kept = progress.add_task("", total=len(names)), time.monotonic(), -1
 
-            def tell(standing: Standing) -> None:
+            def tell(standing: TaskProgress) -> None:
                 nonlocal kept
                 kept = standing.done if kept < 0 else kept
                 left = ""
@@ -79,10 +79,10 @@ def progress_shown(console: Console | None, names: Sequence[str]) -> Iterator[Ca
             yield tell
 
 
-def _plain_lines(console: Console, names: Sequence[str]) -> Callable[[Standing], None]:
+def _plain_lines(console: Console, names: Sequence[str]) -> Callable[[TaskProgress], None]:
     began = last = time.monotonic()
 
-    def tell(standing: Standing) -> None:
+    def tell(standing: TaskProgress) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= LINE_SECONDS and standing.running:

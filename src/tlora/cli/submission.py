@@ -25,17 +25,17 @@ def submit_plan(connection: Connection, plan: Plan, start_from: str | None, tell
     source = find_job(connection, start_from).id if start_from is not None else None
     ids = upload_files(connection, plan.files, _say_upload)
     accepted: list[JobView] = []
-    for draft in plan.drafts:
-        body = order_of(draft, base, ids, source)
+    for submission in plan.submissions:
+        body = order_of(submission, base, ids, source)
         try:
-            if draft.sweep is None:
+            if submission.sweep is None:
                 jobs = [connection.send("POST", "/v1/jobs", JobView, body)]
             else:
                 jobs = connection.send("POST", "/v1/sweeps", Sweep, body).data
         except TloraError as error:
             if not accepted:
                 raise
-            message = f"{', '.join(draft.names[:3])}: {error}. {len(accepted)} jobs before it were accepted: submit the others alone"
+            message = f"{', '.join(submission.names[:3])}: {error}. {len(accepted)} jobs before it were accepted: submit the others alone"
             raise ConfigError(message) from error
         for job in jobs:
             tell(f"{job.name}: accepted as {job.id}")

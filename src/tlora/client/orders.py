@@ -32,7 +32,7 @@ _SAVED_SET = ("state.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Submission:
     """One request: a job, or, with `sweep`, the first of its jobs, to be sent with the values of all. `names` are those of the jobs."""
 
     job: JobSpec
@@ -46,7 +46,7 @@ class Plan:
 
     base_model: str
     files: tuple[Path, ...]
-    drafts: tuple[Draft, ...]
+    submissions: tuple[Submission, ...]
     notes: tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ def plan_orders(run: RunSpec, sweeps: Mapping[str, Mapping[str, Sequence[object]
     if problems:
         found = list(problems)
         raise ConfigError(found[0] if len(found) == 1 else f"{len(found)} problems:\n" + "\n".join(f"  {item}" for item in found))
-    return Plan(run.base_model, tuple(files), tuple(_drafts(run.jobs, sweeps)), tuple(_notes(run)))
+    return Plan(run.base_model, tuple(files), tuple(_submissions(run.jobs, sweeps)), tuple(_notes(run)))
 
 
 def _problems(job: JobSpec) -> Iterable[str]:
@@ -86,7 +86,7 @@ def _notes(run: RunSpec) -> Iterable[str]:
         yield "arrival_seconds: not sent; a job arrives when it is submitted"
 
 
-def _drafts(jobs: Sequence[JobSpec], sweeps: Mapping[str, Mapping[str, Sequence[object]]]) -> Iterable[Draft]:
+def _submissions(jobs: Sequence[JobSpec], sweeps: Mapping[str, Mapping[str, Sequence[object]]]) -> Iterable[Submission]:
     """In the file's order."""
     groups: dict[str, list[JobSpec]] = {}
     for job in jobs:
@@ -95,7 +95,7 @@ def _drafts(jobs: Sequence[JobSpec], sweeps: Mapping[str, Mapping[str, Sequence[
         groups.setdefault(f"sweep {job.sweep_of}" if whole else f"job {job.name}", []).append(job)
     for title, group in groups.items():
         sweep = sweeps[group[0].sweep_of or ""] if title.startswith("sweep ") else None
-        yield Draft(group[0], tuple(job.name for job in group), sweep)
+        yield Submission(group[0], tuple(job.name for job in group), sweep)
 
 
 def files_of(source: DataSource) -> list[Path]:
@@ -141,14 +141,14 @@ def _is_data(path: Path) -> bool:
     return path.suffix.lower() in DATA_SUFFIXES
 
 
-def order_of(draft: Draft, base_model: str, ids: Mapping[Path, str], start_from: str | None = None) -> dict[str, Any]:
+def order_of(submission: Submission, base_model: str, ids: Mapping[Path, str], start_from: str | None = None) -> dict[str, Any]:
     """The body of a request: an order, or a sweep. `ids` are those of the uploaded files."""
-    job = draft.job
+    job = submission.job
     fields: dict[str, Any] = job.model_dump(mode="json", exclude_unset=True, exclude=_NOT_SENT)
-    fields |= {"name": job.sweep_of if draft.sweep is not None else job.name, "base_model": base_model, "data": _data(job.data, ids)}
+    fields |= {"name": job.sweep_of if submission.sweep is not None else job.name, "base_model": base_model, "data": _data(job.data, ids)}
     if start_from is not None:
         fields["start_from"] = start_from
-    return fields if draft.sweep is None else {"job": fields, "sweep": {key: list(values) for key, values in draft.sweep.items()}}
+    return fields if submission.sweep is None else {"job": fields, "sweep": {key: list(values) for key, values in submission.sweep.items()}}
 
 
 def _data(data: DataConfig, ids: Mapping[Path, str]) -> dict[str, Any]:

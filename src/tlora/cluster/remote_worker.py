@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tlora.job import JobSpec
-from tlora.link.outbox import Intake
+from tlora.link.outbox import ReportInbox
 from tlora.protocol import JobGroup
 from tlora.worker_protocol import (
     Ack,
@@ -82,7 +82,7 @@ class RemoteWorker:
         self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
         self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, once it has ended; empty if unknown
         self._want = DesiredState(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
-        self._intake = Intake()
+        self._inbox = ReportInbox()
         self._send: Send | None = None
 
     @property
@@ -139,7 +139,7 @@ class RemoteWorker:
 
     def _say_want(self) -> None:
         """Until something is decided, an adopted worker trains on, and one without a load waits: both are answered."""
-        self._say(self._want if self._is_decided else Ack(self._intake.told))
+        self._say(self._want if self._is_decided else Ack(self._inbox.told))
 
     @property
     def _is_decided(self) -> bool:
@@ -154,7 +154,7 @@ class RemoteWorker:
     def attach(self, hello: Hello, send: Send) -> None:
         """The worker has connected: send it what is wanted."""
         if self.incarnation is None:
-            self.incarnation, self._intake = hello.incarnation, Intake(hello.last_seq)
+            self.incarnation, self._inbox = hello.incarnation, ReportInbox(hello.last_seq)
             self.loaded, self.found = hello.loaded, hello.group
             self.joined |= {held.job_id for held in hello.jobs if held.resident}
             self.jobs |= {held.job_id: Held(held.attempt, held.steps) for held in hello.jobs}
@@ -168,7 +168,7 @@ class RemoteWorker:
 
     def take(self, said: Envelope) -> Report | None:
         """The worker's report if it is new: each counts once, in order."""
-        if not self._intake.take(said):
+        if not self._inbox.take(said):
             return None
         match said.report:
             case Loaded():
@@ -202,11 +202,11 @@ class RemoteWorker:
     def hear_alive(self, alive: Alive) -> None:
         """Answer, so that the worker knows that it is heard, and repeat what it has missed."""
         self.heartbeat = alive
-        self._say(Ack(self._intake.told))
+        self._say(Ack(self._inbox.told))
         if alive.generation != self._want.generation:
             self._say_want()
 
     def acknowledge(self) -> None:
         """The consequences of the reports taken so far are recorded."""
-        if (seq := self._intake.due()) is not None:
+        if (seq := self._inbox.due()) is not None:
             self._say(Ack(seq))

@@ -94,7 +94,7 @@ Beat = Callable[[int, float], None]  # rows so far, share of the bytes; called a
 
 
 @dataclass(frozen=True)
-class Order:
+class SetSpec:
     """One set to make: the part of a job's `DataConfig` that determines its tokens, and where sets are kept."""
 
     sources: tuple[Source, ...]
@@ -115,7 +115,7 @@ class Order:
         return [file for source in self.sources for file in source.files]
 
 
-def cache_key(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], version: int = FORMAT_VERSION) -> str:
+def cache_key(order: SetSpec, encoder: Encoder, file_hash: Callable[[Path], str], version: int = FORMAT_VERSION) -> str:
     """Hash of everything that determines the tokens: file contents, tokenizer, template, settings, and the `version` of their reading."""
     parts = {
         "version": version,
@@ -152,7 +152,7 @@ def hash_file(file: Path, beat: Beat) -> str:
     return durable.sha256(file, lambda: beat(0, 0.0))
 
 
-def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat: Beat) -> tuple[Path, str | None]:
+def build(order: SetSpec, encoder: Encoder, file_hash: Callable[[Path], str], beat: Beat) -> tuple[Path, str | None]:
     """The directory of the finished set, and the damage of an earlier one that had to be replaced.
 
     Raises DataError with file and row. With `keep_unfinished`, the next call continues an unfinished set if this process, or one of its
@@ -186,7 +186,7 @@ def build(order: Order, encoder: Encoder, file_hash: Callable[[Path], str], beat
     return final, damage or None
 
 
-def _identity(order: Order, final: Path) -> object:
+def _identity(order: SetSpec, final: Path) -> object:
     """Identifies the inputs and code that make a set. Stricter than the cache's key: messages about rows name the files, and blocks are
     skipped by their number.
     """
@@ -237,7 +237,7 @@ class _Progress:
 _OWN = ("formats", "source", "blocks", "rows", "only_numbers")
 
 
-def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataReport:
+def _fill(writer: Writer, order: SetSpec, encoder: Encoder, beat: Beat) -> DataReport:
     report = DataReport(files=[str(file) for file in order.files], stops=sorted(encoder.template.stops))
     done = _Progress(report, BadRows(order.files))
     if writer.counts is not None:
@@ -259,7 +259,7 @@ def _fill(writer: Writer, order: Order, encoder: Encoder, beat: Beat) -> DataRep
     return report
 
 
-def _fill_source(writer: Writer, order: Order, encoder: Encoder, done: _Progress, beat: Beat) -> None:
+def _fill_source(writer: Writer, order: SetSpec, encoder: Encoder, done: _Progress, beat: Beat) -> None:
     """Add the samples of the one source of `order`, except those of the blocks that are done."""
     report, bad, tasks = done.report, done.bad, _tasks(order)
     for task in itertools.islice(tasks, done.blocks):
@@ -286,7 +286,7 @@ def _fill_source(writer: Writer, order: Order, encoder: Encoder, done: _Progress
         )
 
 
-def _tasks(order: Order) -> Iterator[Task]:
+def _tasks(order: SetSpec) -> Iterator[Task]:
     """The blocks of all files, each with the format that the first good row before it has. Raises DataError."""
     data_format, is_known, number = cast("Format | Literal['auto']", order.format), False, 0
     for block in read_blocks(order.files):

@@ -39,7 +39,7 @@ DEFAULT_TEMPLATE = """\
 """
 _MARK = "qzTRIAL{}zq"
 
-Span = tuple[int, int, float]  # first character, one past the last, loss weight
+WeightedRange = tuple[int, int, float]  # first character, one past the last, loss weight
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rendered:
     """A chat's text, its trained characters, and what ends a trained turn without a stop token: "" for nothing, None if all have one."""
 
     text: str
-    spans: list[Span]
+    spans: list[WeightedRange]
     unstopped: str | None = None
 
 

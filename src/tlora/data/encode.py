@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from tlora.data.chat import Rendered, Span, open_template, render
+from tlora.data.chat import Rendered, WeightedRange, open_template, render
 from tlora.data.chat_template import Template
 from tlora.data.dataset import Sample
 from tlora.data.formats import Chat, Example, Labelled, Pair, Segments, Text, Tokens
@@ -174,7 +174,7 @@ def _encode_rendered(encoder: Encoder, rendered: list[Rendered]) -> list[Sample]
     ]
 
 
-def token_weights(text: str, spans: Sequence[Span], offsets: npt.NDArray[np.int64]) -> Floats:
+def token_weights(text: str, spans: Sequence[WeightedRange], offsets: npt.NDArray[np.int64]) -> Floats:
     """Weight of each token: that of the span in which its last character lies.
 
     The last and not the first: " Hello" may begin with the template's space, and "\\n#" may end in the next turn's header. A token that

@@ -22,8 +22,8 @@ from tlora.data.report import DataReport
 from tlora.data.request import (
     PREPARE_MESSAGES,
     MadeSet,
+    PrepareBatch,
     PrepareFailed,
-    PrepareOrder,
     PrepareProgress,
     PrepareRequest,
     SetsMade,
@@ -144,7 +144,7 @@ def run_worker(
     """
     process = worker.process
     try:
-        worker.line.send(PREPARE_MESSAGES.encode(PrepareOrder(tuple(requests))))
+        worker.line.send(PREPARE_MESSAGES.encode(PrepareBatch(tuple(requests))))
         return _follow(worker, requests, on_progress, restarted)
     except KeyboardInterrupt:
         _end(process, requests)
@@ -197,7 +197,7 @@ def _follow(
                 results[key], current = DataError(reason, disk_full=disk_full), ""
             case SetsMade(key, train, evaluation):
                 results[key], current = _open_made(by_key[key], train, evaluation), ""
-            case PrepareOrder():
+            case PrepareBatch():
                 raise AssertionError("a data worker gives no orders")
     return results
 

@@ -94,7 +94,7 @@ class MadeSet:
 
 
 @message
-class PrepareOrder:
+class PrepareBatch:
     """All that the worker shall do."""
 
     requests: tuple[PrepareRequest, ...]
@@ -129,4 +129,4 @@ class PrepareFailed:
 
 
 PrepareEvent = PrepareProgress | SetsMade | PrepareFailed
-PREPARE_MESSAGES: Codec[PrepareOrder | PrepareEvent] = Codec(PrepareOrder | PrepareEvent)
+PREPARE_MESSAGES: Codec[PrepareBatch | PrepareEvent] = Codec(PrepareBatch | PrepareEvent)

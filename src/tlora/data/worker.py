@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tlora import durable
-from tlora.data.build import Order, build, hash_file
+from tlora.data.build import SetSpec, build, hash_file
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.data.request import (
     PREPARE_MESSAGES,
     MadeSet,
+    PrepareBatch,
     PrepareEvent,
     PrepareFailed,
-    PrepareOrder,
     PrepareProgress,
     PrepareRequest,
     SetsMade,
@@ -104,7 +104,7 @@ class Worker:
         chats = ChatSettings(data.chat_template_kwargs, stops, data.train_on == "last")
         encoder = open_encoder(tokenizer, template, data.train_on == "all", request.vocab_size, chats)
         drop, keep = data.on_bad_rows == "drop", request.keep_unfinished
-        order = Order(opened, data.format, data.max_length, place, request.rows, request.limits, drop, keep)
+        order = SetSpec(opened, data.format, data.max_length, place, request.rows, request.limits, drop, keep)
         directory, damage = self.build(order, encoder, key)
         notes = tuple(note for source in opened for note in source.notes)
         self.sets[known] = MadeSet(str(directory), tuple(source.commit for source in opened), damage, notes)
@@ -127,7 +127,7 @@ class Worker:
             ended.set()
             thread.join()
 
-    def build(self, order: Order, encoder: Encoder, key: str) -> tuple[Path, str | None]:
+    def build(self, order: SetSpec, encoder: Encoder, key: str) -> tuple[Path, str | None]:
         """`build` with signs of life for the job `key`."""
 
         def beat(rows: int, share: float) -> None:
@@ -190,8 +190,8 @@ def main() -> None:
     line = line_to_parent()
     load_libraries()  # before the requests are there: the parent has other things to do meanwhile
     received = line.read_line()
-    order = PREPARE_MESSAGES.decode(received) if received is not None else PrepareOrder(())
-    assert isinstance(order, PrepareOrder), order
+    order = PREPARE_MESSAGES.decode(received) if received is not None else PrepareBatch(())
+    assert isinstance(order, PrepareBatch), order
     threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
     worker = Worker(lambda event: line.send(PREPARE_MESSAGES.encode(event)))
     for cache_dir in {request.cache_dir for request in order.requests}:

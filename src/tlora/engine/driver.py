@@ -93,7 +93,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ReadyJob:
     """A job that can join, with its state on the host."""
 
     run: JobRun
@@ -153,7 +153,7 @@ class Driver:
         self.group = Engine(model, token_budget, self._listen, longest, exchange=exchange)
         self.waited_seconds = 0.0
 
-    def open(self, job: PlannedJob, resume: bool, start: Future[AdapterState] | None = None) -> Opened:
+    def open(self, job: PlannedJob, resume: bool, start: Future[AdapterState] | None = None) -> ReadyJob:
         """Prepare a job for joining; may be called from any thread. Raises as `open_run` does."""
         places, name, note = self._places, job.spec.name, self._context.note
         directory = places.output_dir / name
@@ -161,9 +161,9 @@ class Driver:
         assert job.data is not None, f"{name} was opened without data"
         places.mark(directory)
         places.serving.write(directory, job.spec, job.data.report, note)
-        return Opened(run, state)
+        return ReadyJob(run, state)
 
-    def let_in(self, opened: Opened, wait: Callable[[str], object] | None = None) -> None:
+    def let_in(self, opened: ReadyJob, wait: Callable[[str], object] | None = None) -> None:
         """The job joins the group; one that was finished before hands its adapter over once more; one without a recorder is refused. With
         `wait`, one for which there is no memory now is left out again (`Engine.join`).
         """

@@ -124,8 +124,8 @@ class Enter:
 
 @message
 class Spread:
-    """The job shall be computed by all of `span`. Its first rank, the home, answers with `Opened`, or as a `Join` that fails; the others
-    are told when it has, and answer with `Opened` or `Faulty`.
+    """The job shall be computed by all of `span`. Its first rank, the home, answers with `PartReady`, or as a `Join` that fails; the others
+    are told when it has, and answer with `PartReady` or `Faulty`.
     """
 
     join: Join
@@ -257,7 +257,7 @@ class Bye:
 
 
 @message
-class Opened:
+class PartReady:
     """All is ready here for the job to begin. Its sets are told by its home, so that the others need not prepare them again."""
 
     job_id: str
@@ -269,7 +269,7 @@ class Opened:
 JobReport = Joined | Refused | Finished | Left | Note | Faulty  # of any rank; `Refused` by a run's: the first job that waits has no room
 ToRank = Command | Open | Assign | BaseFacts | Enter | Spread | Meet | Note
 ReportOfRun = Hello | Memory | Ready | Shown | RowMade | LogLine | Broken | Bye
-ReportOfWorker = Memory | Loaded | Measured | Alive | Opened | Stepped | Failed
+ReportOfWorker = Memory | Loaded | Measured | Alive | PartReady | Stepped | Failed
 FromRank = JobReport | ReportOfRun | ReportOfWorker
 
 TO_RANK: Codec[ToRank] = Codec(ToRank)

@@ -19,7 +19,7 @@ from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
 from tlora.engine.messages import JobReport, Stop
 from tlora.engine.ranks.attempts import train_on_ranks
-from tlora.engine.ranks.coordinator import Order
+from tlora.engine.ranks.coordinator import CheckedRun
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.ranks.external import digest_of
 from tlora.engine.ranks.rank_group import RankGroup
@@ -111,7 +111,7 @@ def train(
     return results
 
 
-def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> Order:
+def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> CheckedRun:
     """The run with all that an earlier launch or the device decides; its base's files are there then."""
     if resume:
         restore_run_file(run, watcher.note)
@@ -130,16 +130,16 @@ def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, wat
         load_config(run.base_model)  # else it is refused only after its download
         fetch_base(run.base_model, watcher.stages(run.jobs))
     guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, resume))
-    return Order(run, resume, overwrite, watcher, guard, digest, ended={name: end.result for name, end in ends.items()})
+    return CheckedRun(run, resume, overwrite, watcher, guard, digest, ended={name: end.result for name, end in ends.items()})
 
 
-def _monitor(order: Order) -> RunMonitor:
+def _monitor(order: CheckedRun) -> RunMonitor:
     monitor = RunMonitor(Path(order.run.output_dir), {job.name: job.r for job in order.run.jobs}, order.watcher, order.resume)
     monitor.ended = order.ended
     return monitor
 
 
-def _run_file_writer(order: Order, run: RunSpec, facts: dict[str, Any], directory: Path) -> Callable[[str], None]:
+def _run_file_writer(order: CheckedRun, run: RunSpec, facts: dict[str, Any], directory: Path) -> Callable[[str], None]:
     """Writes `run.json` with a status, and with all that is known by then."""
 
     def record(status: str) -> None:
@@ -166,7 +166,7 @@ def _as_planned(run: RunSpec, loaded: Loaded) -> RunSpec:
     return planned.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
 
 
-def _nothing_to_train(order: Order) -> Results:
+def _nothing_to_train(order: CheckedRun) -> Results:
     """All jobs of a resumed run are done: no base is loaded, and no data read."""
     run, watcher = order.run, order.watcher
     before = read_object(Path(run.output_dir) / "run.json")
@@ -187,7 +187,7 @@ def _finish(results: Results, record: Callable[[str], None], directory: Path, wa
         watcher.note(str(error))
 
 
-def _say_what_begins(order: Order, plan: RunPlan, serving: ServingFiles) -> None:
+def _say_what_begins(order: CheckedRun, plan: RunPlan, serving: ServingFiles) -> None:
     """The notes before the first step. Raises ConfigError for a resumed job that has already taken more steps than ordered now."""
     templates = serving.warn([(job.spec, job.data.report) for job in plan.jobs if job.data])
     lengths = check_lengths(plan.jobs_here, Path(order.run.output_dir)) if order.resume else []

@@ -21,7 +21,7 @@ from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
 from tlora.engine.background_calibration import calibrate_in_background
-from tlora.engine.driver import Driver, FilesWritten, Opened, RunPaths
+from tlora.engine.driver import Driver, FilesWritten, ReadyJob, RunPaths
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Fetched, Leave, Meet, Note, Published, Sent, SetPlan, Spread
 from tlora.engine.ranks.spanning_jobs import Planned, RankContext, SpanningJobs
@@ -66,7 +66,7 @@ class _Ready:
     """A job that can join, or why it cannot: never, or now."""
 
     spec: JobSpec
-    opened: Opened | Failure | HeldError
+    opened: ReadyJob | Failure | HeldError
 
 
 _Told = Join | Leave | SetPlan | Spread | Meet | Note | Planned | _Prepared | _Ready
@@ -271,7 +271,7 @@ class Trainer:
     def _wait_while_wanted(self, name: str, error: OSError) -> bool:
         return name not in self._unwanted and self._backoff(name, error)
 
-    def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> Opened:
+    def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> ReadyJob:
         planned = plan_job(spec, data, self._group.model, self._directory)
         planned.span = self._parts.span_of(spec.name)
         self._memory.check(planned)
@@ -283,7 +283,7 @@ class Trainer:
             note(line)
         return opened
 
-    def _let_in(self, spec: JobSpec, opened: Opened | Failure | HeldError) -> None:
+    def _let_in(self, spec: JobSpec, opened: ReadyJob | Failure | HeldError) -> None:
         name = spec.name
         self._opening.discard(name)
         if name in self._unwanted:
@@ -303,7 +303,7 @@ class Trainer:
         elif not self._parts.waits(opened):
             self._begin_with(opened)
 
-    def _begin_with(self, opened: Opened) -> None:
+    def _begin_with(self, opened: ReadyJob) -> None:
         name = opened.run.spec.name
         self._paces[name] = StepTimer(opened.run.progress.step, self._training_clock)
         if self._calibration.resident and not self._memory.has_room_for([*self._calibration.resident, opened.run]):

@@ -51,7 +51,7 @@ _TOKENS = 128
 
 
 @dataclass(frozen=True)
-class GroupOrder:
+class GroupRequest:
     """Linears that read the same x, as `fused_linear.LinearGroup` has them."""
 
     in_features: int
@@ -61,7 +61,7 @@ class GroupOrder:
 
 
 @dataclass(frozen=True)
-class AttentionOrder:
+class AttentionRequest:
     """Attention of some layers: query heads, kv heads, their size, a window or 0, and whether scores are capped."""
 
     heads: int
@@ -72,7 +72,7 @@ class AttentionOrder:
 
 
 @dataclass(frozen=True)
-class HeadOrder:
+class HeadRequest:
     """The cross-entropy over so many tokens of a vocabulary, and whether logits are capped."""
 
     vocabulary: int
@@ -80,7 +80,7 @@ class HeadOrder:
 
 
 @dataclass(frozen=True)
-class PackedOrder:
+class PackedRequest:
     """Weights of 4 bits, as `packed_weight.PackedWeight` has them."""
 
     group: int
@@ -89,7 +89,7 @@ class PackedOrder:
 
 
 @dataclass(frozen=True)
-class Order:
+class CompileRequest:
     """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, of `attentions`, of `head` and of the optimizer step,
     for GPUs like `gpu`.
 
@@ -102,10 +102,10 @@ class Order:
     dtype: str
     width: int
     dropout: bool
-    groups: tuple[GroupOrder, ...]
-    attentions: tuple[AttentionOrder, ...] = ()
-    head: HeadOrder | None = None
-    packed: tuple[PackedOrder, ...] = ()
+    groups: tuple[GroupRequest, ...]
+    attentions: tuple[AttentionRequest, ...] = ()
+    head: HeadRequest | None = None
+    packed: tuple[PackedRequest, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,28 +113,28 @@ class _Kernel:
     """One kernel of one group over one kind of micro-batch; with the tiles of `table`."""
 
     name: Name
-    group: GroupOrder
+    group: GroupRequest
     many: bool
     dropout: bool
     table: TileTable
 
 
-def order_for(
+def request_for(
     device: torch.device,
     head: Head,
     width: int,
     dropout: bool,
-    groups: Sequence[GroupOrder],
-    attentions: Sequence[AttentionOrder],
-) -> Order:
+    groups: Sequence[GroupRequest],
+    attentions: Sequence[AttentionRequest],
+) -> CompileRequest:
     """The order for a GPU that is there; the dtype is that of `head`."""
     properties, weight = torch.cuda.get_device_properties(device), head.weight_VH
     name, unlike = str(weight.dtype).removeprefix("torch."), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
-    loss = HeadOrder(weight.shape[0], bool(head.softcap))
-    return Order(properties.name, capability_of(device), properties.multi_processor_count, name, width, dropout, *unlike, loss)
+    loss = HeadRequest(weight.shape[0], bool(head.softcap))
+    return CompileRequest(properties.name, capability_of(device), properties.multi_processor_count, name, width, dropout, *unlike, loss)
 
 
-def start(order: Order) -> subprocess.Popen[bytes] | None:
+def start(order: CompileRequest) -> subprocess.Popen[bytes] | None:
     """Compile in a background process, which ends by itself; exit status 0 means that every kernel is in the cache. None where an earlier
     process has left word there that it had compiled this order: each of its workers would take a core for a second, to find nothing to do.
     """
@@ -148,17 +148,17 @@ def start(order: Order) -> subprocess.Popen[bytes] | None:
     return process
 
 
-def read_order(text: str) -> Order:
+def read_order(text: str) -> CompileRequest:
     """The inverse of what `start` writes."""
     row = json.loads(text)
-    groups = tuple(GroupOrder(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
-    attentions = tuple(AttentionOrder(**each) for each in row.pop("attentions"))
-    head = HeadOrder(**head_row) if (head_row := row.pop("head")) is not None else None
-    packed = tuple(PackedOrder(**each) for each in row.pop("packed"))
-    return Order(**row, groups=groups, attentions=attentions, head=head, packed=packed)
+    groups = tuple(GroupRequest(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
+    attentions = tuple(AttentionRequest(**each) for each in row.pop("attentions"))
+    head = HeadRequest(**head_row) if (head_row := row.pop("head")) is not None else None
+    packed = tuple(PackedRequest(**each) for each in row.pop("packed"))
+    return CompileRequest(**row, groups=groups, attentions=attentions, head=head, packed=packed)
 
 
-def compile_all(order: Order, workers: int) -> None:
+def compile_all(order: CompileRequest, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
     if is_forced() and (card := class_of(order.capability)) is not None:
@@ -167,7 +167,7 @@ def compile_all(order: Order, workers: int) -> None:
         list(pool.imap_unordered(operator.call, launches_of(order), chunksize=1))
 
 
-def launches_of(order: Order) -> list[Callable[[], object]]:
+def launches_of(order: CompileRequest) -> list[Callable[[], object]]:
     """A launch of every kernel in `order`, with the tiles that GPUs of its class get, those that take longest to compile first."""
     dtype, table = getattr(torch, order.dtype), table_of_gpu(order.gpu, order.capability)
     launches: list[Callable[[], object]] = [partial(_compile, order, kernel) for kernel in _kernels(order, table)]
@@ -178,7 +178,7 @@ def launches_of(order: Order) -> list[Callable[[], object]]:
     return launches
 
 
-def _kernels(order: Order, table: TileTable) -> list[_Kernel]:
+def _kernels(order: CompileRequest, table: TileTable) -> list[_Kernel]:
     """Those with the tiles of many tokens first, then GEMMs with smaller ones, each once."""
     dtype = getattr(torch, order.dtype)
     groups = _unlike(order.groups, table, dtype)
@@ -191,7 +191,7 @@ def _kernels(order: Order, table: TileTable) -> list[_Kernel]:
     return kernels
 
 
-def _with_sizes(table: TileTable, group: GroupOrder, dtype: torch.dtype, number: int) -> TileTable | None:
+def _with_sizes(table: TileTable, group: GroupRequest, dtype: torch.dtype, number: int) -> TileTable | None:
     """`table` with the `number`th size of each tile of the group's GEMMs; None where none has so many."""
     weight_dtype = DTYPE if group.fp8 else dtype
     sizes = {key: sizes_of(tile, weight_dtype) for key in keys_of(group.in_features, group.widths, dtype, weight_dtype)
@@ -203,9 +203,9 @@ def _with_sizes(table: TileTable, group: GroupOrder, dtype: torch.dtype, number:
     )
 
 
-def _unlike(groups: Sequence[GroupOrder], table: TileTable, dtype: torch.dtype) -> list[GroupOrder]:
+def _unlike(groups: Sequence[GroupRequest], table: TileTable, dtype: torch.dtype) -> list[GroupRequest]:
     """One group of each set that launches the same kernels: sizes are arguments, tile shapes are compiled in."""
-    group_by_kind: dict[object, GroupOrder] = {}
+    group_by_kind: dict[object, GroupRequest] = {}
     for group in groups:
         keys = keys_of(group.in_features, group.widths, dtype, DTYPE if group.fp8 else dtype)
         tiles = frozenset((key.kernel, key.together, table.find(key)) for key in keys)
@@ -249,7 +249,7 @@ def _compile_launcher(kernel: Any) -> None:
         CudaLauncher(kernel.src, kernel.metadata)
 
 
-def _compile(order: Order, kernel: _Kernel) -> None:
+def _compile(order: CompileRequest, kernel: _Kernel) -> None:
     """Launch it; Triton skips what its cache already holds."""
     group, dtype = kernel.group, getattr(torch, order.dtype)
     empty = partial(torch.empty, dtype=dtype, device=META)
@@ -285,7 +285,7 @@ def _compile_quantize(xs: Sequence[Tensor], column_scale_K: Tensor | None) -> No
     launch_quantize(xs, column_scale_K, torch.empty(tokens, width, dtype=DTYPE, device=META), torch.empty(tokens, device=META))
 
 
-def _compile_attention(dtype: torch.dtype, order: AttentionOrder, card: CardClass, name: str) -> None:
+def _compile_attention(dtype: torch.dtype, order: AttentionRequest, card: CardClass, name: str) -> None:
     """One of the three kernels, in the same way."""
     empty = partial(torch.empty, dtype=dtype, device=META)
     shape, kv_shape = (_TOKENS, order.heads, order.head_size), (_TOKENS, order.kv_heads, order.head_size)
@@ -301,7 +301,7 @@ def _compile_attention(dtype: torch.dtype, order: AttentionOrder, card: CardClas
             varlen_attention.launch_dkv(saved, lse, plan, rule, tiles.dkv)
 
 
-def _compile_loss(dtype: torch.dtype, order: HeadOrder, gradient: bool) -> None:
+def _compile_loss(dtype: torch.dtype, order: HeadRequest, gradient: bool) -> None:
     """The cross-entropy's kernel, for training or for an evaluation."""
     weight, labels = torch.empty(order.vocabulary, 16, dtype=dtype, device=META), torch.empty(_TOKENS, dtype=torch.int64, device=META)
     head = Head(lambda: FrozenLinear(PlainWeight(weight)), softcap=1.0 if order.softcap else None)
@@ -309,7 +309,7 @@ def _compile_loss(dtype: torch.dtype, order: HeadOrder, gradient: bool) -> None:
     fused_linear_cross_entropy(torch.empty(_TOKENS, 16, dtype=dtype, device=META), head, labels, weights)
 
 
-def _compile_dequantize(dtype: torch.dtype, order: PackedOrder) -> None:
+def _compile_dequantize(dtype: torch.dtype, order: PackedRequest) -> None:
     shape, value_dtype = (_TOKENS, order.group), getattr(torch, order.value_dtype)
     weight, zero = (torch.empty(n, dtype=torch.uint8, device=META) for n in (_TOKENS * order.group // 2, _TOKENS))
     scale, table = (torch.empty(n, device=META) for n in (_TOKENS, 16))
@@ -341,7 +341,7 @@ def _copy_chunks(dtype: torch.dtype) -> None:
     bank_chunks.write(buffers.chunks_C4, True, state.params, torch.empty(0, dtype=dtype, device=META))
 
 
-def _tables(order: Order, kernel: _Kernel) -> LoraTables:
+def _tables(order: CompileRequest, kernel: _Kernel) -> LoraTables:
     """Of a micro-batch with one run or, for `many`, two in a tile, of which one has no dropout."""
     group, num = kernel.group, len(kernel.group.widths)
     lengths = (_TOKENS // 2,) * 2 if kernel.many else (_TOKENS,)
@@ -357,7 +357,7 @@ def _tables(order: Order, kernel: _Kernel) -> LoraTables:
     return build_tables(runs, slots, _TOKENS, torch.empty(_TOKENS, dtype=torch.int32, device=META), META)
 
 
-def _word_of(order: Order) -> Path:
+def _word_of(order: CompileRequest) -> Path:
     """The file in Triton's cache that says that everything in `order` has been compiled: by these sources, libraries and tiles."""
     import triton
     from triton import knobs

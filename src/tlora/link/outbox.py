@@ -56,7 +56,7 @@ class Outbox:
         return [HeldJob(end.job_id, end.attempt, end.steps if isinstance(end, Left) else 0, resident=False) for end in ends]
 
 
-class Intake:
+class ReportInbox:
     """The receiving end: decides which reports of one incarnation are new. Each is taken once, in order."""
 
     def __init__(self, last_seq: int = 0) -> None:

@@ -20,7 +20,7 @@ from tlora.report.run_view import JobView, RunView, read_run
 from tlora.report.tables import (
     RESULT_HEADS,
     Cell,
-    Line,
+    TableRow,
     gpus_table,
     loss_note,
     name_cell,
@@ -91,7 +91,7 @@ def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, LineStyle], window:
     """The jobs of one sweep, best first, with the values that they differ in."""
     fields, scale = swept_fields(jobs), spark_scale(jobs, window)
     kept = [at for at, head in enumerate(RESULT_HEADS) if head not in _IN_SWEEP_COLUMNS]
-    rows: list[Line] = []
+    rows: list[TableRow] = []
     for place, job in enumerate(best_first(jobs), start=1):
         score, results = known_score(job, jobs), result_cells(job, scale, looks[job.name])
         cells = (
@@ -101,7 +101,7 @@ def sweep_table(jobs: Sequence[JobView], looks: Mapping[str, LineStyle], window:
             Cell(Markup("<b>{}</b>").format(loss_text(score_of(job, jobs))), score),
             *(results[at] for at in kept),
         )
-        rows.append(Line(cells, "winner" if place == 1 and score is not None else ""))
+        rows.append(TableRow(cells, "winner" if place == 1 and score is not None else ""))
     heads = ("#place", "job", *(f"#{field}" for field in fields), f"#{score_name(jobs)}", *(RESULT_HEADS[at] for at in kept))
     return table(heads, rows) + loss_note(jobs) + trend_note(scale)
 

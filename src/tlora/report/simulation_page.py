@@ -17,7 +17,7 @@ from tlora.report.page import LegendEntry, Section, packed, render_page
 from tlora.report.rows import JsonObject, number
 from tlora.report.simulation_charts import gain_charts, simulation_charts
 from tlora.report.simulation_view import SimulationView, gains_of, leader_of, looks, shown_first
-from tlora.report.tables import Cell, Line, table
+from tlora.report.tables import Cell, TableRow, table
 from tlora.wording.metrics import GROUPS, TIMES, Metric, decomposition_text, metric_text
 from tlora.wording.numbers import DASH, duration_text
 
@@ -36,10 +36,10 @@ def metrics_html(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Markup
     tables: dict[str, Markup] = {}
     for title, metrics in GROUPS.items():
         best = {metric.key: _best(metric, [policy.metrics for policy in view.policies]) for metric in metrics}
-        rows: list[Line] = []
+        rows: list[TableRow] = []
         for policy in view.policies:
             cells = [_metric_cell(metric, number(policy.metrics.get(metric.key)), best[metric.key]) for metric in metrics]
-            rows.append(Line((_name_cell(policy.name, drawn), *cells)))
+            rows.append(TableRow((_name_cell(policy.name, drawn), *cells)))
         tables[title] = table(("policy", *(f"#{metric.label}" for metric in metrics)), rows)
     meanings = [(metric.label, metric.meaning) for metrics in GROUPS.values() for metric in metrics]
     return _titled(tables) + render("settings.html", versions="", title="What each column means", facts=meanings)
@@ -78,7 +78,8 @@ def ratios_html(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Markup:
             ratios = {(row["name"], row["against"]): number(row[key]) for row in view.ratios}
             heads = ("policy", *(f"#vs {name}" for name in names))
             rows = [
-                Line((_name_cell(name, drawn), *(_ratio_cell(ratios.get((name, other), math.nan)) for other in names))) for name in names
+                TableRow((_name_cell(name, drawn), *(_ratio_cell(ratios.get((name, other), math.nan)) for other in names)))
+                for name in names
             ]
             tables[f"{label}: the row against the column"] = table(heads, rows)
     note = Markup(
@@ -91,11 +92,11 @@ def ratios_html(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Markup:
 def _reference_table(against: Sequence[JsonObject], drawn: Mapping[str, LineStyle]) -> Markup:
     labels = {metric.key: metric.label for metrics in GROUPS.values() for metric in metrics}
     keys = (*_RATIOS, *_RATIOS_OF_USE)
-    rows: list[Line] = []
+    rows: list[TableRow] = []
     for row in against:
         compared = number(row["jobs_compared"])
         ratios = (_ratio_cell(number(row[key])) for key in keys)
-        rows.append(Line((_name_cell(str(row["name"]), drawn), *ratios, Cell(metric_text("count", compared), compared))))
+        rows.append(TableRow((_name_cell(str(row["name"]), drawn), *ratios, Cell(metric_text("count", compared), compared))))
     return table(("policy", *(f"#{labels[key]}" for key in keys), "#jobs compared"), rows)
 
 
@@ -107,7 +108,7 @@ def _ratio_cell(ratio: float) -> Cell:
 
 def settings_html(view: SimulationView) -> Markup:
     """What was simulated, as tables side by side."""
-    rows = [Line((Cell(str(key)), Cell(_setting(value)))) for key, value in view.settings.items()]
+    rows = [TableRow((Cell(str(key)), Cell(_setting(value)))) for key, value in view.settings.items()]
     tables = [table(("setting", "value"), rows[at : at + _SETTINGS_PER_TABLE]) for at in range(0, len(rows), _SETTINGS_PER_TABLE)]
     return Markup('<div class="side-by-side">{}</div>').format(Markup().join(tables))
 
@@ -124,11 +125,11 @@ def result_html(view: SimulationView, drawn: Mapping[str, LineStyle]) -> Markup:
     metrics = {metric.key: metric for group in GROUPS.values() for metric in group}
     shown = [metrics[key] for key in _RESULT]
     best = {metric.key: _best(metric, [policy.metrics for policy in view.policies]) for metric in shown}
-    rows: list[Line] = []
+    rows: list[TableRow] = []
     for policy in view.policies:
         mean_jct, *others = (_metric_cell(metric, number(policy.metrics.get(metric.key)), best[metric.key]) for metric in shown)
         cells = (_name_cell(policy.name, drawn), mean_jct, _ratio_cell(gains.get(policy.name, math.nan)), *others)
-        rows.append(Line(cells, "winner" if policy.name == leader_of(view) else ""))
+        rows.append(TableRow(cells, "winner" if policy.name == leader_of(view) else ""))
     heads = ("policy", f"#{shown[0].label}", "#gain", *(f"#{metric.label}" for metric in shown[1:]))
     note = f"Gain: mean JCT of {view.reference} over that of the policy, over the jobs that are done under both." if gains else ""
     end = Markup('<p class="faint">{}</p>').format(note)
@@ -179,14 +180,14 @@ def is_extrapolated(constant: JsonObject) -> bool:
 
 def constants_html(constants: Sequence[JsonObject]) -> Markup:
     """Each constant with the place where it was measured, or marked as extrapolated."""
-    rows: list[Line] = []
+    rows: list[TableRow] = []
     for row in constants:
         label, kind = ("extrapolated", "stopped") if is_extrapolated(row) else ("measured", "done")
         texts = (Cell(str(row[key])) for key in ("base", "kernels", "field"))
         value = number(row["value"])
         source = str(row["source"]).removeprefix("extrapolated:").strip()
         origin = Cell(Markup('<span class="status {}">{}</span>').format(kind, label))
-        rows.append(Line((*texts, Cell(f"{value:.5g}", value), origin, Cell(Markup('<div class="text">{}</div>').format(source)))))
+        rows.append(TableRow((*texts, Cell(f"{value:.5g}", value), origin, Cell(Markup('<div class="text">{}</div>').format(source)))))
     return table(("base", "kernels", "constant", "#value", "origin", "source"), rows)
 
 

@@ -89,7 +89,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class TableRow:
     """A row of a table; `style` is a class of the page's style sheet."""
 
     cells: Sequence[Cell]
@@ -102,7 +102,7 @@ RESULT_HEADS = ("status", "#train loss", "trend", "#eval loss", "#best eval", "#
 def results_table(jobs: Sequence[JobView], looks: Mapping[str, LineStyle], window: int) -> Markup:
     """A row per job, in the order of the jobs file; the page's script sorts it by any column."""
     scale = spark_scale(jobs, window)
-    rows = [Line((name_cell(job, looks[job.name]), *result_cells(job, scale, looks[job.name]))) for job in jobs]
+    rows = [TableRow((name_cell(job, looks[job.name]), *result_cells(job, scale, looks[job.name]))) for job in jobs]
     return table(("job", *RESULT_HEADS), rows) + loss_note(jobs) + trend_note(scale)
 
 
@@ -193,7 +193,7 @@ def gpus_table(run: RunView) -> Markup:
         return Markup()
     waits = {key: title for key, title in _WAITS.items() if any(key in facts for facts in gpus.values())}
     heads = ("GPU", "jobs", "#token budget", *(f"#{title}" for title in waits.values()))
-    lines: list[Line] = []
+    lines: list[TableRow] = []
     for number, facts in gpus.items():
         jobs = [job.name for job in run.jobs if str(job.gpu) == number]
         jobs += [f"a part of {job.name}" for job in run.jobs if number in map(str, job.parts_on)]
@@ -202,7 +202,7 @@ def gpus_table(run: RunView) -> Markup:
         for key in waits:
             seconds = facts.get(key)
             cells.append(Cell(duration_text(seconds), seconds) if isinstance(seconds, int | float) else Cell(DASH))
-        lines.append(Line(cells))
+        lines.append(TableRow(cells))
     return table(heads, lines)
 
 
@@ -266,7 +266,7 @@ def _fact(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def table(heads: Sequence[str], lines: Sequence[Line]) -> Markup:
+def table(heads: Sequence[str], lines: Sequence[TableRow]) -> Markup:
     """A table that the page's script sorts; a head that begins with # marks a column of numbers, compared by value.
 
     The cell under `job`, `policy` or the first head names its row. On a narrow screen each row of a table with more than three columns

@@ -26,7 +26,7 @@ _NODES_LOOKED_AT = 16  # in one decision, where there are more; others at the ne
 _T = TypeVar("_T")
 
 
-class Standing(NamedTuple):
+class NodeGroups(NamedTuple):
     """The groups of a node: `narrow` are on it alone, `wide` are on others too, with their GPUs here.
 
     `worth` is that of the narrow ones, `urgency` the highest of them, inf if one has not rested; `priority` is that of all, None if they
@@ -72,7 +72,7 @@ class Decision:
         self._starving = {job.number for job in starving}
         self._worth: dict[str, float] = {}
         self._over_share: dict[str, list[View]] = {}
-        self._standing: dict[str, Standing] = {}
+        self._standing: dict[str, NodeGroups] = {}
         self._rested: dict[str, list[tuple[float, str, View]]] = {}
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Decision:
         far = view.priority != job.spec.priority or self.urgency_of(view) * self.settings.preemption_ratio <= self.urgency(job)
         return far and self.rested(view)
 
-    def standing(self, node: str) -> Standing | None:
+    def standing(self, node: str) -> NodeGroups | None:
         """The groups of the node, one of full size that this decision has left as it was; else None."""
         known = self.state.nodes[node]
         if len(known.gpus) != self.node_size or self.draft.has_changed(node):
@@ -273,13 +273,13 @@ class Decision:
             return None
         return node_groups
 
-    def _stand(self, node: str) -> Standing:
+    def _stand(self, node: str) -> NodeGroups:
         views = [self.index.view(name) for name in self.state.groups_on(node)]
         narrow = tuple([view for view in views if len(view.nodes) == 1])
         on, gpus = self.state.group_on, self.state.nodes[node].gpus
         wide = [(view, sum([on.get(gpu) == view.group_id for gpu in gpus])) for view in views if len(view.nodes) > 1]
         priorities = {view.priority for view in narrow}
-        return Standing(
+        return NodeGroups(
             narrow,
             tuple(wide),
             sum([self.worth(view) for view in narrow]),
@@ -289,7 +289,7 @@ class Decision:
             bool(self._levels) and any(self.is_below_share(job) for view in narrow for job in view.jobs),
         )
 
-    def all_yield(self, standing: Standing, job: Job) -> bool:
+    def all_yield(self, standing: NodeGroups, job: Job) -> bool:
         """Whether all narrow groups there give way to `job`."""
         if standing.priority != job.spec.priority:
             return all(self.yields(view, job) for view in standing.narrow)

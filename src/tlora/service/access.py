@@ -57,7 +57,7 @@ class _Bucket:
         return True
 
 
-class Guard:
+class AccessMiddleware:
     """ASGI around the application."""
 
     def __init__(

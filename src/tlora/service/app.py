@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tlora.api import OrderSpec
 from tlora.errors import TloraError
 from tlora.service import problems
-from tlora.service.access import OPEN_PATHS, Guard, own_path
+from tlora.service.access import OPEN_PATHS, AccessMiddleware, own_path
 from tlora.service.database.job_rows import Origin
 from tlora.service.database.writer import StoreError
 from tlora.service.problems import RefusedError
@@ -146,7 +146,7 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
         app.add_exception_handler(kind, handler)
     welcome = page.login_page(services.config.root_path)
     parts = {"ring": services.ring, "browser_sessions": services.browser_sessions, "see": services.see}
-    app.add_middleware(Guard, config=services.config, welcome=welcome, **parts)
+    app.add_middleware(AccessMiddleware, config=services.config, welcome=welcome, **parts)
     app.openapi = lambda: _document(app, services.config.root_path)
     return app
 

@@ -13,7 +13,7 @@ from tlora.job import JobSpec
 from tlora.protocol import JobRequest, JobSubmitted
 from tlora.service.base_shapes import precision_of
 from tlora.service.config import ServerConfig
-from tlora.service.intake import Answer, Intake, IntakeSettings
+from tlora.service.intake import Answer, IntakeClient, IntakeSettings
 from tlora.service.machine import Devices
 
 _INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant never holds both
@@ -33,7 +33,7 @@ class Cluster(Backend, Protocol):
 
 
 class ReadsData(Protocol):
-    """What the controller needs of `intake.Intake`."""
+    """What the controller needs of `intake.IntakeClient`."""
 
     def start(self) -> None: ...
     def put(self, key: str, line: bytes) -> None: ...
@@ -51,7 +51,7 @@ class BackendFactory:
 
     places: Devices
     make: Callable[[Mapping[str, str]], Cluster]
-    intake: Callable[[IntakeSettings, Path, Callable[[Answer], None]], ReadsData] = Intake
+    intake: Callable[[IntakeSettings, Path, Callable[[Answer], None]], ReadsData] = IntakeClient
 
 
 def intake_settings(config: ServerConfig, device: str) -> IntakeSettings:

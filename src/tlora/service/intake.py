@@ -59,7 +59,7 @@ MOST_DEATHS = 3  # of the process in a row without an answer: then what it was a
 Answer = dict[str, Any]
 
 
-class Intake:
+class IntakeClient:
     """`put` asks, `on_answer` gets each answer in a thread of this object. What has no answer is asked again of a new process."""
 
     def __init__(

@@ -33,7 +33,7 @@ from tlora.shape.base_shape import BaseShape
 MOST_TOGETHER = 100  # jobs of one tenant that share a data worker
 
 
-class Intake:
+class IntakeSlots:
     """Slots that take batches of one tenant's jobs, in turns of the tenants."""
 
     def __init__(self, settings: IntakeSettings, answer: Callable[[dict[str, Any]], None]) -> None:
@@ -172,7 +172,7 @@ def main() -> None:
             line.send(lines.get())
 
     threading.Thread(target=write, daemon=True).start()
-    intake = Intake(settings, lambda found: lines.put(json.dumps(found).encode() + b"\n"))
+    intake = IntakeSlots(settings, lambda found: lines.put(json.dumps(found).encode() + b"\n"))
     for received in line.lines():
         intake.put(parse_request(received))
     os._exit(0)  # slots wait for requests that will not come; their data workers end with this process

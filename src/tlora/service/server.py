@@ -57,7 +57,7 @@ def _pass(_: str) -> None:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ServerParts:
     """A server's parts. `first_key` was made now, if there was none."""
 
     app: FastAPI
@@ -71,7 +71,7 @@ class Opened:
         return self.services.writer.end
 
 
-def open_server(config: ServerConfig, backend_factory: BackendFactory | None = None, failpoint: Failpoint = _pass) -> Opened:
+def open_server(config: ServerConfig, backend_factory: BackendFactory | None = None, failpoint: Failpoint = _pass) -> ServerParts:
     """Everything but the socket: the application starts the controller with its first breath. Raises TloraError.
 
     `backend_factory` is where jobs are trained, instead of this machine; `failpoint` is the store's writer's, for tests.
@@ -124,7 +124,7 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
                 engine.dispose()
                 os.close(lock)
 
-    return Opened(make_app(services, start, close), services, controller, first, close)
+    return ServerParts(make_app(services, start, close), services, controller, first, close)
 
 
 def local_hall(config: ServerConfig) -> BackendFactory:

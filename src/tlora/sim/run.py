@@ -18,7 +18,7 @@ from tlora.sim.outputs import REFERENCE, MetricRow, constant_rows, metric_rows, 
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
 from tlora.sim.simulate import Labels, simulate
-from tlora.sim.sweep import Standing, SweepRow, map_in_processes
+from tlora.sim.sweep import SweepRow, TaskProgress, map_in_processes
 from tlora.wording.metrics import factors
 
 WALL_TIMES = ("decision_milliseconds", "wall_seconds")  # the only metrics that differ between equal runs
@@ -59,7 +59,7 @@ def sweep_numbers(scenario: Scenario) -> dict[str, float]:
     return {"offered_load": outcome.result.load, **numbers}
 
 
-def run_scenarios(scenarios: Sequence[Scenario], watch: Callable[[Standing], None]) -> list[Outcome]:
+def run_scenarios(scenarios: Sequence[Scenario], watch: Callable[[TaskProgress], None]) -> list[Outcome]:
     """All of them, on all cores, in their order."""
     with closing(map_in_processes(run_scenario, scenarios, watch)) as results:
         result_by_number = dict(results)

@@ -140,7 +140,7 @@ _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class TaskProgress:
     """How many tasks there are and are done, and the numbers of those that run."""
 
     total: int
@@ -148,7 +148,7 @@ class Standing:
     running: tuple[int, ...]
 
 
-def map_in_processes(function: Callable[[_T], _R], tasks: Sequence[_T], watch: Callable[[Standing], None]) -> Generator[tuple[int, _R]]:
+def map_in_processes(function: Callable[[_T], _R], tasks: Sequence[_T], watch: Callable[[TaskProgress], None]) -> Generator[tuple[int, _R]]:
     """(number of the task, its result) in the order in which they end; `function` must be one of a module.
 
     A single task, or a single core, needs no second process. When the iterator is closed early, running tasks are ended.
@@ -157,9 +157,9 @@ def map_in_processes(function: Callable[[_T], _R], tasks: Sequence[_T], watch: C
     workers = min(num_cores(), len(tasks))
     if workers <= 1:
         for number, task in enumerate(tasks):
-            watch(Standing(len(tasks), number, (number,)))
+            watch(TaskProgress(len(tasks), number, (number,)))
             yield number, function(task)
-        watch(Standing(len(tasks), len(tasks), ()))
+        watch(TaskProgress(len(tasks), len(tasks), ()))
         return
     try:
         with open_pool(workers, "spawn") as pool:
@@ -171,17 +171,19 @@ def map_in_processes(function: Callable[[_T], _R], tasks: Sequence[_T], watch: C
         ) from None
 
 
-def _results(pool: Pool, function: Callable[[_T], _R], tasks: Sequence[_T], watch: Callable[[Standing], None]) -> Generator[tuple[int, _R]]:
+def _results(
+    pool: Pool, function: Callable[[_T], _R], tasks: Sequence[_T], watch: Callable[[TaskProgress], None]
+) -> Generator[tuple[int, _R]]:
     """Hands out no more tasks than there are workers, so that each that is handed out runs."""
     running: dict[Future[_R], int] = {}
     waiting = iter(range(len(tasks)))
     for done in range(len(tasks)):
         while len(running) < num_cores() and (number := next(waiting, None)) is not None:
             running[pool.submit(function, tasks[number])] = number
-        watch(Standing(len(tasks), done, tuple(running.values())))
+        watch(TaskProgress(len(tasks), done, tuple(running.values())))
         ended = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
         yield running.pop(ended), ended.result()
-    watch(Standing(len(tasks), len(tasks), ()))
+    watch(TaskProgress(len(tasks), len(tasks), ()))
 
 
 Cell = float | str | None
@@ -196,7 +198,7 @@ def run_sweep(
     scenarios: Sequence[Scenario],
     path: Path,
     measure: Callable[[Scenario], Mapping[str, float]],
-    watch: Callable[[Standing], None],
+    watch: Callable[[TaskProgress], None],
 ) -> list[SweepRow]:
     """The row of each scenario, in their order: its settings, and what `measure` gives, a function of a module.
 
@@ -213,8 +215,8 @@ def run_sweep(
         todo = [number for number, key in enumerate(keys) if key not in row_by_key]
         kept = len(keys) - len(todo)
 
-        def watch_all(standing: Standing) -> None:
-            watch(Standing(len(keys), kept + standing.done, tuple(todo[number] for number in standing.running)))
+        def watch_all(standing: TaskProgress) -> None:
+            watch(TaskProgress(len(keys), kept + standing.done, tuple(todo[number] for number in standing.running)))
 
         with closing(map_in_processes(measure, [scenarios[number] for number in todo], watch_all)) as results:
             for at, numbers in results:

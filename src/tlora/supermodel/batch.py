@@ -39,7 +39,7 @@ class BatchRow:
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """Tokens `t0:t1` belong to `job_id`, and `labelled[n0:n1]` of the batch are those of them that are trained.
 
     `lengths` are the tokens of each of its sequences, of which `sequences` make one unit. `has_keys` when its rows bring dropout keys.
@@ -77,7 +77,7 @@ class PackedBatch:
     grad_weights_T: Tensor
     labelled: Tensor  # indices of positions with a weight
     lengths: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     keys_T: Tensor | None
     most_tokens: int = 0
 
@@ -129,7 +129,7 @@ class PackedBatch:
 
     def only(self, job_ids: Collection[str]) -> PackedBatch:
         """The tokens of these jobs, without padding."""
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         labelled: list[Tensor] = []
         end, last = 0, 0
         kept = [span for span in self.spans if span.job_id in job_ids]
@@ -140,7 +140,7 @@ class PackedBatch:
         lengths = tuple(length for span in kept for length in span.lengths)
         return self._cut([slice(span.t0, span.t1) for span in kept], torch.cat(labelled), lengths, tuple(spans))
 
-    def _cut(self, cuts: list[slice], labelled: Tensor, lengths: tuple[int, ...], spans: tuple[Span, ...]) -> PackedBatch:
+    def _cut(self, cuts: list[slice], labelled: Tensor, lengths: tuple[int, ...], spans: tuple[TokenSpan, ...]) -> PackedBatch:
         return PackedBatch(
             input_ids_T=_join(self.input_ids_T, cuts),
             position_ids_T=_join(self.position_ids_T, cuts),
@@ -180,7 +180,7 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
     ids, positions, labels = (np.zeros(total, np.int64) for _ in range(3))
     weights, grad_weights = np.zeros(total), np.zeros(total)
     keys = np.zeros(total, np.int32) if any(row.dropout_key for row in rows) else None
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     start = 0
     for row in rows:
         length, own = len(row.input_ids), row.lengths or (len(row.input_ids),)
@@ -204,7 +204,7 @@ def collate(rows: Sequence[BatchRow], device: torch.device | str = "cpu", pad_to
             spans[-1] = replace(spans[-1], lengths=(*spans[-1].lengths, *own), grad_scale=scale)
         else:
             assert all(s.job_id != row.job_id for s in spans), f"rows of {row.job_id} are not adjacent"
-            spans.append(Span(row.job_id, start, own, has_keys, len(own), grad_scale=grad_scale(row.normalizer)))
+            spans.append(TokenSpan(row.job_id, start, own, has_keys, len(own), grad_scale=grad_scale(row.normalizer)))
         start = end
     labelled = weights.nonzero()[0]
     spans = [replace(s, n0=int(np.searchsorted(labelled, s.t0)), n1=int(np.searchsorted(labelled, s.t1))) for s in spans]

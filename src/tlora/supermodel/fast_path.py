@@ -248,13 +248,13 @@ def compile_ahead(
     base: Base, linears: Mapping[str, LoraLinear], device: torch.device, loras: Sequence[LoraConfig]
 ) -> subprocess.Popen[bytes] | None:
     """Start compiling the kernels that `loras` over a base on the meta device will need on `device`, which takes the fused path."""
-    from tlora.kernels.compile_ahead import AttentionOrder, GroupOrder, PackedOrder, order_for, start
+    from tlora.kernels.compile_ahead import AttentionRequest, GroupRequest, PackedRequest, request_for, start
     from tlora.kernels.varlen_attention import LARGEST_HEAD
 
     share_compiled_kernels()
     members = [[linears[name] for name in names] for names in find_groups(base, linears)]
     groups = [
-        GroupOrder(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].form.row_scale_N is not None)
+        GroupRequest(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].form.row_scale_N is not None)
         for m in members
     ]
     width = rank_width(max((lora.largest_rank for lora in loras), default=1))
@@ -264,17 +264,17 @@ def compile_ahead(
     except Exception:  # of a family whose attention takes no such pass: the run itself will say so, or needs none
         arguments = []
     attentions = [
-        AttentionOrder(q.shape[1], k.shape[1], q.shape[2], window, softcap > 0)
+        AttentionRequest(q.shape[1], k.shape[1], q.shape[2], window, softcap > 0)
         for q, k, _, _, _, window, softcap in arguments
         if q.shape[2] <= LARGEST_HEAD
     ]
     forms = [linear.form for linear in linears.values()]
     packed = dict.fromkeys(
-        PackedOrder(form.group, str(form.value_dtype).removeprefix("torch."), form.zero is not None)
+        PackedRequest(form.group, str(form.value_dtype).removeprefix("torch."), form.zero is not None)
         for form in forms
         if isinstance(form, PackedWeight)
     )
-    order = order_for(device, base.head, width, dropout, groups, attentions)
+    order = request_for(device, base.head, width, dropout, groups, attentions)
     return start(replace(order, packed=tuple(packed)))
 
 

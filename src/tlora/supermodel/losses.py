@@ -14,7 +14,7 @@ from torch import Tensor
 from tlora.kernels.head import Head
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.objectives import TokenLogprobs, UnitLoss, differentiate, round_exact
-from tlora.supermodel.batch import PackedBatch, Span
+from tlora.supermodel.batch import PackedBatch, TokenSpan
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Losses:
             losses[span.job_id] = JobLoss(weighted_N[own].sum(), weights_N[own].sum())
         return {span.job_id: losses[span.job_id] for span in part.spans}, dhidden_TH
 
-    def _evaluate(self, spans: Sequence[Span], hidden_TH: Tensor) -> dict[str, JobLoss]:
+    def _evaluate(self, spans: Sequence[TokenSpan], hidden_TH: Tensor) -> dict[str, JobLoss]:
         """Cross-entropy of these spans alone."""
         if not spans:
             return {}
@@ -96,7 +96,7 @@ class Losses:
         parts = zip(spans, round_exact(losses_N.double() * weights_N).split(sizes), weights_N.split(sizes), strict=True)
         return {span.job_id: JobLoss(losses_n.sum(), weights_n.sum()) for span, losses_n, weights_n in parts}
 
-    def _ask(self, span: Span, hidden_TH: Tensor, grad_weights_N: Tensor | None) -> JobLoss:
+    def _ask(self, span: TokenSpan, hidden_TH: Tensor, grad_weights_N: Tensor | None) -> JobLoss:
         """The objective's losses of `span`. Its derivatives become the weights with which cross-entropy's gradient is taken."""
         own, part = slice(span.n0, span.n1), self.part
         weights_N = part.loss_weights_T[part.labelled[own]]
@@ -116,7 +116,7 @@ def token_logprobs(part: PackedBatch, hidden_TH: Tensor, head: Head) -> dict[str
     return {span.job_id: _logprobs(part, span, hidden_TH, head) for span in part.spans}
 
 
-def _logprobs(part: PackedBatch, span: Span, hidden_TH: Tensor, head: Head) -> Tensor:
+def _logprobs(part: PackedBatch, span: TokenSpan, hidden_TH: Tensor, head: Head) -> Tensor:
     rows = part.labelled[span.n0 : span.n1]
     return -linear_cross_entropy(hidden_TH[rows], head, part.labels_T[rows])[0].double()
 

@@ -22,7 +22,7 @@ from tlora.kernels.device import to_device
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.grouped_lora import ChunkedJobs, chunk_jobs
 from tlora.kernels.library_attention import lay_out_samples
-from tlora.supermodel.batch import PackedBatch, Span
+from tlora.supermodel.batch import PackedBatch, TokenSpan
 from tlora.supermodel.load import Base, hidden_states
 from tlora.supermodel.lora_linear import ActiveBatch, Context
 
@@ -103,7 +103,7 @@ def _filled(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(filled)
 
 
-def _selected(batch: PackedBatch, spans: tuple[Span, ...], source: Tensor | None) -> PackedBatch:
+def _selected(batch: PackedBatch, spans: tuple[TokenSpan, ...], source: Tensor | None) -> PackedBatch:
     """What layers read of the tokens `source` (None: the first), in `spans`."""
     ids_T, positions_T, keys_T = (
         None if values_T is None else values_T[: batch.num_tokens] if source is None else values_T.index_select(0, source)

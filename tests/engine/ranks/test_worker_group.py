@@ -20,7 +20,7 @@ from tlora.engine.messages import (
     Hello,
     Leave,
     Meet,
-    Opened,
+    PartReady,
     SetPlan,
     Spread,
     Stop,
@@ -89,8 +89,8 @@ def spread(worker_group: WorkerGroup, ranks: Ranks, join: Join) -> None:
     """The job is on both ranks, and has met."""
     name = join.job.name
     worker_group._obey(join)
-    worker_group._hear(0, Opened(name, 100, "train"))
-    worker_group._hear(1, Opened(name, 100, "train"))
+    worker_group._hear(0, PartReady(name, 100, "train"))
+    worker_group._hear(1, PartReady(name, 100, "train"))
     assert [type(command) for _, command in ranks.take()] == [Spread, Spread, Meet, Meet]
 
 
@@ -124,11 +124,11 @@ def test_a_job_that_spans_is_opened_at_home_then_elsewhere_and_begins_together(m
     join = order("a")
     worker_group._obey(join)
     assert ranks.take() == [(0, Spread(join, ReplicaPlacement(2, (0, 1))))]
-    worker_group._hear(0, Opened("a", 100, "its set", "its other set"))
+    worker_group._hear(0, PartReady("a", 100, "its set", "its other set"))
     ((rank, follow),) = ranks.take()
     assert rank == 1 and isinstance(follow, Spread) and (follow.join.train_set, follow.join.eval_set) == ("its set", "its other set")
     assert not ranks.spans, "what is said now is of an earlier attempt: it has not met"
-    worker_group._hear(1, Opened("a", 100, "its set"))
+    worker_group._hear(1, PartReady("a", 100, "its set"))
     assert ranks.take() == [(rank, Meet("a", ReplicaPlacement(2, (0, 1)), 100, 1)) for rank in (0, 1)]
     assert ranks.spans == {"a": ReplicaPlacement(2, (0, 1))}
     worker_group._hear(0, Joined("a", 0))
@@ -192,7 +192,7 @@ def test_a_part_that_cannot_be_opened_is_no_part(made: Callable[..., Any]) -> No
     worker_group, ranks, _ = made()
     join = order("a")
     worker_group._obey(join)
-    worker_group._hear(0, Opened("a", 100, "train"))
+    worker_group._hear(0, PartReady("a", 100, "train"))
     ranks.take()
     worker_group._hear(1, Faulty("a", "no such set"))
     assert ranks.take() == [(0, Leave("a"))]
@@ -221,10 +221,10 @@ def test_a_share_is_divided(made: Callable[..., Any]) -> None:
 def test_nothing_begins_after_a_stop(made: Callable[..., Any]) -> None:
     worker_group, ranks, _ = made()
     worker_group._obey(order("a"))
-    worker_group._hear(0, Opened("a", 100, "train"))
+    worker_group._hear(0, PartReady("a", 100, "train"))
     worker_group._obey(Stop())
     ranks.take()
-    worker_group._hear(1, Opened("a", 100, "train"))
+    worker_group._hear(1, PartReady("a", 100, "train"))
     assert ranks.is_stopped and not ranks.take()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tlora.data.prepare import DataWorker
 from tlora.engine.earlier_run import earlier_ends
-from tlora.engine.ranks.coordinator import Coordinator, LostBeforeTrainingError, Order
+from tlora.engine.ranks.coordinator import CheckedRun, Coordinator, LostBeforeTrainingError
 from tlora.engine.ranks.rank_group import RankGroup
 from tlora.engine.results import Results
 from tlora.errors import CapacityError, RankError
@@ -20,7 +20,7 @@ from tlora.store.run_directory import earlier_base, hold_run_directory
 from tlora.supermodel.load import find_directory
 
 
-def train_on_ranks(order: Order, devices: Sequence[str], data_worker: DataWorker | None, started: RankGroup | None) -> Results:
+def train_on_ranks(order: CheckedRun, devices: Sequence[str], data_worker: DataWorker | None, started: RankGroup | None) -> Results:
     """As `train`, on one process for each of the `devices`; `started`: those processes, if they were started ahead.
 
     A run is begun again, as far as the base fits on what is left, where the loss of a GPU has ended one that shared its base, or
@@ -55,7 +55,7 @@ def train_on_ranks(order: Order, devices: Sequence[str], data_worker: DataWorker
 
 
 def _attempt(
-    order: Order, devices: Sequence[str], data_worker: DataWorker | None, rank_group: RankGroup, has_started: bool
+    order: CheckedRun, devices: Sequence[str], data_worker: DataWorker | None, rank_group: RankGroup, has_started: bool
 ) -> tuple[Results, Sequence[str]]:
     """The results, and the devices to begin again on; none where the run has come to its end. Raises LostBeforeTrainingError."""
     with ExitStack() as stack:

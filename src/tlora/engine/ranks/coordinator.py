@@ -67,7 +67,7 @@ _TOLD_SECONDS = 0.1  # of waiting: less is not worth a line
 
 
 @dataclass(frozen=True)
-class Order:
+class CheckedRun:
     """A run that has been checked as far as its files allow."""
 
     run: RunSpec
@@ -87,7 +87,7 @@ class LostBeforeTrainingError(Exception):
 class Coordinator:
     """One attempt at the run, on all ranks of `rank_group`: `prepare`, then `train`."""
 
-    def __init__(self, order: Order, rank_group: RankGroup, devices: Sequence[str]) -> None:
+    def __init__(self, order: CheckedRun, rank_group: RankGroup, devices: Sequence[str]) -> None:
         self._order, self._rank_group, self._devices = order, rank_group, devices
         self.run = order.run
         self._started = begin_of_run(Path(order.run.output_dir), order.resume)

@@ -14,7 +14,7 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine import driver
-from tlora.engine.messages import Faulty, Meet, Note, Opened, Spread
+from tlora.engine.messages import Faulty, Meet, Note, PartReady, Spread
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.planning.plan import PlannedJob
 from tlora.sharing.peers import Peers, Sharing
@@ -43,11 +43,11 @@ class Planned:
 class SpanningJobs:
     """`exchange` is that of the rank's group."""
 
-    def __init__(self, rank_context: RankContext, tell: Callable[[Note | Faulty | Opened], None]) -> None:
+    def __init__(self, rank_context: RankContext, tell: Callable[[Note | Faulty | PartReady], None]) -> None:
         self._rank_context, self._tell = rank_context, tell
         self.exchange = SpanExchange(rank_context.number, {}, tell)
         self._spans: dict[str, ReplicaPlacement] = {}  # of the jobs that have their home here
-        self._waiting: dict[str, driver.Opened] = {}  # those of them whose other ranks have not come
+        self._waiting: dict[str, driver.ReadyJob] = {}  # those of them whose other ranks have not come
         self._follows: dict[str, Spread] = {}
         self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
         self._store: Store | None = None
@@ -67,7 +67,7 @@ class SpanningJobs:
     def span_of(self, job_id: str) -> ReplicaPlacement | None:
         return self._spans.get(job_id)
 
-    def waits(self, opened: driver.Opened) -> bool:
+    def waits(self, opened: driver.ReadyJob) -> bool:
         """Whether a job that could begin here has to wait for other ranks, which get a message. A job that had ended before has not."""
         run = opened.run
         name = run.spec.name
@@ -75,10 +75,10 @@ class SpanningJobs:
             return False
         self._waiting[name] = opened
         eval_set = str(run.evaluation.directory) if run.evaluation is not None else None
-        self._tell(Opened(name, opened.state.layout.numel, str(run.train.directory), eval_set))
+        self._tell(PartReady(name, opened.state.layout.numel, str(run.train.directory), eval_set))
         return True
 
-    def give_up(self, job_id: str) -> driver.Opened | None:
+    def give_up(self, job_id: str) -> driver.ReadyJob | None:
         """A job that waits for other ranks shall not begin."""
         return self._waiting.pop(job_id, None)
 
@@ -115,7 +115,7 @@ class SpanningJobs:
             return
         planned.span = follow.span
         self._planned[name] = planned
-        self._tell(Opened(name, planned.layout.numel, str(planned.data.train.directory)))
+        self._tell(PartReady(name, planned.layout.numel, str(planned.data.train.directory)))
 
     def unfollow(self, job_id: str, group: driver.Driver) -> bool:
         """Let go of a part that is here. False where there is none."""
@@ -130,7 +130,7 @@ class SpanningJobs:
 
     # -- together ------------------------------------------------------------------------------------------------------
 
-    def meet(self, meet: Meet, group: driver.Driver) -> driver.Opened | None:
+    def meet(self, meet: Meet, group: driver.Driver) -> driver.ReadyJob | None:
         """With all ranks: they wait for each other, as long as the longest micro-batch takes. A job that follows begins. Returns one that
         has its home here, and can begin. Raises RankError.
         """

@@ -24,7 +24,7 @@ from tlora.engine.messages import (
     Hello,
     Leave,
     Meet,
-    Opened,
+    PartReady,
     SetPlan,
     Spread,
     Stop,
@@ -150,7 +150,7 @@ class WorkerGroup:
     def _hear_of_parts(self, rank: int, report: FromRank | Lost) -> None:
         """Of jobs that several ranks compute."""
         match report:
-            case Opened(name) if name in self._jobs and not self._stopping:
+            case PartReady(name) if name in self._jobs and not self._stopping:
                 self._open(rank, self._jobs[name], report)
             case Faulty(name, reason) if (job := self._jobs.get(name)) is not None and job.span.peers:
                 if not (job.parting or self._stopping):
@@ -161,7 +161,7 @@ class WorkerGroup:
             case _:
                 pass
 
-    def _open(self, rank: int, job: _Job, opened: Opened) -> None:
+    def _open(self, rank: int, job: _Job, opened: PartReady) -> None:
         """A rank is ready for the job. When its home is, the others follow; when all are, they meet."""
         job.opened.add(rank)
         if rank == job.span.home:
