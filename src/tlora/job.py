@@ -130,7 +130,7 @@ class DataSource(BaseModel):
     weight: Annotated[float, Field(gt=0, le=1e6)] | None = None  # share of the samples of an epoch against the other sources'
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """As a message names it."""
         return ", ".join([self.path, *(f"{key} {value}" for key in ("name", "split") if (value := getattr(self, key)))])
 
@@ -221,9 +221,9 @@ class DataConfig(DataFields):
         return (DataSource(path=self.eval_path),) if isinstance(self.eval_path, str) else self.eval_path
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """The sources as a message names them."""
-        return " + ".join(source.called for source in self.sources)
+        return " + ".join(source.display_name for source in self.sources)
 
 
 SCHEDULED = ("arrival_seconds", "priority", "max_slowdown", "deadline_seconds")

@@ -53,7 +53,7 @@ def lay_out(directory: Path, files: dict[str, str] = FILES) -> Path:
 
 def rows(directory: Path, **source: Any) -> list[dict[str, object]]:
     found = open_source(DataSource.model_validate(source), directory, directory / "cache")
-    return [row.value for row in read_files(found.files, found.called)]
+    return [row.value for row in read_files(found.files, found.display_name)]
 
 
 def test_a_text_file_is_a_row_for_each_line_that_is_not_empty(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_directory_in_the_layout_of_a_hub_data_set(source: dict[str, str], exp
     """Rows are as in the files: `datasets` itself would give n = 1.0, and a time for the date."""
     lay_out(tmp_path / "toy")
     assert rows(tmp_path, path="toy", **source) == expected
-    assert shown_files([DataSource.model_validate({"path": "toy", **source})], tmp_path) == [DataSource(path="toy", **source).called]
+    assert shown_files([DataSource.model_validate({"path": "toy", **source})], tmp_path) == [DataSource(path="toy", **source).display_name]
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -227,7 +227,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         "for source in map(DataSource.model_validate, json.loads(sys.argv[2])):\n"
         "    try:\n"
         "        found = open_source(source, here, here / 'cache')\n"
-        "        said.append([[row.value for row in read_files(found.files, found.called)], found.commit])\n"
+        "        said.append([[row.value for row in read_files(found.files, found.display_name)], found.commit])\n"
         "    except DataError as error:\n"
         "        said.append(str(error))\n"
         "assert sys.modules['torch'] is None\n"

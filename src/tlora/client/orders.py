@@ -108,7 +108,7 @@ def files_of(source: DataSource) -> list[Path]:
         )
     if about is not None or any((path / name).exists() for name in _SAVED_SET):
         raise ConfigError(
-            f"{source.called}: a saved data set, and a server learns from uploaded files. Save it as JSONL, and name the file"
+            f"{source.display_name}: a saved data set, and a server learns from uploaded files. Save it as JSONL, and name the file"
         )
     try:
         check_link(path)

@@ -294,7 +294,7 @@ class LocalBackend:
         for worker, report in self.worker_pool.listen(max(0.0, due - self.now())):
             if report is None:
                 given_up = f"{worker.given_up}; " if worker.given_up else ""
-                self.reconciler.lose(worker, f"{given_up}the worker of {worker.called} {worker.process.how_it_ended()}")
+                self.reconciler.lose(worker, f"{given_up}the worker of {worker.display_name} {worker.process.how_it_ended()}")
             else:
                 self.reconciler.hear(worker, report)
 

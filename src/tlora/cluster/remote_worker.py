@@ -55,7 +55,7 @@ class Held:
     steps: int = 0
 
 
-def called(gpus: tuple[int, ...], one: str = "GPU", several: str = "GPUs") -> str:
+def gpu_names(gpus: tuple[int, ...], one: str = "GPU", several: str = "GPUs") -> str:
     """For a person: GPU 0, or GPUs 0, 1."""
     return f"{several if len(gpus) > 1 else one} {', '.join(map(str, gpus))}"
 
@@ -91,8 +91,8 @@ class RemoteWorker:
         return self.gpus[0]
 
     @property
-    def called(self) -> str:
-        return called(self.gpus)
+    def display_name(self) -> str:
+        return gpu_names(self.gpus)
 
     def overlaps(self, gpus: tuple[int, ...]) -> bool:
         return not set(self.gpus).isdisjoint(gpus)

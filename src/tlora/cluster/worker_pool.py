@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.listeners import Listener, TlsListener, UnixListener
-from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, called
+from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, gpu_names
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
 from tlora.cluster.worker_process import file_stem, launch, read_records, supervise, write_record
 from tlora.link.address import forget
@@ -150,7 +150,7 @@ class WorkerPool:
             waiting = {gpus: identity for gpus, identity in waiting.items() if gpus[0] not in self.workers and identity.is_alive}
         for gpus, identity in waiting.items():
             self._note(
-                f"the worker of {called(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
+                f"the worker of {gpu_names(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
             )
             supervise(gpus, self._log(gpus), identity).kill()
 
@@ -164,7 +164,7 @@ class WorkerPool:
         try:
             process = launch(gpus, load.device, self.address, self._log(gpus))
         except OSError as error:
-            self._note(f"no worker can be started for {called(gpus)} now: {error}")
+            self._note(f"no worker can be started for {gpu_names(gpus)} now: {error}")
             return None
         return self._take_on(gpus, load, process)
 
@@ -287,7 +287,7 @@ class WorkerPool:
         for worker in self.workers.values():
             known = worker.gpus == hello.gpus and not worker.given_up and pid in (0, worker.process.pid)
             if worker.overlaps(hello.gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
-                what = f"comes for {called(hello.gpus)}, and there is a worker already that has {worker.called}"
+                what = f"comes for {gpu_names(hello.gpus)}, and there is a worker already that has {worker.display_name}"
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
 
@@ -323,7 +323,7 @@ class WorkerPool:
                 self._heard_at[worker] = now
             if not worker.given_up and (reason := self._why_lost(worker, now)):
                 worker.given_up = reason
-                self._note(f"the worker of {worker.called} {reason}: it is killed")
+                self._note(f"the worker of {worker.display_name} {reason}: it is killed")
                 threading.Thread(target=worker.process.kill, args=(_GONE_SECONDS,), daemon=True).start()
 
     def _stop_revoked(self) -> None:
@@ -334,7 +334,7 @@ class WorkerPool:
         for session, token_id in self._let_in_by.items():
             worker = self._sessions[session]
             if not worker.stopping and self._tokens.is_revoked(token_id):
-                self._note(f"the worker of {worker.called} saves its jobs and ends: {token_id} was revoked")
+                self._note(f"the worker of {worker.display_name} saves its jobs and ends: {token_id} was revoked")
                 worker.stop()
 
     def _why_lost(self, worker: RemoteWorker, now: float) -> str:

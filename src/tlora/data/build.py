@@ -74,14 +74,14 @@ class BadRows:
         self.count, reasons, self.first, self._last = saved
         self.reasons = set(reasons)
 
-    def error(self, called: str, rows: int) -> DataError:
+    def error(self, display_name: str, rows: int) -> DataError:
         """An error about all bad rows among `rows`; the first one's own message if there is no other."""
         if self.count == 1 or (self.count == rows and len(self.reasons) == 1):
             return DataError(self.first[0])
         more = [f"and {self.count - len(self.first):,} more"] if self.count > len(self.first) else []
         listed = "\n".join(f"  {line}" for line in [*self.first, *more])
         return DataError(
-            f"{called}: {self.count:,} of {rows:,} rows are bad:\n{listed}\nMend them, or leave them out with on_bad_rows: drop"
+            f"{display_name}: {self.count:,} of {rows:,} rows are bad:\n{listed}\nMend them, or leave them out with on_bad_rows: drop"
         )
 
     def _place(self, message: str) -> tuple[int, int]:
@@ -107,8 +107,8 @@ class SetSpec:
     keep_unfinished: bool = True
 
     @property
-    def called(self) -> str:
-        return " + ".join(source.called for source in self.sources)
+    def display_name(self) -> str:
+        return " + ".join(source.display_name for source in self.sources)
 
     @property
     def files(self) -> list[Path]:
@@ -253,7 +253,7 @@ def _fill(writer: Writer, order: SetSpec, encoder: Encoder, beat: Beat) -> DataR
         done.end_source()
     report, bad = done.report, done.bad
     if bad.count and not order.drop_bad_rows:
-        raise bad.error(order.called, report.rows)
+        raise bad.error(order.display_name, report.rows)
     report.dropped, report.bad_rows = bad.count, bad.first
     report.format = ", ".join(dict.fromkeys(done.formats))
     return report
@@ -264,7 +264,7 @@ def _fill_source(writer: Writer, order: SetSpec, encoder: Encoder, done: _Progre
     report, bad, tasks = done.report, done.bad, _tasks(order)
     for task in itertools.islice(tasks, done.blocks):
         beat(report.rows, task.block.share)
-    recipe = Recipe(order.called, encoder, order.max_length, order.rows)
+    recipe = Recipe(order.display_name, encoder, order.max_length, order.rows)
     processes = 1 if order.limits is not None else num_processes(sum(file.stat().st_size for file in order.files))
     with contextlib.closing(encode_blocks(recipe, tasks, processes)) as blocks:
         for block in blocks:
@@ -274,14 +274,16 @@ def _fill_source(writer: Writer, order: SetSpec, encoder: Encoder, done: _Progre
             beat(report.rows, block.share)
     rows, samples = report.rows - done.rows, done.samples
     if not rows:
-        raise no_rows(order.files, order.called)
+        raise no_rows(order.files, order.display_name)
     if bad.count and not samples:
-        raise bad.error(order.called, rows)
+        raise bad.error(order.display_name, rows)
     if done.only_numbers and report.format == "text":
-        raise DataError(f"{order.called}: all {rows} values of column 'text' are numbers; expected text: name the column of text 'text'")
+        raise DataError(
+            f"{order.display_name}: all {rows} values of column 'text' are numbers; expected text: name the column of text 'text'"
+        )
     if not samples:
         raise DataError(
-            f"{order.called}: none of {rows} rows has a token to train on within max_length {order.max_length}; "
+            f"{order.display_name}: none of {rows} rows has a token to train on within max_length {order.max_length}; "
             "raise max_length, or check that the rows hold assistant turns or completions (train_on: all trains everything)"
         )
 

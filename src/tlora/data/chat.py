@@ -78,13 +78,13 @@ def open_template(
     answered, with_system = _try(bare, [user, assistant]), _try(bare, [system, user, assistant])
 
     def call(arguments: object) -> str:
-        called: list[object] = [{"type": "function", "function": {"name": _MARK.format(3), "arguments": arguments}}]
-        turns: list[Message] = [{"role": "assistant", "content": "", "tool_calls": called}, {"role": "tool", "content": _MARK.format(5)}]
+        calls: list[object] = [{"type": "function", "function": {"name": _MARK.format(3), "arguments": arguments}}]
+        turns: list[Message] = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": _MARK.format(5)}]
         return _try(bare, _with_ids([user, *turns, assistant]), tools=[tool])
 
     by_object, by_text = call({"k": "v"}), call('{"k": "v"}')
     writes_text = '{"k": "v"}' in by_text and (not by_object or "{'k': 'v'}" in by_object)  # the second is Python's spelling
-    called = by_text if writes_text else by_object
+    rendered = by_text if writes_text else by_object
     if not (asked or opened or answered or with_system):
         try:
             render_messages(bare, [user, assistant], None, {})
@@ -97,7 +97,7 @@ def open_template(
         generation_prompt=opened[common_prefix(bare, asked, opened) :] if asked else "",
         end_of_turn=end.rstrip() or tail.rstrip() or tail,
         folds_system=bool(answered) and _MARK.format(2) not in with_system,
-        knows_tools=all(_MARK.format(i) in called for i in (3, 4, 5)),
+        knows_tools=all(_MARK.format(i) in rendered for i in (3, 4, 5)),
         text_arguments=writes_text,
         marks_generation=has_generation_marks(bare.text()),
     )

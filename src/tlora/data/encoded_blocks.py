@@ -32,7 +32,7 @@ _Read = Sequence[Example | Pair | Labelled]
 class Recipe:
     """How each row is encoded."""
 
-    called: str
+    display_name: str
     encoder: Encoder
     max_length: int
     rows: Rows
@@ -72,8 +72,8 @@ def encode_blocks(recipe: Recipe, tasks: Iterator[Task], processes: int) -> Gene
             yield from pool.map_in_order(_encode_here, tasks, BLOCKS_A_PROCESS * processes)
     except LostProcessError as error:
         raise LostProcessError(
-            f"{recipe.called}: one of {processes} processes that tokenize {error}, most likely for want of memory; let it have fewer cores "
-            "(taskset -c 0 tlora ...), or look for a row, or a chat template, that takes too much memory"
+            f"{recipe.display_name}: one of {processes} processes that tokenize {error}, most likely for want of memory; let it have "
+            "fewer cores (taskset -c 0 tlora ...), or look for a row, or a chat template, that takes too much memory"
         ) from None
 
 
@@ -92,7 +92,7 @@ def _encode_here(task: Task) -> EncodedBlock:
     except (DataError, MemoryError, SystemExit):
         raise
     except BaseException as error:  # a panic of the Rust tokenizer, which cannot be sent
-        raise DataError(f"{recipe.called}: {type(error).__name__}: {error}") from None
+        raise DataError(f"{recipe.display_name}: {type(error).__name__}: {error}") from None
 
 
 def encode_block(recipe: Recipe, task: Task) -> EncodedBlock:

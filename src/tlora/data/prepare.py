@@ -183,8 +183,10 @@ def _follow(
             last = worker.process.last_line()
             message = f"the data worker {ended}" + (f" ({last})" if last else "")
             if current:
-                called = by_key[current].data.called
-                results[current] = DataError(f"{called}: {message}; look for a row, or a chat template, that takes too much time or memory")
+                display_name = by_key[current].data.display_name
+                results[current] = DataError(
+                    f"{display_name}: {message}; look for a row, or a chat template, that takes too much time or memory"
+                )
             elif not results and (restarted or not worker.process.has_ended):
                 raise ModelError(f"{requests[0].tokenizer_path}: {message}, before the first job; is the installation whole?")
             break
@@ -207,7 +209,7 @@ def _open_made(request: PrepareRequest, made: MadeSet, of_eval: MadeSet) -> Prep
     pinned = {"path": _pinned(data.path, data.sources, made.commits)}
     if data.eval_path:
         pinned["eval_path"] = _pinned(data.eval_path, data.eval_sources, of_eval.commits)
-    assert made.directory is not None, f"{data.called} was not tokenized"
+    assert made.directory is not None, f"{data.display_name} was not tokenized"
     train_set, eval_set = Path(made.directory), Path(of_eval.directory) if of_eval.directory else None
     known_sets.remember(request, train_set, eval_set)
     opened = open_sets(replace(request, data=data.model_copy(update=pinned)), train_set, eval_set)
@@ -240,7 +242,7 @@ def open_sets(request: PrepareRequest, train_set: Path, eval_set: Path | None) -
         shared = _count_shared(train_set, eval_set if data.eval_path else None, data.eval_size, data.eval_seed)
         return Prepared(Dataset(train_set, train, epoch), evaluation, report, data, eval_report, shared=shared)
     except DataError as error:
-        return DataError(f"{data.called}: {error}")
+        return DataError(f"{data.display_name}: {error}")
 
 
 @lru_cache(maxsize=64)  # a second for a million rows, and the jobs of a sweep ask for the same
@@ -262,7 +264,7 @@ def _epoch(data: DataConfig, counts: Sequence[int], train_set: Path, train: npt.
     sizes = list(counts) if train is None else np.diff(np.searchsorted(train, np.cumsum([0, *counts]))).tolist()
     for source, size in zip(data.sources, sizes, strict=True):
         if not size:
-            raise DataError(f"eval_size takes all samples of {source.called} and leaves none to train on; lower it or add rows")
+            raise DataError(f"eval_size takes all samples of {source.display_name} and leaves none to train on; lower it or add rows")
     if not data.packing:
         return mix(sizes, weights)
     parts = _pack(train_set, data.eval_size, data.eval_seed, data.max_length, tuple(sizes))

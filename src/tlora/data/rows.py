@@ -63,8 +63,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     return read_files(list_files(path), str(path))
 
 
-def read_files(files: Sequence[Path], called: str) -> Iterator[Row]:
-    """Every row of `files`, streaming. Raises DataError with file and row for the first that cannot be read, and with the name `called`
+def read_files(files: Sequence[Path], display_name: str) -> Iterator[Row]:
+    """Every row of `files`, streaming. Raises DataError with file and row for the first that cannot be read, and with `display_name`
     where there is none.
     """
     count = 0
@@ -75,11 +75,11 @@ def read_files(files: Sequence[Path], called: str) -> Iterator[Row]:
             count += 1
             yield row
     if not count:
-        raise no_rows(files, called)
+        raise no_rows(files, display_name)
 
 
-def no_rows(files: Sequence[Path], called: str) -> DataError:
-    return DataError(f"{called}: the {'file is empty' if len(files) == 1 else 'files are empty'}; at least one row is needed")
+def no_rows(files: Sequence[Path], display_name: str) -> DataError:
+    return DataError(f"{display_name}: the {'file is empty' if len(files) == 1 else 'files are empty'}; at least one row is needed")
 
 
 def read_blocks(files: Sequence[Path]) -> Iterator[Block]:

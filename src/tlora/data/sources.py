@@ -62,7 +62,7 @@ def _splits_of(path: Path, split: str | None) -> list[Path]:
     return [path / name for name in choose_splits(str(path), [str(name) for name in splits] if isinstance(splits, list) else [], split)]
 
 
-def choose_splits(called: str, names: Sequence[str], split: str | None) -> list[str]:
+def choose_splits(display_name: str, names: Sequence[str], split: str | None) -> list[str]:
     """`split`, or else "train", or else the only one of `names`; each of them for "all", as `datasets` has it. Raises DataError."""
     if split == ALL_SPLITS and names:
         return list(names)
@@ -71,7 +71,7 @@ def choose_splits(called: str, names: Sequence[str], split: str | None) -> list[
         return [chosen]
     known = f"its splits are {', '.join(names) or 'none'}"
     wrong = f"{split!r} is no split of it, {known}" if split else known
-    raise DataError(f"{called}: {wrong}; name one of them: `split: {names[0] if names else 'train'}`, whole, without a slice")
+    raise DataError(f"{display_name}: {wrong}; name one of them: `split: {names[0] if names else 'train'}`, whole, without a slice")
 
 
 def _saved_files(path: Path) -> list[Path]:
@@ -155,7 +155,8 @@ def _resolve(source: DataSource, commit: str) -> list[str]:
     _, names = _files_of_split(source.path, source, commit)
     if outside := [name for name in names if not name.startswith(start)]:
         raise DataError(
-            f"{source.called}: its file {outside[0]} is not in the data set itself; download what you need, and give the path of the files"
+            f"{source.display_name}: its file {outside[0]} is not in the data set itself; download what you need, "
+            "and give the path of the files"
         )
     return [name.removeprefix(start) for name in names]
 
@@ -167,8 +168,8 @@ def _download(source: DataSource, name: str, commit: str) -> Path:
         return Path(hf_hub_download(source.path, name, repo_type="dataset", revision=commit))
     except Exception as error:
         raise DataError(
-            f"{source.called}: {name} of commit {commit} cannot be fetched ({_line(error)}); see to the network and to free space, and "
-            "start again: what has been fetched is kept"
+            f"{source.display_name}: {name} of commit {commit} cannot be fetched ({_line(error)}); see to the network and to free space, "
+            "and start again: what has been fetched is kept"
         ) from None
 
 
@@ -186,11 +187,11 @@ def _files_of_split(path: str, source: DataSource, commit: str | None) -> tuple[
             config = load_dataset_builder(path, source.name, revision=commit).config
         except Exception as error:  # many types, for a missing configuration as for a broken README.md
             raise DataError(
-                f"{source.called}: it cannot be seen which files belong to it ({_line(error)}); "
+                f"{source.display_name}: it cannot be seen which files belong to it ({_line(error)}); "
                 "check `name` and `split`, or give the paths of files"
             ) from None
     splits = {str(name): list(map(str, files)) for name, files in (config.data_files or {}).items()}
-    chosen = choose_splits(source.called, list(splits), source.split)
+    chosen = choose_splits(source.display_name, list(splits), source.split)
     files = list(dict.fromkeys(file for split in chosen for file in splits[split]))
     plain = type(config)()
     fields = [field.name for field in dataclasses.fields(config) if field.name not in _NO_SETTING]
@@ -198,12 +199,12 @@ def _files_of_split(path: str, source: DataSource, commit: str | None) -> tuple[
         fields.remove("sep")  # is what the suffix says
     if settings := [name for name in fields if getattr(config, name) != getattr(plain, name)]:
         raise DataError(
-            f"{source.called}: it is to be read with {settings[0]}: {getattr(config, settings[0])!r}, which is not supported; "
+            f"{source.display_name}: it is to be read with {settings[0]}: {getattr(config, settings[0])!r}, which is not supported; "
             "load it with datasets, save it with save_to_disk, and give that directory"
         )
     if unread := [name for name in files if not data_suffix(Path(name))]:
         raise DataError(
-            f"{source.called}: {Path(unread[0]).name} is none of {SUFFIX_LIST}; "
+            f"{source.display_name}: {Path(unread[0]).name} is none of {SUFFIX_LIST}; "
             "load it with datasets, save it with save_to_disk, and give that directory"
         )
     return " and ".join(chosen), files
@@ -229,11 +230,11 @@ def _line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of one source in reading order. `called` is its name in messages, `commit` that of a hub data set, `notes` what a user
+    """The files of one source in reading order. `display_name` is that of messages, `commit` that of a hub data set, `notes` what a user
     should know of how its files were chosen.
     """
 
-    called: str
+    display_name: str
     files: tuple[Path, ...]
     commit: str | None = None
     notes: tuple[str, ...] = ()
@@ -251,7 +252,7 @@ def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
     """Find the files of `source`, and fetch those of the hub. Relative paths are under `base_dir`. Raises DataError."""
     if is_on_hub(source, base_dir):
         fetched = fetch(source, cache_dir, _hint(source, base_dir))
-        return Source(source.called, fetched.files, fetched.commit)
+        return Source(source.display_name, fetched.files, fetched.commit)
     path = base_dir / source.path
     if answer := explain_folder(path):
         raise DataError(answer)
@@ -264,7 +265,7 @@ def open_source(source: DataSource, base_dir: Path, cache_dir: Path) -> Source:
         raise DataError(f"{path}: {wrong[0]} {getattr(source, wrong[0])!r} has no meaning for {kind}; remove {wrong[0]}")
     if has_layout(source, base_dir):
         split, files = files_of_directory(path, source)
-        return Source(source.called if given else str(path), tuple(files), notes=_notes(path, source, split, files))
+        return Source(source.display_name if given else str(path), tuple(files), notes=_notes(path, source, split, files))
     return Source(str(path), tuple(list_files(path, source.split)))
 
 
@@ -310,7 +311,7 @@ def shown_files(sources: Sequence[DataSource], base_dir: Path) -> list[str]:
 def _shown(source: DataSource, base_dir: Path) -> list[str]:
     path = base_dir / source.path
     if is_on_hub(source, base_dir):
-        return [source.called]
+        return [source.display_name]
     if has_layout(source, base_dir):
-        return [source.called if source.split or source.name else str(path)]
+        return [source.display_name if source.split or source.name else str(path)]
     return [str(file) for file in list_files(path, source.split)]

@@ -76,12 +76,12 @@ class Worker:
             self.send(PrepareFailed(key, _trouble(error, request.cache_dir, limits is not None), durable.is_full(error)))
         except MemoryError:
             most = MEMORY_LIMIT_BYTES if limits is None else limits.memory_bytes
-            reason = f"{data.called}: preparing takes more than {most / 2**30:g} GiB of memory; is one row far too long?"
+            reason = f"{data.display_name}: preparing takes more than {most / 2**30:g} GiB of memory; is one row far too long?"
             self.send(PrepareFailed(key, reason))
         except BaseException as error:  # a panic of the Rust tokenizer is a BaseException
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            self.send(PrepareFailed(key, f"{data.called}: {type(error).__name__}: {error}"))
+            self.send(PrepareFailed(key, f"{data.display_name}: {type(error).__name__}: {error}"))
 
     def make(self, request: PrepareRequest, sources: Sequence[DataSource]) -> MadeSet:
         """The set of `sources`, if there are any; jobs of one set share it."""

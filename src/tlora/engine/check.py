@@ -349,4 +349,4 @@ def _source_checks(data: Prepared) -> tuple[SourceCheck, ...]:
     if len(named) < 2 or len(counts) != len(named):
         return ()
     takes = epoch.takes if isinstance(epoch, Mixture) else [None] * len(named)
-    return tuple(SourceCheck(source.called, count, take) for source, count, take in zip(named, counts, takes, strict=True))
+    return tuple(SourceCheck(source.display_name, count, take) for source, count, take in zip(named, counts, takes, strict=True))

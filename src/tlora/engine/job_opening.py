@@ -104,11 +104,11 @@ def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype, n
     if read_anew:
         note(f"{run.spec.name}: {found} was trained by an earlier version; its rows are read as this version reads them from here on")
     elif progress.data != run.data_key:
-        raise DataError(f"{data.called}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
+        raise DataError(f"{data.display_name}: is not the data that {found} was trained on. Put it back, or use a new output_dir")
     evaluated_before = run.evaluation is not None and run.evaluation.was_named(progress.eval_data)
     if progress.eval_data not in ("", run.eval_key) and not evaluated_before:  # "": an earlier version did not write it down
-        evaluated = " + ".join(source.called for source in data.eval_sources)
-        changed = f"{evaluated or data.called}: is not the data that {found} was evaluated on"
+        evaluated = " + ".join(source.display_name for source in data.eval_sources)
+        changed = f"{evaluated or data.display_name}: is not the data that {found} was evaluated on"
         raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
     if run.total_steps < progress.step:
         raise ConfigError(

@@ -88,9 +88,9 @@ def read_set(directory: Path, entry: Mapping[str, object]) -> tuple[dict[str, ob
     job: dict[str, object] = {"objective": "dpo"} if entry.get("ranking") else {"objective": "kto"} if "kto_tag" in columns else {}
     tags = entry.get("tags")
     for tag, known in _TAGS.items():
-        called = cast("dict[str, object]", tags).get(tag) if isinstance(tags, dict) else None
-        if called is not None and called not in known:
-            notes.append(f"rename {called!r} of each message to {known[0]!r}")
+        written = cast("dict[str, object]", tags).get(tag) if isinstance(tags, dict) else None
+        if written is not None and written not in known:
+            notes.append(f"rename {written!r} of each message to {known[0]!r}")
     notes += [f"{key} are not read (column {columns[key]!r})" for key in ("images", "videos", "audios") if columns.get(key)]
     return data | {"format": data_format}, job, notes
 
@@ -104,9 +104,9 @@ def _format_of(formatting: str, columns: Mapping[str, object], are_given: bool, 
     else:
         wanted, data_format = _COLUMNS[formatting], formatting
     renamed = [
-        f"rename column {called!r} to {ours!r}"
+        f"rename column {written!r} to {ours!r}"
         for key, (default, ours) in (wanted | _OF_ANY).items()
-        if (called := columns.get(key) or default) not in (None, ours) and not (ranked and key == "response")
+        if (written := columns.get(key) or default) not in (None, ours) and not (ranked and key == "response")
     ]
     return "preference" if ranked else data_format, renamed
 

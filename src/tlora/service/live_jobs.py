@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tlora.api import Status
-from tlora.cluster.remote_worker import called
+from tlora.cluster.remote_worker import gpu_names
 from tlora.progress.cluster import ClusterProgress
 from tlora.progress.view import JobProgress, ProgressView
 from tlora.protocol import (
@@ -118,7 +118,7 @@ class LiveJobs:
         for group in groups:
             for job_id in group.job_ids:
                 if job_id in loading:
-                    waiting[job_id] = f"its group on {called(group.gpus, *NAMES[places.device])} to load the base and let it in"
+                    waiting[job_id] = f"its group on {gpu_names(group.gpus, *NAMES[places.device])} to load the base and let it in"
         places_of = {job_id: number for number, job_id in enumerate(order, 1)}
         return ClusterSnapshot(places.device, places.gpus, tuple(groups), waiting, reading, places_of, starts)
 
