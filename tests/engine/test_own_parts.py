@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from tests.engine.test_preference_jobs import pairs as pairs
 from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, save_base, sha256, train, write_rows
 from tlora.data.prepare import Prepared, prepare
+from tlora.data.request import prepare_requests
 from tlora.engine.check import check
-from tlora.planning.job_plan import prepare_requests
 from tlora.registry import BASE_PRECISIONS, OBJECTIVES, load_plugins
 from tlora.supermodel.inject import find_linears
 

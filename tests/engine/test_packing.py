@@ -17,12 +17,12 @@ from tests.engine.tiny_runs import job, rows, run_spec, sha256, train
 from tests.tolerances import TRAINED, assert_close
 from tlora.data.dataset import Dataset
 from tlora.data.order import PackedRows, global_batch
-from tlora.data.prepare import Prepared
+from tlora.data.prepare import Prepared, prepare
+from tlora.data.request import prepare_requests
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
-from tlora.planning.job_plan import prepare, prepare_requests
 
 PACKED: dict[str, Any] = {"packing": True, "max_length": 400, "batch_size": 2, "lr_scheduler_type": "constant"}
 

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, train
 from tlora.data.prepare import Prepared, prepare
+from tlora.data.request import prepare_requests
 from tlora.job import JobSpec
-from tlora.planning.job_plan import prepare_requests
 from tlora.registry import OBJECTIVES
 
 PAIR = ("chosen", "rejected")

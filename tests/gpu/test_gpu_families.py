@@ -27,8 +27,8 @@ from tlora.adapters.peft import load_params
 from tlora.adapters.state import init_state
 from tlora.data.dataset import Dataset, Sample
 from tlora.data.prepare import Prepared, prepare
+from tlora.data.request import prepare_requests
 from tlora.job import JobSpec, RunSpec
-from tlora.planning.job_plan import prepare_requests
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 

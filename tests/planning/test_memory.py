@@ -24,10 +24,11 @@ from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
+from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import ACTIVATION_RANK, count_base, measure, takes_fast_path
 from tlora.planning.memory_probe import Probe
 from tlora.planning.micro_batches import _budgets
-from tlora.planning.plan import RunPlan, counting_jobs, describe_plan, settle
+from tlora.planning.plan import RunPlan, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.planning.work import token_cost
 from tlora.shape.hardware import live_cost_model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tlora.cli.plan_command import plan
 from tlora.cli.server_commands import WorkerListen, backup, bases, drain, keys, login, restore, serve
 from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
@@ -237,7 +238,7 @@ def tune(
     _print_tuned(open_console(), tune_tiles(base_model, dtype, device, out, note))
 
 
-for _command in (check, train, cluster, generate, report, tune):
+for _command in (check, plan, train, cluster, generate, report, tune):
     add_command(app, _command)
 app.command()(worker)  # which has no --debug
 _PANELS = {

@@ -28,10 +28,11 @@ def count_as_the_driver_does() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`memory_bytes` 0: unknown to the driver."""
+    """`memory_bytes` 0: unknown to the driver, which calls it `name`."""
 
     memory_bytes: int
     uuid: str
+    name: str = ""
 
 
 def list_gpus() -> dict[int, Gpu]:
@@ -39,16 +40,16 @@ def list_gpus() -> dict[int, Gpu]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    command = [program, "--query-gpu=index,memory.total,uuid", "--format=csv,noheader,nounits"]
+    command = [program, "--query-gpu=index,memory.total,uuid,name", "--format=csv,noheader,nounits"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return {}
     found: dict[int, Gpu] = {}
     for line in ended.stdout.splitlines():
-        number, mebibytes, uuid = (part.strip() for part in (*line.split(",", 2), "", "")[:3])
+        number, mebibytes, uuid, name = (part.strip() for part in (*line.split(",", 3), "", "", "")[:4])
         if number.isdecimal():
-            found[int(number)] = Gpu(int(mebibytes) << 20 if mebibytes.isdecimal() else 0, uuid)
+            found[int(number)] = Gpu(int(mebibytes) << 20 if mebibytes.isdecimal() else 0, uuid, name)
     return found
 
 

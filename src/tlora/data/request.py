@@ -10,8 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlora.cache_directory import cache_dir
 from tlora.errors import DataError
-from tlora.job import DataConfig, Rows
+from tlora.job import DataConfig, Rows, RunSpec
 from tlora.message_codec import Codec, message
 
 
@@ -57,6 +58,11 @@ class PrepareRequest:
     rows: Rows = "samples"
     limits: DataLimits | None = None  # on a server, where the data is a tenant's
     keep_unfinished: bool = True
+
+
+def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
+    """The data of all jobs of a run, keyed by their names."""
+    return [PrepareRequest(job.name, job.data, run.base_model, vocab_size, cache_dir(), Path.cwd(), job.learns_from) for job in run.jobs]
 
 
 def describe_signal(number: int) -> str | None:

@@ -22,7 +22,7 @@ from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, LayoutSetting, RunSpec
 from tlora.kernels.device import as_if_on, name_of
 from tlora.planning.base_placement import choose_form
-from tlora.planning.gpu_models import GpuModel, find_gpu
+from tlora.planning.gpu_models import AS_AN_H200, GpuModel, find_gpu, rated_as
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.memory_probe import probe_key, recall
@@ -111,7 +111,7 @@ class RunCheck:
     placement: str = ""  # how far the placement is from the best
     recompute_choices: tuple[RecomputeChoice, ...] = ()  # of a run on one GPU
     tokens_per_second: float = 0.0  # of the resident jobs on one GPU; 0: not predicted
-    rated_as: str = "as on an H200"  # what its speeds are those of
+    rated_as: str = AS_AN_H200  # what its speeds are those of
     streamed: str = ""  # of a base that is streamed from the host's memory: why, and what it costs
     stream_cost: StreamCost | None = None  # of a full micro-batch of it
 
@@ -153,10 +153,9 @@ class _Devices:
     @property
     def rated_as(self) -> str:
         """What predicted speeds are those of."""
-        name = self.elsewhere.name if self.elsewhere is not None else name_of(self.place)
-        if self.flops is not None:
-            return f"extrapolated for {name}"
-        return f"{RunCheck.rated_as}, for {name} takes the plain path" if self.elsewhere is not None else RunCheck.rated_as
+        if self.elsewhere is not None:
+            return rated_as(self.elsewhere.name, self.flops, elsewhere=True)
+        return rated_as(name_of(self.place), self.flops, elsewhere=False) if self.place.type == "cuda" else AS_AN_H200
 
     def machine(self, layout: LayoutSetting) -> Machine:
         gpu = self.elsewhere

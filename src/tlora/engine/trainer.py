@@ -20,6 +20,7 @@ from typing import Any
 from tlora import durable
 from tlora.data.dataset import find_damage
 from tlora.data.prepare import Prepared, open_sets, prepare
+from tlora.data.request import prepare_requests
 from tlora.engine.background_calibration import calibrate_in_background
 from tlora.engine.driver import Driver, FilesWritten, ReadyJob, RunPaths
 from tlora.engine.heartbeat import Heartbeat
@@ -34,7 +35,7 @@ from tlora.group.reports import Stepped as GroupStepped
 from tlora.job import JobSpec, RunSpec
 from tlora.link.flight import FlightRecorder
 from tlora.link.log import note
-from tlora.planning.job_plan import plan_job, prepare_requests
+from tlora.planning.job_plan import plan_job
 from tlora.store.full_disk import Backoff, DiskReserve, retry_when_disk_full
 from tlora.store.job_result import JobResult
 from tlora.store.lease import HeldError, JobLease, take_claim

@@ -24,6 +24,9 @@ from tlora.shape import GPU_SHARE
 # Where tiles are loaded by pointer, products alone make about 0.8 of the rate, and a step about 0.8 of theirs.
 # What copies make of PCI Express with 16 lanes, about 0.8 of its rate, by its generation; 8 lanes make half of it.
 _GEN3, _GEN4, _GEN5 = 12.0, 25.0, 50.0
+# What copies from all other GPUs at once make of NVLink, one way: 350 of 450 GB/s on four H200s (docs/benchmarks-history.md), by its
+# generation as servers have it. GeForce cards read no other's memory, and where there is no NVLink it is PCI Express.
+_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = 117.0, 233.0, 350.0, 700.0
 _SHARES = {"descriptor": 0.55, "pointers": 0.65}
 # A Hopper card's rate by the instructions of older ones: 9,887 tokens/s of an 8B on an H100 are 0.32 of its 989 TFLOP/s, and so 0.5 of them
 # by that share (bench/results/h100_2daf61c_sm80_r16_8b.json).
@@ -32,13 +35,16 @@ _OLDER_INSTRUCTIONS = 0.5
 
 @dataclass(frozen=True)
 class GpuModel:
-    """`capability` 89 is 8.9; `tflops`: 10^12 floating-point operations a second; `link_gb_per_second`: from the host's memory."""
+    """`capability` 89 is 8.9; `tflops`: 10^12 floating-point operations a second; `link_gb_per_second`: from the host's memory;
+    `peer_gb_per_second`: from the other GPUs' of its host, 0 where it cannot read theirs.
+    """
 
     name: str
     memory_bytes: int
     capability: int
     tflops: float
     link_gb_per_second: float
+    peer_gb_per_second: float = 0.0
 
     @property
     def flops(self) -> float | None:
@@ -58,6 +64,16 @@ class GpuModel:
         return int(GPU_SHARE * self.memory_bytes)
 
 
+AS_AN_H200 = "as on an H200"
+
+
+def rated_as(name: str, flops: float | None, elsewhere: bool) -> str:
+    """What predicted speeds of a GPU called `name` are those of."""
+    if flops is not None:
+        return f"extrapolated for {name}"
+    return f"{AS_AN_H200}, for {name} takes the plain path" if elsewhere else AS_AN_H200
+
+
 class _GpuFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -66,10 +82,11 @@ class _GpuFile(BaseModel):
     compute_capability: Annotated[float, Field(ge=3, lt=100)]
     tflops: Annotated[float, Field(gt=0, le=1e6)]
     link_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] = _GEN4
+    peer_gb_per_second: Annotated[float, Field(ge=0, le=1e4)] = 0.0
 
 
-def _table(*rows: tuple[str, int, int, float, float]) -> dict[str, GpuModel]:
-    made = [GpuModel(name, mebibytes << 20, capability, tflops, link) for name, mebibytes, capability, tflops, link in rows]
+def _table(*rows: tuple[str, int, int, float, float, float]) -> dict[str, GpuModel]:
+    made = [GpuModel(name, mebibytes << 20, capability, tflops, link, peer) for name, mebibytes, capability, tflops, link, peer in rows]
     return {_key(gpu.name): gpu for gpu in made}
 
 
@@ -78,46 +95,48 @@ def _key(name: str) -> str:
 
 
 _KNOWN = _table(
-    ("T4", 15360, 75, 65, _GEN3),
-    ("V100-16", 16384, 70, 125, _GEN3),
-    ("V100-32", 32768, 70, 125, _GEN3),
-    ("RTX 3060", 12288, 86, 25.6, _GEN4),
-    ("RTX 3080", 10240, 86, 59.5, _GEN4),
-    ("RTX 3090", 24576, 86, 71, _GEN4),
-    ("RTX 4060 Ti 16", 16380, 89, 44, _GEN4 / 2),
-    ("RTX 4070 Ti Super", 16376, 89, 88, _GEN4),
-    ("RTX 4080", 16376, 89, 97.5, _GEN4),
-    ("RTX 4090", 24564, 89, 165.2, _GEN4),
-    ("RTX 5070 Ti", 16303, 120, 88, _GEN5),
-    ("RTX 5080", 16303, 120, 112.6, _GEN5),
-    ("RTX 5090", 32607, 120, 209.5, _GEN5),
-    ("RTX A6000", 49140, 86, 154.8, _GEN4),
-    ("RTX 6000 Ada", 49140, 89, 364.2, _GEN4),
-    ("RTX PRO 6000", 97887, 120, 503.8, _GEN5),
-    ("A10", 23028, 86, 125, _GEN4),
-    ("A40", 46068, 86, 149.7, _GEN4),
-    ("A100-40", 40960, 80, 312, _GEN4),
-    ("A100-80", 81920, 80, 312, _GEN4),
-    ("L4", 23034, 89, 121, _GEN4),
-    ("L40S", 46068, 89, 362, _GEN4),
-    ("H100", 81559, 90, 989, _GEN5),
-    ("H20", 97871, 90, 148, _GEN5),
-    ("H200", 143771, 90, 989, _GEN5),
-    ("B200", 183359, 100, 2250, _GEN5),
+    ("T4", 15360, 75, 65, _GEN3, _GEN3),
+    ("V100-16", 16384, 70, 125, _GEN3, _NVLINK2),
+    ("V100-32", 32768, 70, 125, _GEN3, _NVLINK2),
+    ("RTX 3060", 12288, 86, 25.6, _GEN4, 0),
+    ("RTX 3080", 10240, 86, 59.5, _GEN4, 0),
+    ("RTX 3090", 24576, 86, 71, _GEN4, 0),
+    ("RTX 4060 Ti 16", 16380, 89, 44, _GEN4 / 2, 0),
+    ("RTX 4070 Ti Super", 16376, 89, 88, _GEN4, 0),
+    ("RTX 4080", 16376, 89, 97.5, _GEN4, 0),
+    ("RTX 4090", 24564, 89, 165.2, _GEN4, 0),
+    ("RTX 5070 Ti", 16303, 120, 88, _GEN5, 0),
+    ("RTX 5080", 16303, 120, 112.6, _GEN5, 0),
+    ("RTX 5090", 32607, 120, 209.5, _GEN5, 0),
+    ("RTX A6000", 49140, 86, 154.8, _GEN4, _GEN4),
+    ("RTX 6000 Ada", 49140, 89, 364.2, _GEN4, _GEN4),
+    ("RTX PRO 6000", 97887, 120, 503.8, _GEN5, _GEN5),
+    ("A10", 23028, 86, 125, _GEN4, _GEN4),
+    ("A40", 46068, 86, 149.7, _GEN4, _GEN4),
+    ("A100-40", 40960, 80, 312, _GEN4, _NVLINK3),
+    ("A100-80", 81920, 80, 312, _GEN4, _NVLINK3),
+    ("L4", 23034, 89, 121, _GEN4, _GEN4),
+    ("L40S", 46068, 89, 362, _GEN4, _GEN4),
+    ("H100", 81559, 90, 989, _GEN5, _NVLINK4),
+    ("H20", 97871, 90, 148, _GEN5, _NVLINK4),
+    ("H200", 143771, 90, 989, _GEN5, _NVLINK4),
+    ("B200", 183359, 100, 2250, _GEN5, _NVLINK5),
 )
 _ALIASES = {"a6000": "rtxa6000", "rtx6000ada": "rtx6000ada", "a100": "a100-80", "v100": "v100-16"}
 
 
-def find_gpu(name: str) -> GpuModel:
-    """The GPU called `name` ("rtx4090", "A100-40"), or the one that a file describes. Raises ConfigError."""
+def find_gpu(name: str, option: str = "--gpu") -> GpuModel:
+    """The GPU called `name` ("rtx4090", "A100-40"), or the one that a file describes. `option`: that names it. Raises ConfigError."""
     found = _KNOWN.get(_key(name)) or _KNOWN.get(_key(_ALIASES.get(_key(name), "")))
     if found is not None:
         return found
     path = Path(name)
     if path.suffix != ".json" and not path.exists():
         known = ", ".join(re.sub(r" ", "", gpu.name.lower()) for gpu in _KNOWN.values())
-        raise ConfigError(f"--gpu {cut(name)}: is not known; name one of {known}, or a JSON file with {', '.join(_GpuFile.model_fields)}")
-    return _described(path)
+        raise ConfigError(
+            f"{option} {cut(name)}: is not known; name one of {known}, or a JSON file with {', '.join(_GpuFile.model_fields)}"
+        )
+    return _described(path, option)
 
 
 def gpu_called(device_name: str) -> GpuModel | None:
@@ -127,14 +146,16 @@ def gpu_called(device_name: str) -> GpuModel | None:
     return rows[row] if row is not None else None
 
 
-def _described(path: Path) -> GpuModel:
+def _described(path: Path, option: str) -> GpuModel:
     example = '{"name": "RTX 4090", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165, "link_gb_per_second": 25}'
     try:
         given = _GpuFile.model_validate(read_object(path))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"][:1]))
-        raise ConfigError(f"--gpu {path}: {key}: {first['msg']}. Write such as {example}") from None
+        raise ConfigError(f"{option} {path}: {key}: {first['msg']}. Write such as {example}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--gpu {path}: {error}. Write such as {example}") from None
-    return GpuModel(given.name, given.memory, round(10 * given.compute_capability), given.tflops, given.link_gb_per_second)
+        raise ConfigError(f"{option} {path}: {error}. Write such as {example}") from None
+    return GpuModel(
+        given.name, given.memory, round(10 * given.compute_capability), given.tflops, given.link_gb_per_second, given.peer_gb_per_second
+    )

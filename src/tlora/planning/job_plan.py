@@ -16,14 +16,14 @@ from tlora.adapters.pattern_warnings import pattern_warnings
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.cache_directory import cache_dir
 from tlora.data.dataset import Dataset
 from tlora.data.order import PackedRows, epoch_size, row_tokens
 from tlora.data.prepare import Preparation, Prepared, prepare
-from tlora.data.request import PrepareRequest
+from tlora.data.request import prepare_requests
 from tlora.errors import DataError
 from tlora.group.isolation import Failure, try_call
 from tlora.job import JobSpec, RunSpec
+from tlora.objectives import compares_with_start
 from tlora.planning.start import PLACES, adopt_adapter_config, find_start, start_state
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.base_name import same_base
@@ -48,6 +48,11 @@ class PlannedJob:
     def replicas(self) -> int:
         """That each of its global batches is cut among."""
         return self.spec.gpus if self.span is None else self.span.replicas
+
+    @property
+    def compares_with_start(self) -> bool:
+        """Whether its reference is the adapter that it starts from."""
+        return compares_with_start(self.spec)
 
     def said(self) -> list[str]:
         """Its warnings, and what its chat template changes."""
@@ -104,11 +109,6 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
     job.warnings += model.left_out(job.spec) + pattern_warnings(job.spec, job.layout) + _rank_warnings(job.layout)
     if start is not None:
         load_params(start, job.layout, torch.float32)
-
-
-def prepare_requests(run: RunSpec, vocab_size: int) -> list[PrepareRequest]:
-    """The data of all jobs of a run, keyed by their names."""
-    return [PrepareRequest(job.name, job.data, run.base_model, vocab_size, cache_dir(), Path.cwd(), job.learns_from) for job in run.jobs]
 
 
 def _check_length(job: PlannedJob, model: Any) -> None:

@@ -1,16 +1,21 @@
-"""What jobs compute, from their tokens and the base's shape, and which of them are cut among several GPUs. Does not import torch."""
+"""What jobs compute, from their tokens and the base's shape, which of them are cut among several GPUs, and what a run of them takes beside
+its base. Does not import torch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
 from tlora.planning.micro_batches import SizedJob
 from tlora.registry import OBJECTIVES
+from tlora.shape.memory import MemoryModel
 from tlora.shape.work import JobWork
+from tlora.sharing.regions import lay_out_regions, slots_of
 
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
 
@@ -57,3 +62,20 @@ def multiply_adds(job: SizedJob, weights: int, width: int) -> float:
         times = 2 + (steps // every if isinstance(every, int) and every else 0)
         evaluated = times * float(job.data.eval.lengths.sum())
     return JobWork(trained_tokens(job), mean, 2 + OBJECTIVES[spec.objective].forwards_beside, evaluated).multiply_adds(weights, width)
+
+
+def counting_jobs(memory: MemoryModel, jobs: Sequence[SizedJob], deterministic: bool) -> MemoryModel:
+    """`memory` for a run of `jobs`: with the references that they bring, and their replicas. The mailbox is that of the jobs that span
+    ranks. In a deterministic run the token budget must not follow from that: it is counted as with the fewest ranks that need one, for all
+    jobs of several replicas, beside one another.
+    """
+    layouts = {job.spec.name: job.layout for job in jobs if job.layout is not None and job.replicas > 1}
+    sizes = {name: layout.numel for name, layout in layouts.items()}
+    if deterministic:
+        counted = [job for job in jobs if job.spec.name in sizes and not job.problems]
+        mailbox = memory.sum_bytes * sum(slots_of(-(-job.replicas // 2)) * sizes[job.spec.name] for job in counted)
+    else:
+        spans = {job.spec.name: job.span for job in jobs if job.spec.name in sizes and job.span is not None}
+        _, mailbox = lay_out_regions(spans, sizes, memory.sum_bytes)
+    compared = frozenset(job.layout for job in jobs if job.layout is not None and job.compares_with_start)
+    return replace(memory, spanning=frozenset(layouts.values()), compared=compared, mailbox_bytes=mailbox)

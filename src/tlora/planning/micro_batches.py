@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import row_tokens
 from tlora.data.prepare import Prepared
 from tlora.job import JobSpec, RunSpec
@@ -52,6 +53,10 @@ class SizedJob(Protocol):
     def replicas(self) -> int: ...
     @property
     def problems(self) -> Sequence[str]: ...
+    @property
+    def span(self) -> ReplicaPlacement | None: ...
+    @property
+    def compares_with_start(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,7 @@ def _budgets(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: Memor
     """What the user set, or the largest that the jobs can fill and the device gains from, and halves of it down to the longest sample."""
     if run.token_budget != "auto":
         return [run.token_budget]
-    batches = [_replica_batch(job) for job in jobs if job.data]
+    batches = [replica_batch(job) for job in jobs if job.data]
     offered, spreads = [mean for mean, _ in batches], [spread for _, spread in batches]
     # a streamed base is fetched as often as there are micro-batches
     filled = not cost.link_tokens and min(sum(offered), cost.full_tokens) * memory.layer_weights < HIDES_LAUNCHES
@@ -172,7 +177,7 @@ def _budgets(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: Memor
     return budgets
 
 
-def _replica_batch(job: SizedJob) -> tuple[float, float]:
+def replica_batch(job: SizedJob) -> tuple[float, float]:
     """Mean and standard deviation of the tokens of one replica's part of a global batch, which is drawn without replacement."""
     assert job.data is not None
     tokens = row_tokens(job.data.train.lengths, job.data.train.epoch)

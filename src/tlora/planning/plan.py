@@ -18,14 +18,13 @@ from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.kernels.lora_tables import rank_width
-from tlora.objectives import compares_with_start
 from tlora.planning.job_plan import PlannedJob, plan_jobs
+from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import ACTIVATION_RANK, bytes_in, measure, memory_limit, more_memory
 from tlora.planning.micro_batches import MicroBatches, choose, fastest_budget, largest_micro_batch
 from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
-from tlora.sharing.regions import lay_out_regions, slots_of
 from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
@@ -189,23 +188,6 @@ def fitted_jobs(run: RunSpec, plan: RunPlan) -> list[PlannedJob]:
 def is_sound(job: PlannedJob) -> bool:
     """Whether nothing but memory keeps it from running."""
     return not job.problems or job.problems == [job.too_large]
-
-
-def counting_jobs(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic: bool) -> MemoryModel:
-    """`memory` for a run of `jobs`: with the references that they bring, and their replicas. The mailbox is that of the jobs that span
-    ranks. In a deterministic run the token budget must not follow from that: it is counted as with the fewest ranks that need one, for all
-    jobs of several replicas, beside one another.
-    """
-    layouts = {job.spec.name: job.layout for job in jobs if job.layout is not None and job.replicas > 1}
-    sizes = {name: layout.numel for name, layout in layouts.items()}
-    if deterministic:
-        counted = [job for job in jobs if job.spec.name in sizes and not job.problems]
-        mailbox = memory.sum_bytes * sum(slots_of(-(-job.replicas // 2)) * sizes[job.spec.name] for job in counted)
-    else:
-        spans = {job.spec.name: job.span for job in jobs if job.spec.name in sizes and job.span is not None}
-        _, mailbox = lay_out_regions(spans, sizes, memory.sum_bytes)
-    compared = frozenset(job.layout for job in jobs if job.layout is not None and compares_with_start(job.spec))
-    return replace(memory, spanning=frozenset(layouts.values()), compared=compared, mailbox_bytes=mailbox)
 
 
 def _recompute_warnings(run: RunSpec, memory: MemoryModel) -> tuple[str, ...]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+MOST_FILLED = 0.95  # of the memory limit, with slots beyond two: what the run measures may be some hundredths more than was counted
+# By how much products may be faster than predicted: those of a 70B in fp8 on an H100 were, and waited for the link a quarter of the time
+# (bench/results/h100_71836d0_streamed_70b_fp8.json). More tokens that recompute more layers cost less than that.
+FASTER_PRODUCTS = 1.2
 _ABOUT_EQUAL = 1.01  # times the least cost: of such choices the one that fetches least, in case the link is slower for a while
 _TRIED = 16  # numbers of layers on the device that are looked at first
 _Plan = TypeVar("_Plan")

@@ -18,7 +18,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, fit, fitted_jobs, is_sound, plan_memory, settle
-from tlora.planning.slots import choose_slots
+from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.planning.work import flops_here, multiplied_weights, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import StreamCost, fetched_layers
@@ -28,11 +28,7 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Load
 
-_MOST_FILLED = 0.95  # of the memory limit, with slots beyond two: what the run measures may be some hundredths more than was counted
 _LEAST_GAIN = 1.1  # times as fast as with the whole base on the device, by prediction, so that one that fits there is streamed
-# By how much products may be faster than predicted: those of a 70B in fp8 on an H100 were, and waited for the link a quarter of the time
-# (bench/results/h100_71836d0_streamed_70b_fp8.json). More tokens that recompute more layers cost less than that.
-_FASTER_PRODUCTS = 1.2
 _JOBS_TO_COME, _TOKENS_TO_COME = 4, 8192  # what a worker keeps room for: jobs of the default rank, in micro-batches of so many tokens
 
 
@@ -132,7 +128,7 @@ def choose_layout(
         return plan, None
     token_seconds = 2 * multiplied_weights(model) / rate_of(model, device, machine.flops)
     most = 2 if device.type != "cuda" or (ordered and whole_fits) else max(2, sizes.num_layers - 1)
-    streamed = _fastest(run, plan, sizes, device, token_seconds * link / _FASTER_PRODUCTS, min(most, most_slots or most))
+    streamed = _fastest(run, plan, sizes, device, token_seconds * link / FASTER_PRODUCTS, min(most, most_slots or most))
     why = "the jobs file orders it" if ordered else _why_streamed(run, plan, streamed, device)
     if why is None:
         return plan, None
@@ -178,7 +174,7 @@ def _with_slots(run: RunSpec, plan: RunPlan, sizes: StreamedBytes, device: torch
     memory = replace(plan.memory, base_bytes=sizes.on_device(slots), measured=False)
     link_tokens = _fetched_bytes(sizes, slots) / bytes_per_token if bytes_per_token else 0.0
     streamed = replace(plan, streaming=Streaming(slots, run.layout == "streamed"), link_tokens=link_tokens, other_precisions={})
-    filled = int(_MOST_FILLED * plan.limit_bytes) if slots > 2 else plan.limit_bytes
+    filled = int(MOST_FILLED * plan.limit_bytes) if slots > 2 else plan.limit_bytes
     return replace(fit(run, replace(streamed, limit_bytes=filled), memory, device), limit_bytes=plan.limit_bytes)
 
 

@@ -6,6 +6,7 @@ The one rule for this: the planner chooses by it, `tlora check` predicts with it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora.job import Recompute
@@ -23,13 +24,15 @@ layer, as 1.7B takes 5.9 ms a layer for 8,192 tokens (one H200 and its host)."""
 class TokenCost:
     """Of one base on one device. A micro-batch costs as much as `fixed_tokens` more would, and over a base that is streamed no less than
     `link_tokens`, of which the products take as long as the link takes to bring the layers. With more than `full_tokens` micro-batches
-    become no faster.
+    become no faster. Of one of several `stages`: `offered_tokens` are those of a global batch of each job that shares the pipeline.
     """
 
     full_tokens: int
     num_layers: int = 0  # that can be recomputed
     fixed_tokens: float = 0.0
     link_tokens: float = 0.0
+    stages: int = 1
+    offered_tokens: tuple[float, ...] = ()
 
     def products(self, tokens: float, recomputed_layers: int) -> float:
         """Of each token in a micro-batch of so many, without the link."""
@@ -37,7 +40,26 @@ class TokenCost:
 
     def at(self, tokens: float, recomputed_layers: int) -> float:
         """Of each token in a micro-batch of so many; 1 where it is ideal."""
-        return max(self.products(tokens, recomputed_layers), self.link_tokens / tokens)
+        return max(self.products(tokens, recomputed_layers), self.link_tokens / tokens) / (1 - self.bubble(tokens))
+
+    def bubble(self, tokens: float) -> float:
+        """Share of its time that a stage waits, with micro-batches of so many."""
+        filled = min(tokens, sum(self.offered_tokens)) or 1.0
+        return bubble(self.stages, [offered / filled for offered in self.offered_tokens])
+
+
+def bubble(stages: int, micro_batches: Sequence[float]) -> float:
+    """Share of its time that a pipeline waits for work: max(0, 1 - sum of m / (max(m, 1) + S - 1)) over jobs of m micro-batches a batch.
+
+    A job's next global batch enters when its last one has left, so by itself it fills m of m + S - 1 turns: (S - 1) / (m + S - 1) of a lone
+    job's time is a bubble, and nothing where all together offer enough.
+
+    >>> bubble(4, [9]), bubble(4, [1, 1]), bubble(4, [1] * 4), bubble(1, [1])
+    (0.25, 0.5, 0.0, 0.0)
+    """
+    if stages == 1 or not micro_batches:
+        return 0.0
+    return max(0.0, 1 - sum(count / (max(count, 1.0) + stages - 1) for count in micro_batches))
 
 
 def recompute_factor(recomputed_layers: float, num_layers: int) -> float:

@@ -1,0 +1,64 @@
+"""Which GPUs a plan is for: models by name or file, or those of this machine as their driver calls them. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tlora.cluster.gpus import list_gpus, visible
+from tlora.errors import ConfigError, cut
+from tlora.planning.gpu_models import GpuModel, find_gpu, gpu_called
+from tlora.shape.memory import MOST_GPUS
+
+_NAME_THEM = "name GPUs with --gpu, such as --gpu rtx4090, or describe one with --device-spec FILE"
+
+
+def asked_gpus(count: int | None, names: str | None, device_spec: Path | None) -> list[GpuModel]:
+    """Of `count` GPUs of the models in `names`, as many of each in this order, or of the one that a file describes; without either those
+    of this machine. Raises ConfigError.
+    """
+    if count is not None and not 1 <= count <= MOST_GPUS:
+        raise ConfigError(f"--gpus {count}: must be from 1 to {MOST_GPUS}, which is what a run on one host has. Give such a number")
+    if names is not None and device_spec is not None:
+        raise ConfigError("--gpu and --device-spec both say which GPUs to plan for; give one of the two")
+    if device_spec is not None:
+        return [find_gpu(str(device_spec), option="--device-spec")] * (count or 1)
+    if names is None:
+        return _here(count)
+    asked = [name.strip() for name in names.split(",")]
+    if "" in asked:
+        raise ConfigError(f"--gpu {cut(names)}: a name is empty. Write such as rtx4090,rtx3090")
+    models = _comparable([find_gpu(name) for name in asked])
+    count = len(models) if count is None else count
+    if count % len(models):
+        raise ConfigError(
+            f"--gpus {count}: is no multiple of the {len(models)} models in --gpu {cut(names)}, of which as many each are planned for. "
+            f"Give --gpus {-(-count // len(models)) * len(models)}, or name each GPU's model"
+        )
+    return [model for model in models for _ in range(count // len(models))]
+
+
+def _here(count: int | None) -> list[GpuModel]:
+    known = list_gpus()
+    there = [known[number] for number in visible(known)]
+    if not there:
+        raise ConfigError(f"no GPU is here to plan for: {_NAME_THEM}")
+    if count is not None and count > len(there):
+        raise ConfigError(f"--gpus {count}: {len(there)} are here. Give --gpus {len(there)}, or {_NAME_THEM}")
+    found: list[GpuModel] = []
+    for gpu in there[:count]:
+        model = gpu_called(gpu.name)
+        if model is None:
+            raise ConfigError(f"the GPU {gpu.name or 'here'!r} is not in the table of GPUs: describe it with --device-spec FILE")
+        found.append(replace(model, memory_bytes=gpu.memory_bytes or model.memory_bytes))
+    return _comparable(found)
+
+
+def _comparable(models: list[GpuModel]) -> list[GpuModel]:
+    """Raises ConfigError for models of which one has no known speed."""
+    plain = next((model for model in models if model.flops is None), None)
+    other = next((model for model in models if model.flops is not None), None)
+    if plain is not None and other is not None:
+        unknown = f"{plain.name} takes the plain path, whose speed is not known, so that it has no share beside {other.name}"
+        raise ConfigError(f"{unknown}. Plan for one of them")
+    return models

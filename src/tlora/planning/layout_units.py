@@ -1,0 +1,282 @@
+"""What computes one replica in a layout, a GPU or a pipeline of stages: its memory, its micro-batches and its seconds. No torch.
+
+Bytes are `shape.memory`'s, seconds `job_work`'s and `shape.token_cost`'s, micro-batches `micro_batches`', as for `tlora check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tlora.batching.recompute_plan import RecomputePlan
+from tlora.job import RunSpec
+from tlora.kernels.cards import class_of_capability
+from tlora.planning.gpu_models import GpuModel
+from tlora.planning.job_sketch import JobSketch
+from tlora.planning.job_work import counting_jobs, multiply_adds
+from tlora.planning.micro_batches import (
+    MicroBatches,
+    choose,
+    cost_of,
+    largest_micro_batch,
+    replica_batch,
+    sample_lengths,
+    token_cost_on,
+)
+from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
+from tlora.shape.base_parts import BaseParts
+from tlora.shape.memory import MemoryModel
+from tlora.shape.stages import cut_layers
+from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers
+from tlora.shape.work import multiply_adds_per_second
+from tlora.wording.numbers import gib
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, with what the base takes on one such."""
+
+    gpu: GpuModel
+    parts: BaseParts
+    limit_bytes: int
+
+    @property
+    def rate(self) -> float:
+        """Multiply-adds a second."""
+        return multiply_adds_per_second("cuda", self.gpu.flops, self.parts.in_8_bits)
+
+    @property
+    def token_seconds(self) -> float:
+        """Of products of a token without recomputation, in large micro-batches, through the whole base."""
+        return 2 * self.parts.weights / self.rate
+
+    def cost(self, memory: MemoryModel, link_tokens: float = 0.0) -> TokenCost:
+        return token_cost_on("cuda", class_of_capability(self.gpu.capability), memory, link_tokens)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Of jobs on one unit. `cost`: their time over that of ideal products. Of a full micro-batch: its tokens, recomputed layers (of all
+    stages), seconds, and those of these that the unit waits, for a link or for work; `bubble`: for work. `predicted_bytes`: of the fullest
+    GPU for its limit.
+    """
+
+    token_budget: int
+    recomputed_layers: int
+    cost: float
+    micro_batch_seconds: float
+    exposed_seconds: float
+    predicted_bytes: int
+    limit_bytes: int
+    waiting: int = 0
+    bubble: float = 0.0
+    layers: tuple[int, ...] = ()  # of each stage
+    slots: int = 0  # layers on the device, of a base that is streamed
+
+
+class DoesNotFitError(Exception):
+    """A layout that is not feasible, and why. `least_bytes`: of a GPU with which it would be, at least."""
+
+    def __init__(self, why: str, least_bytes: int) -> None:
+        super().__init__(why)
+        self.least_bytes = least_bytes
+
+
+class Unit(Protocol):
+    """`devices`: in the order of its stages."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]: ...
+    def seconds(self, job: JobSketch) -> float:
+        """Of the job with ideal products."""
+        ...
+
+    def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
+        """Raises DoesNotFitError."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneGpu:
+    """`base_bytes` of the base lie on it; the rest is brought for each micro-batch, `fetched_bytes` at `link_rate` a second."""
+
+    device: Device
+    base_bytes: int
+    fetched_bytes: int = 0
+    link_rate: float = 1.0
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return (self.device,)
+
+    def seconds(self, job: JobSketch) -> float:
+        return multiply_adds(job, self.device.parts.weights, self.device.parts.width) / self.device.rate
+
+    def plan(self, run: RunSpec, jobs: Sequence[JobSketch], filled: float = 1.0) -> UnitPlan:
+        """`filled`: share of the limit that micro-batches are chosen with."""
+        memory = replace(self.device.parts.memory, base_bytes=self.base_bytes)
+        link_tokens = self.fetched_bytes / (self.device.token_seconds * self.link_rate / FASTER_PRODUCTS)
+        cost = self.device.cost(memory, link_tokens)
+        fitted = _fit(run, jobs, memory, self.device, cost, filled)
+        tokens, layers = fitted.micro.token_budget, fitted.micro.recompute.layers(fitted.micro.token_budget)
+        stream = StreamCost(self.fetched_bytes, self.link_rate, tokens * self.device.token_seconds * cost.products(tokens, layers))
+        own = cost_of(fitted.micro, sample_lengths(jobs), cost)
+        return UnitPlan(
+            *(tokens, layers, own, stream.seconds, stream.exposed_seconds),
+            *(fitted.predicted_bytes, self.device.limit_bytes, fitted.waiting),
+        )
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One GPU to which layers come from the host's memory, with as many of them on it as serve best."""
+
+    device: Device
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return (self.device,)
+
+    def seconds(self, job: JobSketch) -> float:
+        return OneGpu(self.device, 0).seconds(job)
+
+    def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
+        sizes, device = self.device.parts.streamed, self.device
+        assert sizes is not None, device.gpu.name
+        if sizes.on_device(2) > device.limit_bytes:
+            least = sizes.on_device(2)
+            what = f"two layers of {gib(sizes.layer_bytes)} and what is in no layer take {gib(least)}"
+            raise DoesNotFitError(f"{what}, and the limit is {gib(device.limit_bytes)}", least)
+
+        def with_slots(slots: int) -> UnitPlan | DoesNotFitError | None:
+            if sizes.on_device(slots) > device.limit_bytes:
+                return None
+            fetched = fetched_layers(sizes.num_layers, slots) * sizes.layer_bytes
+            unit = OneGpu(device, sizes.on_device(slots), fetched, device.gpu.link_gb_per_second * 1e9)
+            try:
+                return replace(unit.plan(run, jobs, MOST_FILLED if slots > 2 else 1.0), slots=slots)
+            except DoesNotFitError as error:
+                return error
+
+        ordered = (
+            run.layout == "streamed" and device.parts.memory.base_bytes <= device.limit_bytes
+        )  # to leave room, so with few layers there
+        found = choose_slots(
+            2 if ordered else max(2, sizes.num_layers - 1),
+            with_slots,
+            lambda each: (isinstance(each, DoesNotFitError), each.waiting if isinstance(each, UnitPlan) else 0),
+            lambda each: each.cost if isinstance(each, UnitPlan) else 1.0,
+        )
+        if isinstance(found, UnitPlan):
+            return found
+        assert found is not None, "two layers fit"
+        raise found
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages on `devices`: layers `cuts[s]` on the s-th."""
+
+    devices: tuple[Device, ...]
+    cuts: tuple[tuple[int, int], ...]
+
+    def seconds(self, job: JobSketch) -> float:
+        """Of its slowest stage."""
+        return max(self._stage_seconds(job, stage) for stage in range(len(self.cuts)))
+
+    def _stage_seconds(self, job: JobSketch, stage: int) -> float:
+        (first, end), device = self.cuts[stage], self.devices[stage]
+        return multiply_adds(job, self._weights(stage), (end - first) * device.parts.hidden_size) / device.rate
+
+    def _weights(self, stage: int) -> int:
+        """That each token is multiplied with in forward."""
+        (first, end), parts = self.cuts[stage], self.devices[stage].parts
+        return sum(parts.layer_weights[first:end]) + (parts.head_weights if stage == len(self.cuts) - 1 else 0)
+
+    def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
+        """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""
+        count, offered = len(self.cuts), tuple(replica_batch(job)[0] for job in jobs if job.data is not None)
+        fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
+        for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
+            memory = device.parts.stage_memory(first, end, in_flight=count - stage)
+            here = [job.within(device.parts, first, end) for job in jobs]
+            cost = replace(device.cost(memory), stages=count, offered_tokens=offered)
+            try:
+                fits.append((_fit(run, here, memory, device, cost), cost, here))
+            except DoesNotFitError as error:
+                where = f"stage {stage} (layers {first} to {end - 1} on {device.gpu.name})"
+                raise DoesNotFitError(f"{where}: {error}", error.least_bytes) from None
+        budget = min(fitted.micro.token_budget for fitted, _, _ in fits)
+        lengths, ideal, slowest, products, recomputed = sample_lengths(jobs), 0.0, 0.0, 0.0, 0
+        for stage, (fitted, cost, _) in enumerate(fits):
+            own = sum(self._stage_seconds(job, stage) for job in jobs)
+            ideal = max(ideal, own)
+            slowest = max(slowest, own * cost_of(MicroBatches(budget, fitted.micro.recompute), lengths, cost))
+            layers = fitted.micro.recompute.layers(budget)
+            recomputed += layers
+            products = max(products, budget * 2 * self._weights(stage) / self.devices[stage].rate * cost.products(budget, layers))
+        waits = max(0.0, self.boundary_seconds(budget) - products)
+        bubble = fits[0][1].bubble(budget)
+        turn = (products + waits) / (1 - bubble)
+        fullest = max(fits, key=lambda found: found[0].predicted_bytes / found[0].limit_bytes)[0]
+        return UnitPlan(
+            *(budget, recomputed, (slowest / ideal if ideal else 1.0) * (products + waits) / products),
+            *(turn, turn - products, fullest.predicted_bytes, fullest.limit_bytes, max(fitted.waiting for fitted, _, _ in fits)),
+            bubble=bubble,
+            layers=tuple(end - first for first, end in self.cuts),
+        )
+
+    def boundary_seconds(self, tokens: int) -> float:
+        """A micro-batch at the slowest boundary: T * hidden numbers on, and as many back; a middle stage sends both ways over one link."""
+        found = 0.0
+        for left, right in zip(self.devices, self.devices[1:], strict=False):
+            num_bytes = tokens * left.parts.hidden_size * left.parts.memory.element_bytes
+            found = max(found, num_bytes * (1 if len(self.devices) == 2 else 2) / link_rate(left.gpu, right.gpu))
+        return found
+
+
+def link_rate(one: GpuModel, other: GpuModel) -> float:
+    """Bytes a second between two GPUs: peers' copies, else through pinned memory of the host."""
+    peer = min(one.peer_gb_per_second, other.peer_gb_per_second)
+    return 1e9 * (peer or min(one.link_gb_per_second, other.link_gb_per_second))
+
+
+def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipeline:
+    """Layers cut by the predicted seconds of all `jobs`."""
+    parts = devices[0].parts
+    layers = [sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in parts.layer_weights]
+    head = sum(multiply_adds(job, parts.head_weights, 0) for job in jobs)
+    return Pipeline(devices, cut_layers(layers, head, [device.rate for device in devices]))
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    micro: MicroBatches
+    predicted_bytes: int
+    limit_bytes: int
+    waiting: int
+
+
+def _fit(run: RunSpec, jobs: Sequence[JobSketch], memory: MemoryModel, device: Device, cost: TokenCost, filled: float = 1.0) -> _Fitted:
+    """Micro-batches of `jobs` on a GPU, and what it takes with as many of them as fit at once. Raises DoesNotFitError."""
+    limit = device.limit_bytes
+    if memory.base_bytes > limit:
+        raise DoesNotFitError(f"{gib(memory.base_bytes)} of the base, and the limit is {gib(limit)}", memory.base_bytes)
+    memory = counting_jobs(memory, jobs, run.deterministic)
+    longest = max((job.longest for job in jobs), default=1)
+    micro = choose(run, jobs, longest, memory, int(filled * limit), cost)
+    largest = largest_micro_batch(micro.token_budget, longest)
+    layouts = [job.layout for job in jobs if job.layout is not None]
+    for job in jobs:
+        if job.layout is not None and (needed := memory.total_bytes([job.layout], largest, micro.recompute)) > limit:
+            raise DoesNotFitError(_too_large(job, memory, largest, micro.recompute, needed, limit), needed)
+    held = len(layouts)
+    while held > 1 and memory.total_bytes(layouts[:held], largest, micro.recompute) > limit:
+        held -= 1
+    return _Fitted(micro, memory.total_bytes(layouts[:held], largest, micro.recompute), limit, len(layouts) - held)
+
+
+def _too_large(job: JobSketch, memory: MemoryModel, largest: int, recompute: RecomputePlan, needed: int, limit: int) -> str:
+    recomputed = f" with {recompute.layers(largest)} of {memory.num_layers} layers recomputed" if memory.num_layers else ""
+    return f"job {job.name!r} needs {gib(needed)} for micro-batches of {largest:,} tokens{recomputed}, and the limit is {gib(limit)}"

@@ -1,0 +1,182 @@
+"""Every layout of a run on given GPUs, the fastest first, by predicted seconds, and why each other is slower or not feasible. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tlora.batching.placement import Placement, place
+from tlora.errors import CapacityError
+from tlora.job import RunSpec
+from tlora.planning.job_sketch import JobSketch
+from tlora.planning.job_work import choose_replicas, trained_tokens
+from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
+from tlora.shape.layout import Form, Layout
+from tlora.shape.memory import MOST_GPUS
+from tlora.wording.numbers import gib
+
+_SEEN = 0.005  # shares below it are not told of
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A feasible layout. `gpus`: in the order of its ranks. `unit` is the plan of the GPU or pipeline that is through last; `seconds`:
+    until then. `why`: what keeps it from its GPUs' speed.
+    """
+
+    layout: Layout
+    gpus: tuple[str, ...]
+    unit: UnitPlan
+    seconds: float
+    tokens_per_second: float
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RefusedLayout:
+    """A layout that is not feasible, and why. `least_bytes`: of a GPU with which it would be, at least; 0 where memory is not why."""
+
+    name: str
+    why: str
+    least_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LayoutPlans:
+    """`feasible`: the fastest first."""
+
+    feasible: tuple[LayoutPlan, ...]
+    refused: tuple[RefusedLayout, ...]
+
+
+def plan_layouts(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device]) -> LayoutPlans:
+    """For a run of `jobs`, none of which has problems, on `devices`, in their order."""
+    assert devices and not any(job.problems for job in jobs), [job.problems for job in jobs]
+    feasible: list[LayoutPlan] = []
+    refused: list[RefusedLayout] = []
+    for form, layout, units, why_not in _candidates(jobs, tuple(devices)):
+        name = str(layout)
+        if why_not is None and run.layout not in ("auto", form):
+            why_not = f"the jobs file orders layout: {run.layout}"
+        if why_not is not None:
+            refused.append(RefusedLayout(name, why_not))
+            continue
+        try:
+            feasible.append(_predict(run, jobs, layout, units, len(devices)))
+        except DoesNotFitError as error:
+            refused.append(RefusedLayout(name, str(error), error.least_bytes))
+    feasible.sort(key=lambda found: (-found.tokens_per_second, found.layout.gpus))  # stable: of equals the simplest form
+    return LayoutPlans(tuple(feasible), tuple(refused))
+
+
+def _candidates(jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> list[tuple[Form, Layout, tuple[Unit, ...], str | None]]:
+    """Each layout with its units, or why there is none."""
+    count, parts = len(devices), devices[0].parts
+    found: list[tuple[Form, Layout, tuple[Unit, ...], str | None]] = []
+    whole = tuple(OneGpu(device, device.parts.memory.base_bytes) for device in devices)
+    found.append(("whole", _weighted("whole", whole), whole, None))
+    if count > 1:
+        why_not = _why_not_shared(devices)
+        shared = () if why_not else _shared(devices)
+        found.append(("shared", _weighted("shared", shared) if shared else Layout("shared", count), shared, why_not))
+    fastest = max(devices, key=lambda device: device.rate)
+    why_not = None if fastest.parts.streamed is not None else "its layers cannot be cut into rows, or have experts"
+    found.append(("streamed", Layout("streamed"), (Streamed(fastest),), why_not))
+    for stages in range(2, count + 1):
+        replicas = count // stages
+        if stages > len(parts.layers):
+            found.append(("stages", Layout("stages", replicas, stages), (), f"the base has {len(parts.layers)} layers"))
+            continue
+        pipelines = tuple(cut_pipeline(devices[first * stages : (first + 1) * stages], jobs) for first in range(replicas))
+        found.append(("stages", _weighted("stages", pipelines, stages), pipelines, None))
+    return found
+
+
+def _why_not_shared(devices: tuple[Device, ...]) -> str | None:
+    apart = next((device.gpu for device in devices if not device.gpu.peer_gb_per_second), None)
+    if not devices[0].parts.shared_bytes:
+        return "its weights cannot be cut by rows"
+    return None if apart is None else f"{apart.name}s cannot read each other's memory"
+
+
+def _shared(devices: tuple[Device, ...]) -> tuple[OneGpu, ...]:
+    """Each GPU fetches what the others hold of each layer, forwards and back, but for the last two of each direction."""
+    count = len(devices)
+    rate = min(link_rate(one.gpu, other.gpu) for one in devices for other in devices)
+
+    def unit(device: Device) -> OneGpu:
+        parts = device.parts
+        layers = sum(parts.layer_bytes) / max(1, len(parts.layers))
+        fetched = 2 * max(0, len(parts.layers) - 2) * layers * (count - 1) / count
+        return OneGpu(device, parts.shared_bytes[count - 1], round(fetched), rate)
+
+    return tuple(map(unit, devices))
+
+
+def _weighted(form: Form, units: Sequence[Unit], stages: int = 1) -> Layout:
+    """Shares by the units' speeds; equal where these are."""
+    rates = [min(device.rate for device in unit.devices) for unit in units]
+    even = max(rates) <= min(rates)
+    return Layout(form, len(units), stages, () if even else tuple(rate / sum(rates) for rate in rates))
+
+
+def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tuple[Unit, ...], gpus: int) -> LayoutPlan:
+    """Raises DoesNotFitError."""
+    by_unit = [{job.name: unit.seconds(job) for job in jobs} for unit in units]
+    seconds, totals = by_unit[0], [sum(each.values()) for each in by_unit]
+    speeds = [totals[0] / total if total else 1.0 for total in totals]
+    placement = place(seconds, len(units), choose_replicas(jobs, seconds, len(units), run.deterministic), speeds)
+    spanning = [replace(job, span=placement.spans.get(job.name)) for job in jobs]
+    plans: dict[tuple[int, tuple[str, ...]], UnitPlan] = {}
+    ends: list[tuple[float, UnitPlan]] = []
+    for number, unit in enumerate(units):
+        names = {*placement.jobs[number], *placement.parts(number)}
+        here = spanning if run.deterministic else [job for job in spanning if job.name in names] or spanning
+        key = [other.devices for other in units].index(unit.devices), tuple(job.name for job in here)  # alike units plan alike
+        if key not in plans:
+            plans[key] = unit.plan(run, here)
+        ends.append((placement.seconds[number] * plans[key].cost, plans[key]))
+    end, last = max(ends, key=lambda found: found[0])
+    fullest = max((plan for _, plan in ends), key=lambda plan: plan.predicted_bytes / plan.limit_bytes)
+    shown = replace(last, predicted_bytes=fullest.predicted_bytes, limit_bytes=fullest.limit_bytes)
+    rate = sum(trained_tokens(job) for job in jobs) / end if end else 0.0
+    names = tuple(device.gpu.name for unit in units for device in unit.devices)
+    return LayoutPlan(layout, names, shown, end, rate, _why(layout, shown, placement, gpus))
+
+
+def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tuple[str, ...]:
+    """What it loses against ideal products on all GPUs."""
+    found: list[str] = []
+    if layout.gpus < gpus:
+        found.append(f"{gpus - layout.gpus} of {gpus} GPUs are idle")
+    busy = sum(placement.seconds) / len(placement.seconds) / placement.end if placement.end else 1.0
+    if busy < 1 - _SEEN:
+        found.append(f"replicas compute {busy:.0%} of the time: jobs are too few or too uneven to share")
+    if unit.bubble > _SEEN:
+        found.append(f"stages wait {unit.bubble:.0%} of the time: global batches are too small to fill {layout.stages} of them")
+    waits = unit.exposed_seconds - unit.bubble * unit.micro_batch_seconds
+    if waits > _SEEN * unit.micro_batch_seconds:
+        found.append(f"{waits / unit.micro_batch_seconds:.0%} of a micro-batch waits for the link")
+    if unit.recomputed_layers:
+        found.append(f"{unit.recomputed_layers} layers are recomputed")
+    if unit.waiting:
+        found.append(f"{unit.waiting} jobs wait until others have left")
+    return tuple(found)
+
+
+def no_layout(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], plans: LayoutPlans) -> CapacityError:
+    """Of GPUs on which no layout is feasible, what would fit: fewer bits, more GPUs, or larger ones."""
+    parts, device = devices[0].parts, devices[0]
+    remedies: list[str] = []
+    for count in range(len(devices) + 1, MOST_GPUS + 1):
+        if plan_layouts(run, jobs, [device] * count).feasible:
+            remedies.append(f"--gpus {count}")
+            break
+    smaller = [name for name, count in parts.precision_bytes.items() if count < parts.memory.base_bytes]
+    if run.base_precision is None and smaller:
+        remedies.append(f"base_precision: {smaller[-1]}, to try with this command")
+    needed = min((each for each in plans.refused if each.least_bytes), key=lambda each: each.least_bytes, default=None)
+    if needed is not None:
+        remedies.append(f"GPUs on which a run may take {gib(needed.least_bytes)} ({needed.name})")
+    reasons = "; ".join(f"{each.name}: {each.why}" for each in plans.refused)
+    return CapacityError(f"no layout fits. {reasons}. Would fit: {', or '.join(remedies) or 'a smaller base'}")

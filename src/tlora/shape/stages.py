@@ -1,0 +1,38 @@
+"""Where a base's decoder layers are cut into the stages of a pipeline: by predicted seconds. Knows no bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def cut_layers(layer_seconds: Sequence[float], head_seconds: float, speeds: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """First layer and end of each stage, so that the slowest takes as little as can be; head and loss are the last one's.
+
+    One stage for each of `speeds`, in their order, with at least one layer. Of equals, that with the fewest layers on the
+    first stages, where the most micro-batches wait for their backward.
+
+    >>> cut_layers([1.0] * 8, 1.0, [1.0, 1.0]), cut_layers([1.0] * 8, 1.0, [2.0, 1.0])
+    (((0, 4), (4, 8)), ((0, 6), (6, 8)))
+    """
+    layers, stages = len(layer_seconds), len(speeds)
+    assert 1 <= stages <= layers, (stages, layers)
+    until = [0.0, *accumulate(layer_seconds)]
+    ends = [0.0, *[math.inf] * layers]  # of the best cut of the first so many layers into the stages so far
+    came_from: list[list[int]] = []
+    for stage, speed in enumerate(speeds):
+        last = stage == stages - 1
+        found, origin = [math.inf] * (layers + 1), [0] * (layers + 1)
+        for end in range(stage + 1, layers - (stages - 1 - stage) + 1):
+            for first in range(stage, end):
+                own = (until[end] - until[first] + (head_seconds if last else 0.0)) / speed
+                if max(ends[first], own) < found[end]:
+                    found[end], origin[end] = max(ends[first], own), first
+        ends = found
+        came_from.append(origin)
+    cuts, end = list[tuple[int, int]](), layers
+    for origin in reversed(came_from):
+        cuts.append((origin[end], end))
+        end = origin[end]
+    return tuple(reversed(cuts))

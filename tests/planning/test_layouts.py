@@ -1,0 +1,237 @@
+"""`tlora plan`'s layouts: the numbers of `tlora check` where both tell them, stages, two kinds of GPU, and why others are not feasible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.tiny_runs import job, run_spec, save_base
+from tlora.data.prepare import prepare
+from tlora.data.request import prepare_requests
+from tlora.engine.check import check
+from tlora.errors import CapacityError
+from tlora.job import RunSpec
+from tlora.kernels.device import as_if_on
+from tlora.planning.base_outline import describe_base
+from tlora.planning.gpu_models import GpuModel, find_gpu
+from tlora.planning.job_sketch import JobSketch, sketch_jobs
+from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate
+from tlora.planning.layouts import LayoutPlan, LayoutPlans, no_layout, plan_layouts
+from tlora.shape.base_shape import BaseShape, parse_shape
+from tlora.shape.layout import Layout
+from tlora.shape.memory import StreamedBytes
+
+H100, RTX_4090, RTX_3090 = find_gpu("h100"), find_gpu("rtx4090"), find_gpu("rtx3090")
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("layered") / "base", num_hidden_layers=8)
+
+
+@pytest.fixture
+def run(layered: Path, data: Path, tmp_path: Path) -> RunSpec:
+    jobs = [job(name, str(data / "a.jsonl"), r=rank) for name, rank in (("a", 4), ("b", 16), ("c", 8))]
+    return run_spec(layered, tmp_path / "out", jobs, dtype="bfloat16")
+
+
+def shape_of(run: RunSpec, gpu: GpuModel) -> BaseShape:
+    with as_if_on(gpu.name, gpu.capability):
+        rank = max(spec.largest_rank for spec in run.jobs)
+        found = describe_base(run.base_model, run.dtype, run.base_precision, "cuda", rank=rank)
+    return parse_shape(found.to_json())
+
+
+def devices_of(run: RunSpec, *gpus: GpuModel) -> list[Device]:
+    shapes = {gpu: shape_of(run, gpu) for gpu in dict.fromkeys(gpus)}
+    return [Device(gpu, shapes[gpu].parts, gpu.limit_bytes) for gpu in gpus]
+
+
+def sketched(run: RunSpec) -> tuple[JobSketch, ...]:
+    shape = shape_of(run, H100)
+    return sketch_jobs(run, shape, prepare(prepare_requests(run, shape.vocab_size)))
+
+
+def limited(devices: list[Device], limit_bytes: int) -> list[Device]:
+    return [replace(device, limit_bytes=limit_bytes) for device in devices]
+
+
+def large(devices: list[Device]) -> list[Device]:
+    """With layers of 1 GiB and as many weights as an 8B's: what is fixed is little beside what grows with tokens."""
+
+    def one(device: Device) -> Device:
+        parts, layers = device.parts, len(device.parts.layers)
+        memory = replace(parts.memory, base_bytes=parts.memory.base_bytes + (layers << 30), layer_weights=218_000_000)
+        streamed = StreamedBytes(layers << 30, 1 << 30, layers, parts.memory.base_bytes)
+        cut = replace(parts, layer_bytes=(1 << 30,) * layers, layer_weights=(218_000_000,) * layers, streamed=streamed, memory=memory)
+        return replace(device, parts=replace(cut, head_weights=525_000_000))
+
+    return list(map(one, devices))
+
+
+def found_of(plans: LayoutPlans, form: str, stages: int = 1) -> LayoutPlan:
+    (found,) = [each for each in plans.feasible if (each.layout.form, each.layout.stages) == (form, stages)]
+    return found
+
+
+@pytest.mark.parametrize("name", ["h100", "rtx4090", "t4"])
+def test_one_gpu_is_planned_as_check_plans_it(run: RunSpec, name: str) -> None:
+    gpu = find_gpu(name)
+    checked = check(run, gpu=name)
+    whole = found_of(plan_layouts(run, sketched(run), devices_of(run, gpu)), "whole")
+    assert (whole.unit.token_budget, whole.unit.recomputed_layers) == (checked.token_budget, checked.layers_of_budget)
+    assert (whole.unit.predicted_bytes, whole.unit.limit_bytes) == (checked.predicted_bytes, checked.limit_bytes)
+    if checked.tokens_per_second:  # of the plain path check tells none
+        assert whole.tokens_per_second == pytest.approx(checked.tokens_per_second, rel=1e-9)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_streamed_base_is_planned_as_check_plans_it(run: RunSpec, ordered: bool) -> None:
+    run = run.model_copy(update={"jobs": run.jobs[:1], "layout": "streamed" if ordered else "auto"})
+    checked = check(run.model_copy(update={"layout": "auto"}), gpu="rtx4090")
+    small = checked.predicted_bytes + (1 if ordered else -checked.base_bytes // 3)
+    tight = run.model_copy(update={"memory_limit": small, "recompute": "none", "token_budget": checked.token_budget})
+    streamed = check(tight, gpu="rtx4090")
+    assert streamed.streamed and streamed.stream_cost is not None
+    (device,) = limited(devices_of(tight, RTX_4090), small)
+    found = found_of(plan_layouts(tight, sketched(tight), [device]), "streamed")
+    assert (found.unit.token_budget, found.unit.predicted_bytes) == (streamed.token_budget, streamed.predicted_bytes)
+    assert found.unit.exposed_seconds == pytest.approx(streamed.stream_cost.exposed_seconds)
+    assert found.unit.micro_batch_seconds == pytest.approx(streamed.stream_cost.seconds)
+    assert found.tokens_per_second == pytest.approx(streamed.tokens_per_second, rel=1e-9)
+
+
+def test_several_gpus_are_planned_as_check_plans_them(run: RunSpec) -> None:
+    checked = check(run, gpu="rtx4090", gpus=2)
+    whole = found_of(plan_layouts(run, sketched(run), devices_of(run, RTX_4090, RTX_4090)), "whole")
+    assert "each GPU holds the whole base" in checked.form
+    assert max(gpu.seconds for gpu in checked.gpus) <= whole.seconds, "micro-batches of finite size take longer than ideal products"
+    assert whole.layout == Layout("whole", 2)
+
+
+def test_a_stage_holds_its_layers_and_what_micro_batches_in_flight_keep(run: RunSpec) -> None:
+    parts = shape_of(run, H100).parts
+    count = len(parts.layers)
+    assert parts.stage_bytes(0, count) == parts.memory.base_bytes
+    halves = parts.stage_memory(0, 4, in_flight=2), parts.stage_memory(4, count, in_flight=1)
+    assert sum(half.base_bytes for half in halves) >= parts.memory.base_bytes
+    assert [half.num_layers for half in halves] == [4, 4]
+    kept = parts.memory.phases[-1].kept_per_layer
+    first, last = (half.phases[-1].bytes_per_token for half in halves)
+    assert first - last == pytest.approx(4 * kept), "as many layers, another micro-batch in flight"
+    whole = parts.stage_memory(0, count, in_flight=1)
+    buffers = whole.phases[-1].bytes_per_token - parts.memory.phases[-1].bytes_per_token
+    assert buffers == pytest.approx(4 * parts.hidden_size * 2)
+    assert len(halves[0].phases) == 1 and halves[1].phases[0].fixed_bytes > 0, "the head is the last stage's"
+
+
+def test_each_linear_of_an_adapter_is_in_one_stage(run: RunSpec) -> None:
+    parts = shape_of(run, H100).parts
+    (one, *_) = sketched(run)
+    assert one.layout is not None
+    cut = [one.within(parts, first, end).layout for first, end in ((0, 3), (3, 5), (5, 8))]
+    assert [shape for layout in cut if layout is not None for shape in layout.shapes] == list(one.layout.shapes)
+
+
+def test_stages_are_cut_by_seconds_and_run_at_the_speed_of_the_slowest(run: RunSpec) -> None:
+    jobs = sketched(run)
+    (device,) = large(devices_of(run, H100))
+    pipeline = cut_pipeline((device, device), jobs)
+    (_, middle), (_, end) = pipeline.cuts
+    assert end == 8 and middle > 4, "the head makes the last stage heavier"
+    whole = sum(cut_pipeline((device,), jobs).seconds(each) for each in jobs)
+    assert whole / 2 <= sum(pipeline.seconds(each) for each in jobs) < whole
+
+
+def test_boundaries_take_the_link_that_both_gpus_have(run: RunSpec) -> None:
+    assert link_rate(H100, H100) == 350e9 and link_rate(RTX_4090, RTX_4090) == 25e9 == link_rate(H100, RTX_4090)
+    (device,) = devices_of(run, RTX_4090)
+    two, three = (Pipeline((device,) * count, ((0, 1),) * count).boundary_seconds(1000) for count in (2, 3))
+    assert two == pytest.approx(1000 * 64 * 2 / 25e9) and three == pytest.approx(2 * two)
+
+
+def test_of_gpus_of_two_kinds_each_has_its_share(run: RunSpec) -> None:
+    jobs = sketched(run)
+    plans = plan_layouts(run, jobs, large(devices_of(run, RTX_4090, RTX_3090)))
+    whole = found_of(plans, "whole")
+    assert whole.gpus == ("RTX 4090", "RTX 3090") and not whole.layout.is_even
+    assert whole.layout.weights[0] / whole.layout.weights[1] == pytest.approx(165.2 / 71)
+    slower = plan_layouts(run, jobs, large(devices_of(run, RTX_3090, RTX_3090)))
+    assert whole.seconds < found_of(slower, "whole").seconds
+    (shared,) = [each for each in plans.refused if each.name.startswith("shared")]
+    assert shared.why == "RTX 4090s cannot read each other's memory"
+    assert found_of(plan_layouts(run, jobs, devices_of(run, H100, H100)), "shared").layout == Layout("shared", 2)
+
+
+def test_the_fastest_comes_first_and_each_says_what_it_loses(run: RunSpec) -> None:
+    plans = plan_layouts(run, sketched(run), devices_of(run, *[H100] * 3))
+    rates = [each.tokens_per_second for each in plans.feasible]
+    assert rates == sorted(rates, reverse=True) and rates[-1] > 0
+    assert {str(each.layout) for each in plans.feasible} | {each.name for each in plans.refused} == {
+        "whole on 3 GPUs",
+        "shared on 3 GPUs",
+        "streamed on 1 GPU",
+        "stages on 2 GPUs: 1 replica of 2 stages",
+        "stages on 3 GPUs: 1 replica of 3 stages",
+    }
+    assert "2 of 3 GPUs are idle" in found_of(plans, "streamed").why
+    assert "1 of 3 GPUs are idle" in found_of(plans, "stages", 2).why
+
+
+def test_a_lone_job_waits_in_a_pipeline_and_says_so(run: RunSpec) -> None:
+    alone = run.model_copy(update={"jobs": run.jobs[:1], "token_budget": 64})
+    (job_alone,) = sketched(alone)
+    found = found_of(plan_layouts(alone, [job_alone], devices_of(alone, H100, H100)), "stages", 2)
+    assert job_alone.data is not None
+    batch = float(np.mean(job_alone.data.train.lengths)) * min(4, len(job_alone.data.train.lengths))
+    micro_batches = batch / min(64, batch)
+    assert found.unit.bubble == pytest.approx(1 / (micro_batches + 1))
+    assert any(why.startswith("stages wait") for why in found.why)
+    assert found.unit.exposed_seconds >= found.unit.bubble * found.unit.micro_batch_seconds * 0.999
+
+
+def test_a_jobs_file_may_pin_the_form(run: RunSpec) -> None:
+    pinned = run.model_copy(update={"layout": "streamed"})
+    plans = plan_layouts(pinned, sketched(pinned), devices_of(pinned, RTX_4090, RTX_4090))
+    assert [each.layout.form for each in plans.feasible] == ["streamed"]
+    assert all("orders layout: streamed" in each.why or "cannot read" in each.why for each in plans.refused)
+
+
+def test_a_base_that_fits_on_no_gpu_fits_in_stages(run: RunSpec) -> None:
+    jobs, gpus = sketched(run), limited(large(devices_of(run, *[RTX_4090] * 4)), 6 << 30)
+    plans = plan_layouts(run, jobs, gpus)
+    assert {(each.layout.form, each.layout.stages) for each in plans.feasible} == {
+        ("streamed", 1),
+        ("stages", 2),
+        ("stages", 3),
+        ("stages", 4),
+    }
+    (whole,) = [each for each in plans.refused if each.name.startswith("whole")]
+    assert whole.least_bytes > 8 << 30 and "of the base, and the limit is 6.00 GiB" in whole.why
+    least = plan_layouts(run, jobs, limited(gpus, whole.least_bytes * 11 // 10))
+    assert "whole" in [each.layout.form for each in least.feasible], "the remedy"
+
+
+def test_too_little_for_one_layer_says_what_would_fit(run: RunSpec) -> None:
+    jobs, tiny = sketched(run), limited(devices_of(run, RTX_4090), 1 << 20)
+    error = no_layout(run, jobs, tiny, plan_layouts(run, jobs, tiny))
+    assert isinstance(error, CapacityError)
+    assert str(error).startswith("no layout fits. whole on 1 GPU: ") and "streamed on 1 GPU: " in str(error)
+    assert "Would fit: " in str(error) and "GPUs on which a run may take" in str(error)
+
+
+def test_one_small_gpu_is_told_of_more(run: RunSpec) -> None:
+    jobs, one = sketched(run), devices_of(run, RTX_4090)
+    least = min(each.least_bytes for each in plan_layouts(run, jobs, limited(one, 1)).refused)
+    for limit in range(least, 8 * least, max(1, least // 8)):
+        tight = limited(one, limit)
+        plans = plan_layouts(run, jobs, tight)
+        if plans.feasible:
+            break
+        told = str(no_layout(run, jobs, tight, plans))
+        if "--gpus" in told:
+            count = int(told.split("--gpus ")[1].split(",")[0])
+            assert plan_layouts(run, jobs, tight * count).feasible, "the remedy"
