@@ -93,10 +93,12 @@ def test_an_engine_grows_its_budget_again_and_forgets_what_nobody_explained(
     engine.join(JobRun(spec("a", max_steps=30, batch_size=4), sets[0], None))
     full = engine.token_budget
     raise_at(monkeypatch, 3, torch.OutOfMemoryError(FULL))
+    released = list[int]()
+    monkeypatch.setattr(engine.model, "release_memory", lambda: released.append(engine.token_budget))
     budgets: list[int] = []
     while engine.run_micro_batch() is not None:
         budgets.append(engine.token_budget)
-    assert min(budgets) < full and budgets[-1] == full
+    assert min(budgets) < full and budgets[-1] == full and released == [full]
     notes = [report.line for report in heard if isinstance(report, Noted)]
     assert notes == [
         f"out of memory: the token budget is now {min(budgets)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -89,6 +90,22 @@ def test_another_bank_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         graphs.run()
     assert graphs.run(version=1) == ["run"] and graphs.graphs.num_captured == 0
+
+
+def test_the_pool_is_given_back_between_passes_and_shapes_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, opened = Graphs(monkeypatch), list[str]()
+    graphs.graphs._like, graphs.graphs._keeper = torch.zeros(0, 4), "the first"  # type: ignore[assignment]
+    monkeypatch.setattr(graphs.graphs, "_open_pool", lambda: (opened.append("pool"), "another"))
+    for _ in range(2):
+        graphs.run()
+    turn = cuda_graphs._Turn()
+    graphs.graphs._turn = weakref.ref(turn)
+    graphs.graphs.release()
+    assert not opened and graphs.graphs.num_captured == 1, "a pass was under way"
+    del turn
+    graphs.graphs.release()
+    assert opened == ["pool"] and graphs.graphs._keeper == "another"  # type: ignore[comparison-overlap]
+    assert [graphs.run() for _ in range(2)] == [["run"], ["capture", "graph"]]
 
 
 def test_a_shape_whose_way_back_never_ran_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callab
     memory = recall(key)
     if memory is None:
         found = probe(model, plan.can_run, plan.memory, DeviceMeter(model.device))
-        torch.cuda.empty_cache()  # blocks of the probe's sizes are of no use to the run
+        model.release_memory()  # blocks of the probe's sizes are of no use to the run
         if found is None:
             note("memory could not be measured, there is too little of it: the plan goes by the estimate")
             return plan

@@ -369,6 +369,7 @@ class Engine:
 
     def _lower_budget(self, packed: MicroBatch | None = None) -> bool:
         """Lower the budget after memory ran out, in `packed` or between micro-batches. False if it cannot (`TokenBudget.next_lower`)."""
+        self.model.release_memory()
         alone = packed.tokens if packed is not None and len(packed.rows) == 1 else None
         smaller = self._budget.next_lower(max(self._longest(), self._smallest_budget), alone)
         if smaller is None:

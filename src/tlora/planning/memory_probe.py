@@ -247,8 +247,7 @@ def rehearse(run: RunSpec, plan: RunPlan, model: SuperModel, meter: Meter, note:
         if plan.largest == plan.token_budget or not plan.can_run:
             break
         excess = _excess_bytes(plan, model, meter)
-        if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # blocks of other sizes than the run's
+        model.release_memory()  # blocks of other sizes than the run's
         if excess is not None and excess <= left:
             break
         more = plan.limit_bytes // _LEFT_FREE if excess is None else excess - left

@@ -103,16 +103,30 @@ class CudaGraphs:
     def __init__(self, decode: Decode, like: Tensor) -> None:
         """`like` has the last dim, dtype and device of the hidden states."""
         self._decode, self._like = decode, like
-        self._pool, self._stream = _Pool(torch.cuda.graph_pool_handle()), torch.cuda.Stream(like.device)
-        self._keeper = torch.cuda.CUDAGraph()
-        with self._into(self._keeper):
-            torch.zeros(1, device=like.device)  # a graph of nothing would be warned of
+        self._stream = torch.cuda.Stream(like.device)
+        self._pool, self._keeper = self._open_pool()
         self._captured: OrderedDict[Shape, _Captured | None] = OrderedDict()  # None: it could not be
         self._counts: OrderedDict[Shape, int] = OrderedDict()  # how many passes of others went there and back
         self._padding: OrderedDict[Shape, int] = OrderedDict()  # tokens that graphs of larger ones computed too much for them
         self._ends = _Ends(like[:0], like[:0])
         self._bank_version = -1
         self._turn: weakref.ref[_Turn] | None = None
+
+    def _open_pool(self) -> tuple[_Pool, torch.cuda.CUDAGraph]:
+        pool, keeper = _Pool(torch.cuda.graph_pool_handle()), torch.cuda.CUDAGraph()
+        with self._into(keeper, pool):
+            torch.zeros(1, device=self._like.device)  # a graph of nothing would be warned of
+        return pool, keeper
+
+    def release(self) -> None:
+        """Give back the pool's memory, which the allocator cannot take from graphs; all shapes are captured anew. Between passes."""
+        if self.busy:
+            return
+        self._keep_only(-1)
+        self._ends = _Ends(self._like[:0], self._like[:0])
+        del self._keeper
+        torch.cuda.empty_cache()  # not in a capture, where it may not wait
+        self._pool, self._keeper = self._open_pool()
 
     @property
     def busy(self) -> bool:
@@ -238,10 +252,10 @@ class CudaGraphs:
         mine = replace(state, tables=tables, shrunk={})
         captured = _Captured(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), _inputs(own, mine), self._ends_of(len(own.input_ids_T)))
         with torch.autograd.set_multithreading_enabled(False), no_collection():  # a graph that died meanwhile would spoil it
-            with self._into(captured.forward):
+            with self._into(captured.forward, self._pool):
                 hidden_TH, backward = self._decode(own, mine)
                 captured.ends.hidden_TH.copy_(hidden_TH)
-            with self._into(captured.backward):
+            with self._into(captured.backward, self._pool):
                 backward(captured.ends.dhidden_TH)
         return captured
 
@@ -252,12 +266,12 @@ class CudaGraphs:
         return _Ends(self._ends.hidden_TH[:num_tokens], self._ends.dhidden_TH[:num_tokens])
 
     @contextmanager
-    def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def _into(self, graph: torch.cuda.CUDAGraph, pool: _Pool) -> Iterator[None]:
         """What is launched within becomes `graph`. Unlike `torch.cuda.graph` it neither waits for the device nor empties the allocator's
         caches: capturing hides behind the micro-batch that runs meanwhile.
         """
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
+            graph.capture_begin(pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
                 yield
             finally:

@@ -120,6 +120,11 @@ class FastPath:
         captured = device.type == "cuda" and base.layers is None and not _experts_wait(base, device)
         self._graphs = CudaGraphs(self.run, base.head.weight_VH) if captured else None
 
+    def release_memory(self) -> None:
+        """Give back what is kept for passes to come."""
+        if self._graphs is not None:
+            self._graphs.release()
+
     def _begin_graph(self, _module: nn.Module, _args: object, embedded: Tensor) -> Tensor:
         """The first layer's x needs a gradient like the others': a layer without one would be compiled twice."""
         return embedded.requires_grad_() if self._context.pass_number is not None and torch.is_grad_enabled() else embedded

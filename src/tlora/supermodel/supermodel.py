@@ -5,6 +5,7 @@ It owns weights, gradients and optimizer state. Data, order, evaluation, files a
 
 from __future__ import annotations
 
+import gc
 import subprocess
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,6 +177,14 @@ class SuperModel(nn.Module):
     def targets(self) -> dict[str, tuple[int, int]]:
         """Every linear that can be adapted: dotted name -> (in features, out features)."""
         return sizes(self._linears)
+
+    def release_memory(self) -> None:
+        """Give the device back all memory that is free; between passes. Passes to come take it anew."""
+        gc.collect()  # what a pass that failed has left in cycles holds most of it
+        if self.fast_path is not None:
+            self.fast_path.release_memory()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
