@@ -26,6 +26,7 @@ from bench import machine
 from bench.shapes import SHAPES, shape_of
 from bench.shared_models import random_rows
 from tlora.job import LoraConfig, TrainConfig
+from tlora.planning.allocator import tighten_allocator
 from tlora.registry import BASE_PRECISIONS
 from tlora.sharing.host_memory import Alone, Streaming, measure_link
 from tlora.sharing.layout import lay_out
@@ -146,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     settings = {key: value for key, value in vars(options).items() if key not in ("out", "commit")}
     found: dict[str, Any] = {**machine.facts(device, options.commit), "settings": settings, "arms": []}
+    tighten_allocator(device, "auto")
     found["link_bytes_per_second"] = measure_link(device)
     for arm in options.arms:
         found["arms"].append(run_arm(options, arm))

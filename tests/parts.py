@@ -19,6 +19,7 @@ SECONDS = {
     "tests/planning/test_memory_probe.py": 5.8,
     "tests/gpu/test_fast_path_promises.py": 9.2,
     "tests/gpu/test_gpu.py": 23.2,
+    "tests/gpu/test_gpu_allocator.py": 60.0,
     "tests/gpu/test_gpu_compile_ahead.py": 56.1,
     "tests/gpu/test_gpu_nf4.py": 10.0,
     "tests/gpu/test_gpu_peft_plugin.py": 3.7,

@@ -31,6 +31,7 @@ from tlora.errors import ConfigError, TloraError
 from tlora.job import SCHEDULED, JobSpec, RunSpec
 from tlora.jobs_file import explain, read_jobs_file
 from tlora.json_file import read_object
+from tlora.planning.allocator import tight_allocator
 from tlora.planning.job_plan import job_warnings
 from tlora.planning.plan import RunPlan, describe_plan, pick_device
 from tlora.planning.threads import compute_with
@@ -81,33 +82,34 @@ def train(
         return train_on_ranks(order, ranks, data_worker, rank_group)
 
     place, monitor = pick_device(ranks[0] if ranks else device), _monitor(order)
-    loaded, serving = load(order.run, place, monitor, resume, data_worker), ServingFiles(run.base_model)
-    _say_what_begins(order, loaded.plan, serving)
-    run, facts = _as_planned(order.run, loaded), launch_facts(loaded, place)
-    with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(order.guard), compute_with(loaded.threads):
-        record = _run_file_writer(order, run, facts, held.path)
-        record("running")
-        order.guard.start()
-        inbox: queue.SimpleQueue[Stop] = queue.SimpleQueue()
-        hear = _stop_with_last({job.name for job in run.jobs} - order.ended.keys(), inbox)
+    with tight_allocator(place, order.run.memory_limit):
+        loaded, serving = load(order.run, place, monitor, resume, data_worker), ServingFiles(run.base_model)
+        _say_what_begins(order, loaded.plan, serving)
+        run, facts = _as_planned(order.run, loaded), launch_facts(loaded, place)
+        with hold_run_directory(run, resume, overwrite, watcher.note) as held, closing(order.guard), compute_with(loaded.threads):
+            record = _run_file_writer(order, run, facts, held.path)
+            record("running")
+            order.guard.start()
+            inbox: queue.SimpleQueue[Stop] = queue.SimpleQueue()
+            hear = _stop_with_last({job.name for job in run.jobs} - order.ended.keys(), inbox)
 
-        def stop(number: int) -> str:
-            inbox.put(Stop())  # a SimpleQueue may be entered again by a handler
-            return describe_interrupt(number, session.unfinished)
+            def stop(number: int) -> str:
+                inbox.put(Stop())  # a SimpleQueue may be entered again by a handler
+                return describe_interrupt(number, session.unfinished)
 
-        session = Session(run, loaded, monitor, serving, order.guard, inbox, hear, record)
-        with interrupts(stop, monitor.note) as received:
-            try:
-                session.driver.train(inbox, session)
-                monitor.close(session.driver)
-            except BaseException as error:
-                quit_at_once = isinstance(error, KeyboardInterrupt)
-                session.driver.close(wait=not quit_at_once)
-                record("stopped" if quit_at_once else "failed")
-                raise
-            session.driver.close()
-            results = all_results(run, session.driver.records.results | dict(order.ended), received, watcher.note)
-            _finish(results, record, held.path, watcher)
+            session = Session(run, loaded, monitor, serving, order.guard, inbox, hear, record)
+            with interrupts(stop, monitor.note) as received:
+                try:
+                    session.driver.train(inbox, session)
+                    monitor.close(session.driver)
+                except BaseException as error:
+                    quit_at_once = isinstance(error, KeyboardInterrupt)
+                    session.driver.close(wait=not quit_at_once)
+                    record("stopped" if quit_at_once else "failed")
+                    raise
+                session.driver.close()
+                results = all_results(run, session.driver.records.results | dict(order.ended), received, watcher.note)
+                _finish(results, record, held.path, watcher)
     return results
 
 

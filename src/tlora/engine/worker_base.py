@@ -18,6 +18,7 @@ from tlora.engine.messages import SetPlan
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec, Recompute
+from tlora.planning.allocator import tighten_allocator
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, memory_limit
 from tlora.planning.plan import MemoryBound
@@ -96,6 +97,8 @@ def load_base(
     """
     check_trackers(list(load.report_to))
     place, compiling = torch.device(load.device), None
+    if sharing is None:
+        tighten_allocator(place, load.memory_limit)
     outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
     fetch_base(load.base_model, _now_and_then(note))
     for line in check_unused(load.base_model, outlined.base.model.config, load.unused_weights, _REMEDY):
