@@ -34,6 +34,8 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
         ("tlora", "h100_6a3054d_real_1.7b.json", SECOND),
         ("tlora with an A100's kernels", "h100_6a3054d_sm80_real_1.7b.json", SECOND),
         ("tlora, plain path", "h100_2ecdd65_plain_real_1.7b.json", SECOND),
+        ("tlora, plain path, caches empty; in one run with the next", "h100_de0977a_plain_trl_1.7b.json", FIRST),
+        ("TRL, one after another, rows packed", "h100_de0977a_plain_trl_1.7b.json", "rivals[0].rows[0].tokens_per_second"),
         ("TRL, fastest setting; a reviewer, another card", REVIEW, "rows[14].tokens_per_second"),
         ("TRL, slowest setting; a reviewer, another card", REVIEW, "rows[13].tokens_per_second"))),
     ("1 H100", "eight mixed jobs, 8B in 4 bits; one run", (
