@@ -99,7 +99,7 @@ def test_a_stopped_run_resumes_on_another_count(world: World, tmp_path: Path, se
 
 
 def test_without_determinism_a_long_job_spans_by_itself(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.planning.work.LEAST_REPLICA_TOKENS", 4)
+    monkeypatch.setattr("tlora.planning.job_work.LEAST_REPLICA_TOKENS", 4)
     told = Told()
     orders = [
         job("long", str(world.data / "a.jsonl"), max_steps=20, batch_size=8),
