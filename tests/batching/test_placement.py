@@ -89,7 +89,7 @@ def test_jobs_of_several_replicas_are_spread_and_the_others_fill_up(seed: int) -
         assert [name in replicas for name in names] == sorted((name in replicas for name in names), reverse=True)
         for name in names:
             span = found.spans.get(name)
-            assert span is None or span.home == gpu
+            assert span is None or span.lead_rank == gpu
             for rank in span.ranks if span is not None else (gpu,):
                 loads[rank] += seconds[name] * (span.part(rank) if span is not None else 1.0)
     assert loads == pytest.approx(found.seconds)
@@ -110,7 +110,7 @@ def test_jobs_of_several_replicas_are_spread_and_the_others_fill_up(seed: int) -
 )
 def test_homes_of_equal_jobs_alternate(gpus: int, replicas: list[int], homes: list[int]) -> None:
     found = place({f"j{i}": 8.0 for i in range(len(replicas))}, gpus, {f"j{i}": count for i, count in enumerate(replicas)})
-    assert [span.home for span in found.spans.values()] == homes
+    assert [span.lead_rank for span in found.spans.values()] == homes
 
 
 def test_the_home_of_the_longest_job_is_the_home_of_no_other_while_there_are_more() -> None:

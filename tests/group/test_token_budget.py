@@ -173,7 +173,7 @@ def test_spanning_jobs_go_on_where_memory_runs_out_while_a_gradient_is_published
     assert calls[0] > call or (what == "rewrite" and calls[0] >= call)
     assert not world.faults
     for job in jobs[1:]:
-        assert_same(ended(world.heard[spans[job.name].home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
+        assert_same(ended(world.heard[spans[job.name].lead_rank], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
 
 
 def test_a_job_fails_where_no_lower_budget_is_left(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ _LEAST_GAIN = 0.05  # of the time that is left, below which a move is not worth 
 
 @dataclass(frozen=True)
 class Placement:
-    """`jobs[g]` are the names of the jobs that have their home on GPU g, those that span several first, else in the order of the file;
+    """`jobs[g]` are the names of the jobs that GPU g leads, those that span several first, else in the order of the file;
     `seconds[g]` is what GPU g computes of all jobs, one after another or together: a GPU's rate is shared, not multiplied.
     """
 
@@ -25,7 +25,7 @@ class Placement:
     spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
 
     def parts(self, gpu: int) -> tuple[str, ...]:
-        """Names of the jobs that GPU `gpu` computes a part of, and that have their home elsewhere."""
+        """Names of the jobs that GPU `gpu` computes a part of, and that another rank leads."""
         return tuple(name for name, span in self.spans.items() if gpu in span.peers)
 
     @property
@@ -48,7 +48,7 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
     """By `dispatch`, the longest job first; then single moves and swaps while they shorten the longest GPU.
 
     Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. Evaluations are
-    the home's, so homes alternate. The lower bound is the larger of the longest job that does not span and an equal
+    the lead rank's, so they alternate. The lower bound is the larger of the longest job that does not span and an equal
     share of all: no GPU ends before its longest job, nor all of them before the average. Ties go to the first GPU and the first job, so
     that every rank finds the same placement. `speeds`: of GPUs that differ, against that which `seconds` are of; a job that spans them
     has a part on each by its speed.
@@ -67,7 +67,7 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
     while (better := _improvement(homes, loads, narrow, fixed, speeds)) is not None:
         homes, loads = better
     spans = {name: spans[name] for name in seconds if name in spans}
-    first = [[name for name, span in spans.items() if span.home == gpu] for gpu in range(gpus)]
+    first = [[name for name, span in spans.items() if span.lead_rank == gpu] for gpu in range(gpus)]
     bound = max([sum(seconds.values()) / sum(speeds), *(own / max(speeds) for own in narrow.values())], default=0.0)
     jobs = tuple((*ahead, *sorted(home, key=order.__getitem__)) for ahead, home in zip(first, homes, strict=True))
     return Placement(jobs, tuple(loads), bound, spans)
@@ -79,15 +79,15 @@ def _spread(
     """Where the jobs of several replicas lie, and the seconds that each GPU computes of them."""
     gpus, unequal = len(speeds), len(set(speeds)) > 1
     spans: dict[str, ReplicaPlacement] = {}
-    fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that have their home there, on any rank
+    fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that it leads, on any rank
     wide = [name for name in seconds if replicas.get(name, 1) > 1 and gpus > 1]
     for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
         count = replicas[name]
         ranks = sorted(range(gpus), key=fixed.__getitem__)[: min(count, gpus)]
-        uneven = count % len(ranks) > 0  # the home then computes a replica more than the last: it is the GPU with the least to do
+        uneven = count % len(ranks) > 0  # the lead rank then computes a replica more than the last: it is the GPU with the least to do
         ranks.sort(key=lambda gpu: (fixed[gpu], at_home[gpu]) if uneven else (at_home[gpu], fixed[gpu]))
         span = spans[name] = ReplicaPlacement(count, tuple(ranks))
-        at_home[span.home] += seconds[name]
+        at_home[span.lead_rank] += seconds[name]
         for rank in ranks:
             if unequal:  # a part by each one's speed, so that all take equally long
                 fixed[rank] += seconds[name] / sum(speeds[one] for one in ranks)

@@ -15,7 +15,7 @@ LEAST_REPLICA_TOKENS = 1024
 @dataclass(frozen=True)
 class ReplicaPlacement:
     """Where the replicas of a job are computed: each of `ranks` has a stretch of them, in order, at least one. The first rank, which has
-    the first replica, is the job's home.
+    the first replica, is the job's lead rank.
     """
 
     replicas: int
@@ -25,7 +25,7 @@ class ReplicaPlacement:
         assert 0 < len(self.ranks) <= self.replicas and len(set(self.ranks)) == len(self.ranks), self
 
     @property
-    def home(self) -> int:
+    def lead_rank(self) -> int:
         return self.ranks[0]
 
     @property

@@ -72,8 +72,8 @@ class JobCheck:
 
 @dataclass(frozen=True)
 class GpuCheck:
-    """The predicted work of one of several GPUs: the jobs that have their home there, their memory, how long they train and how fast
-    (`planning/work.py`). `parts`: jobs that have their home elsewhere, of which it computes some replicas.
+    """The predicted work of one of several GPUs: the jobs that it leads, their memory, how long they train and how fast
+    (`planning/work.py`). `parts`: jobs that another rank leads, of which it computes some replicas.
     """
 
     jobs: tuple[str, ...]

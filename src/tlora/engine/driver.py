@@ -183,7 +183,7 @@ class Driver:
         wait(reason)
 
     def follow(self, job: PlannedJob) -> JobRun:
-        """Compute the replicas here of a job that has its home, and its files, on another rank."""
+        """Compute the replicas here of a job that another rank leads, which has its files."""
         assert job.data is not None, f"{job.spec.name} was opened without data"
         run = JobRun(job.spec, job.data.train, None, job.replicas)
         if job.layout is not None and compares_with_start(job.spec):

@@ -192,7 +192,7 @@ Note = Published | Fetched | Sent
 
 def addressees(note: Note, span: ReplicaPlacement) -> tuple[int, ...]:
     """The receivers among the ranks that compute the job."""
-    return (span.home,) if isinstance(note, Fetched) else tuple(rank for rank in span.ranks if rank != note.sender)
+    return (span.lead_rank,) if isinstance(note, Fetched) else tuple(rank for rank in span.ranks if rank != note.sender)
 
 
 # -- from a rank -------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class Story:
     def send(self) -> None:
         for number, what, job in self.dispatcher.commands:
             span = self.spans.get(job)
-            if span is not None and (what == "join" or number == span.home):
+            if span is not None and (what == "join" or number == span.lead_rank):
                 assert self.lost & set(span.ranks), f"{what} {job}: only a lost rank moves what spans"
             self.ranks[number].commands.append((what, job))
         self.dispatcher.commands.clear()

@@ -61,7 +61,7 @@ def test_jobs_go_where_least_is_to_do_and_homes_alternate() -> None:
     two = Join(spec(gpus=2, batch_size=4))
     first = choose_span(two, 2, [], deterministic=True)
     second = choose_span(two, 2, [first], deterministic=True)
-    assert {first.home, second.home} == {0, 1}
+    assert {first.lead_rank, second.lead_rank} == {0, 1}
 
 
 def test_an_objective_with_a_statistic_of_its_batch_stays_in_one_place() -> None:

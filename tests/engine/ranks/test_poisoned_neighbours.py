@@ -63,7 +63,7 @@ def test_a_bad_neighbour_changes_no_byte(sets: Sets, alone: dict[str, AdapterSta
         join(poison, world, rank, tmp_path / "bad")
         world.run(random.Random(rank))
         for job in jobs:
-            home = spans[job.name].home if job.name in spans else 0
+            home = spans[job.name].lead_rank if job.name in spans else 0
             assert_same(ended(world.heard[home], job.name), alone[job.name])
     assert world.faults == list[Faulty]()
     (end,) = [report for report in world.heard[rank] if isinstance(report, Ended) and report.job_id == "bad"]

@@ -67,7 +67,7 @@ class World:
         for job in jobs:
             span = spans.get(job.name, ReplicaPlacement(1, (jobs.index(job) % count,)))
             for rank in span.ranks:
-                evaluation = sets[1] if job.eval_steps and rank == span.home else None
+                evaluation = sets[1] if job.eval_steps and rank == span.lead_rank else None
                 self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas))
 
     def route(self, note: Note | Faulty) -> None:
@@ -110,7 +110,7 @@ def test_any_interleaving_gives_the_bytes_of_replicas_in_turn(sets: Sets, seed: 
     world = World(jobs, spans, sets, 3, [rng.choice([25, 60, 300]) for _ in range(3)])
     world.run(rng)
     for job in jobs:
-        home = spans[job.name].home if job.name in spans else 0
+        home = spans[job.name].lead_rank if job.name in spans else 0
         assert_same(ended(world.heard[home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
     elsewhere = [report for rank in (0, 2) for report in world.heard[rank] if not isinstance(report, Ended) or report.job_id == "spanning"]
     assert not [report for report in elsewhere if getattr(report, "job_id", "") == "spanning"], "only a home reports"
@@ -152,7 +152,7 @@ def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank:
     world.run(random.Random(call))
     assert len(budgets) > call and min(budgets) < 60
     for job in jobs[1:]:
-        assert_same(ended(world.heard[spans[job.name].home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
+        assert_same(ended(world.heard[spans[job.name].lead_rank], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
 
 
 def test_a_part_is_read_when_it_comes_and_not_when_all_have(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypa
     assert list(engine.runs) == []
     assert world.engines[1].runs["spanning"].awaiting, "its home waits until it is told otherwise"
     for job in (jobs[0], jobs[2]):
-        assert_same(ended(world.heard[spans[job.name].home if job.name in spans else 0], job.name), trained(job, sets[0]))
+        assert_same(ended(world.heard[spans[job.name].lead_rank if job.name in spans else 0], job.name), trained(job, sets[0]))
 
 
 @pytest.mark.slow
@@ -284,4 +284,4 @@ def test_a_span_gives_each_rank_a_stretch(replicas: int) -> None:
         span = ReplicaPlacement(replicas, tuple(range(10, 10 + count)))
         assert [replica for rank in span.ranks for replica in span.at(rank)] == list(range(replicas))
         assert all(span.at(rank) for rank in span.ranks) and sum(map(span.part, span.ranks)) == pytest.approx(1)
-        assert span.home == span.rank_of(0) == 10 and span.peers == span.ranks[1:]
+        assert span.lead_rank == span.rank_of(0) == 10 and span.peers == span.ranks[1:]

@@ -20,7 +20,7 @@ class _Rank:
     waiting: list[str] = field(default_factory=list[str])
     running: dict[str, float] = field(default_factory=dict[str, float])  # seconds that each still needs
     leaving: set[str] = field(default_factory=set[str])  # asked to release, not answered yet
-    following: dict[str, float] = field(default_factory=dict[str, float])  # the same of jobs that have their home elsewhere
+    following: dict[str, float] = field(default_factory=dict[str, float])  # the same of jobs that another rank leads
     has_room: bool = False
     is_full: bool = False  # its waiting jobs found no room when it last looked
 
@@ -64,7 +64,7 @@ class Dispatcher:
         """Those that are not lost."""
         return list(self._ranks)
 
-    def home(self, job: str) -> int | None:
+    def lead_rank(self, job: str) -> int | None:
         """The rank that has the job now."""
         return next((rank for rank, held in self._ranks.items() if job in held.waiting or job in held.running), None)
 
@@ -86,7 +86,7 @@ class Dispatcher:
                 self._ranks[peer].following[job] = left_seconds * span.part(peer) / span.part(rank)
 
     def _here(self, rank: int, job: str) -> float:
-        """Predicted seconds of what the rank, which is the job's home, computes of it."""
+        """Predicted seconds of what the rank, which is the job's lead rank, computes of it."""
         span = self.spans.get(job)
         return self._seconds[job] * (span.part(rank) if span is not None else 1.0)
 
@@ -176,11 +176,11 @@ class Dispatcher:
 
     def dissolve(self, job: str) -> None:
         """A job that spans several ranks goes on from its last step, all of it in one place."""
-        home, spans = self.home(job), job in self.spans
+        lead, spans = self.lead_rank(job), job in self.spans
         self._part(job)
-        if spans and home is not None and job not in self._ranks[home].leaving:
-            self._ranks[home].leaving.add(job)
-            self.commands.append((home, "leave", job))
+        if spans and lead is not None and job not in self._ranks[lead].leaving:
+            self._ranks[lead].leaving.add(job)
+            self.commands.append((lead, "leave", job))
 
     def _part(self, job: str) -> None:
         """The job spans no longer."""

@@ -3,7 +3,7 @@
 Each rank has a mailbox (`sharing/peer_memory.py`) with a region for each such job, or one for each job, and puts its replicas' gradients
 there. All ranks of a job read all of them, add them in one order and step. So no rank waits for another's step. No rank
 overwrites what another may still read: even and odd steps have separate regions for gradients, and those of a step are written only when
-all ranks have reported the end of the step before, and so have read what was there before that. Before the first step the job's home
+all ranks have reported the end of the step before, and so have read what was there before that. Before the first step the job's lead rank
 has its state in its region, and keeps its gradients back until all others have read the state.
 """
 
@@ -115,7 +115,7 @@ class SpanExchange:
         self._sent: dict[str, dict[tuple[int, int], Sent]] = {}  # by job, of each other rank and step
         self._added: dict[str, int] = {}  # how many replicas are in a job's sum
         self._published: dict[str, Published] = {}
-        self._unread: dict[str, set[int]] = {}  # at home, by whom its state has yet to be read
+        self._unread: dict[str, set[int]] = {}  # on the lead rank, by whom its state has yet to be read
         self._held: dict[str, list[Callable[[], None]]] = {}  # what has to wait for that
         self._news: dict[str, None] = {}
 
@@ -224,7 +224,7 @@ class SpanExchange:
         if published is None or span is None:
             return False
         for slot, flat_P in enumerate(_flats(state)):
-            self._boxes[job_id].read(job_id, span.home, slot, flat_P)
+            self._boxes[job_id].read(job_id, span.lead_rank, slot, flat_P)
         del self._published[job_id]
         state.step, state.updates, state.skipped = published.step, published.updates, published.skipped
         self._event_sender.tell_when(mark_on(self._boxes[job_id].device), lambda _: Fetched(job_id, self._rank))
@@ -246,12 +246,12 @@ class SpanExchange:
     def leave(self, job_id: str, failed: str = "") -> None:
         self.forget(job_id)
         span = self._spans.get(job_id)
-        if failed and span is not None and span.home != self._rank:
+        if failed and span is not None and span.lead_rank != self._rank:
             self._tell(Faulty(job_id, failed))
 
 
 def _flats(state: AdapterState) -> tuple[Tensor, Tensor, Tensor]:
-    """What its home's region has in the first slots."""
+    """What its lead rank's region has in the first slots."""
     return state.params, state.exp_avg, state.exp_avg_sq
 
 

@@ -1,4 +1,4 @@
-"""The jobs of one rank that other ranks of its worker compute too: those that have their home here, and those that have a part here.
+"""The jobs of one rank that other ranks of its worker compute too: those that this rank leads, and those that have a part here.
 
 A job begins when all of its ranks have opened it and met: each then has memory that the others read. Who trains what is decided
 elsewhere; what a rank does with a job of its own alone is the trainer's.
@@ -46,9 +46,9 @@ class SpanningJobs:
     def __init__(self, rank_context: RankContext, tell: Callable[[Note | Faulty | PartReady], None]) -> None:
         self._rank_context, self._tell = rank_context, tell
         self.exchange = SpanExchange(rank_context.number, {}, tell)
-        self._spans: dict[str, ReplicaPlacement] = {}  # of the jobs that have their home here
+        self._spans: dict[str, ReplicaPlacement] = {}  # of the jobs that this rank leads
         self._waiting: dict[str, driver.ReadyJob] = {}  # those of them whose other ranks have not come
-        self._follows: dict[str, Spread] = {}
+        self._peer_jobs: dict[str, Spread] = {}
         self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
         self._store: Store | None = None
 
@@ -58,7 +58,7 @@ class SpanningJobs:
         self._store = self._store or FileStore(rank_context.store, rank_context.count)
         return Sharing(PrefixStore(about, self._store), rank_context.number, rank_context.count, timeout_seconds=_MEETING_SECONDS)
 
-    # -- jobs at home --------------------------------------------------------------------------------------------------
+    # -- jobs that this rank leads -----------------------------------------------------------------------------------------
 
     def spread(self, job_id: str, span: ReplicaPlacement) -> None:
         """The job is on its way in, and shall span those ranks."""
@@ -83,12 +83,12 @@ class SpanningJobs:
         return self._waiting.pop(job_id, None)
 
     def is_here(self, job_id: str) -> bool:
-        return job_id in self._waiting or job_id in self._follows
+        return job_id in self._waiting or job_id in self._peer_jobs
 
     @property
     def expects_jobs(self) -> bool:
         """Whether a job is on its way in, or has a part here."""
-        return bool(self._waiting or self._follows)
+        return bool(self._waiting or self._peer_jobs)
 
     def end(self, job_id: str) -> None:
         """The job has ended here or left: no more messages about it are sent."""
@@ -99,16 +99,16 @@ class SpanningJobs:
     # -- jobs that have a part here ------------------------------------------------------------------------------------
 
     def is_home(self, span: ReplicaPlacement) -> bool:
-        return span.home == self._rank_context.number
+        return span.lead_rank == self._rank_context.number
 
     def follow(self, follow: Spread) -> None:
         """The job is on its way in."""
-        self._follows[follow.join.job.name] = follow
+        self._peer_jobs[follow.join.job.name] = follow
 
     def planned(self, follow: Spread, planned: PlannedJob) -> None:
         """Its data is open."""
         name = follow.join.job.name
-        if self._follows.get(name) is not follow:  # it has left meanwhile
+        if self._peer_jobs.get(name) is not follow:  # it has left meanwhile
             return
         if planned.problems or planned.layout is None or planned.data is None:
             self._tell(Faulty(name, "; ".join(planned.problems)))
@@ -119,7 +119,7 @@ class SpanningJobs:
 
     def unfollow(self, job_id: str, group: driver.Driver) -> bool:
         """Let go of a part that is here. False where there is none."""
-        if self._follows.pop(job_id, None) is None:
+        if self._peer_jobs.pop(job_id, None) is None:
             return False
         self._planned.pop(job_id, None)
         if job_id in group.group.runs:
@@ -132,7 +132,7 @@ class SpanningJobs:
 
     def meet(self, meet: Meet, group: driver.Driver) -> driver.ReadyJob | None:
         """With all ranks: they wait for each other, as long as the longest micro-batch takes. A job that follows begins. Returns one that
-        has its home here, and can begin. Raises RankError.
+        has its lead rank here, and can begin. Raises RankError.
         """
         name, model = meet.job_id, group.group.model
         sharing, place = self.sharing(f"meeting {meet.number}"), torch.device(model.device)

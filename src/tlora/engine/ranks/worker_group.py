@@ -1,7 +1,7 @@
 """A worker with several GPUs: one process towards its controller, which computes nothing, and a rank for each GPU, which it leads.
 
 It takes the commands of a worker's trainer and makes its reports (`trainer.py`), so who holds the line knows no difference. A job has its
-home on one rank; where it has parts on others, what they tell each other goes through here. With a rank, the worker is lost.
+lead rank; where it has parts on others, what they tell each other goes through here. With a rank, the worker is lost.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LOOK_SECONDS = 1.0
 
 @dataclass
 class _Job:
-    """`opened` are the ranks that are ready for it, `numel` the elements of its adapter as its home has them. With `parting` it shall go
-    on in one place.
+    """`opened` are the ranks that are ready for it, `numel` the elements of its adapter as its lead rank has them. With `parting` it
+    shall go on in one place.
     """
 
     join: Join
@@ -107,7 +107,7 @@ class WorkerGroup:
                 if (job := self._jobs.get(name)) is not None and not job.leaving:
                     job.leaving = True
                     if not job.parting:  # else the command was sent already
-                        self._rank_group.send(job.span.home, command)
+                        self._rank_group.send(job.span.lead_rank, command)
             case SetPlan(budget):
                 self._rank_group.send_all(replace(command, token_budget=max(1, budget // len(self._gpus))))
             case Stop():
@@ -119,7 +119,7 @@ class WorkerGroup:
         assert name not in self._jobs, f"{name} is here already"
         span = choose_span(join, len(self._gpus), [job.span for job in self._jobs.values()], self._load.deterministic)
         self._jobs[name] = _Job(join, span)
-        self._rank_group.send(span.home, Spread(join, span) if span.peers else join)
+        self._rank_group.send(span.lead_rank, Spread(join, span) if span.peers else join)
 
     # -- what ranks say ------------------------------------------------------------------------------------------------
 
@@ -157,14 +157,14 @@ class WorkerGroup:
                     note(f"{name}: rank {rank} cannot compute its part ({reason}); the job goes on in one place")
                     job.parting = True
                     if not job.leaving:
-                        self._rank_group.send(job.span.home, Leave(name))
+                        self._rank_group.send(job.span.lead_rank, Leave(name))
             case _:
                 pass
 
     def _open(self, rank: int, job: _Job, opened: PartReady) -> None:
-        """A rank is ready for the job. When its home is, the others follow; when all are, they meet."""
+        """A rank is ready for the job. When its lead rank is, the others follow; when all are, they meet."""
         job.opened.add(rank)
-        if rank == job.span.home:
+        if rank == job.span.lead_rank:
             job.numel = opened.numel
             join = replace(job.join, train_set=opened.train_set, eval_set=opened.eval_set)
             for peer in job.span.peers:
@@ -175,15 +175,15 @@ class WorkerGroup:
             self._rank_group.send_all(Meet(job.join.job.name, job.span, job.numel, self._meetings))
 
     def _end(self, report: JobEnd) -> None:
-        """The job has ended at its home, or gone; one that parts goes on there, all of it."""
+        """The job has ended at its lead rank, or gone; one that parts goes on there, all of it."""
         name = report.job_id
         job = self._jobs[name]
         self._rank_group.spans.pop(name, None)
         for peer in job.span.peers:
             self._rank_group.send(peer, Leave(name))
         if isinstance(report, Left) and job.parting and not (job.leaving or self._stopping):
-            self._jobs[name] = _Job(job.join, ReplicaPlacement(job.span.replicas, (job.span.home,)))
-            self._rank_group.send(job.span.home, job.join)
+            self._jobs[name] = _Job(job.join, ReplicaPlacement(job.span.replicas, (job.span.lead_rank,)))
+            self._rank_group.send(job.span.lead_rank, job.join)
             return
         del self._jobs[name]
         self._send(report)
@@ -215,13 +215,13 @@ def choose_span(join: Join, count: int, others: Iterable[ReplicaPlacement], dete
     spec = join.job
     spans = list(others)
     loads = [sum(span.part(rank) for span in spans if rank in span.ranks) for rank in range(count)]
-    homes = [sum(span.home == rank for span in spans) for rank in range(count)]
+    led = [sum(span.lead_rank == rank for span in spans) for rank in range(count)]
     replicas = spec.gpus
     if not deterministic:
         worth = count if join.tokens_per_step is None else int(join.tokens_per_step // LEAST_REPLICA_TOKENS)
         replicas = max(spec.gpus, min(count, spec.batch_size, worth))
     if spec.needs_whole_batch:
         replicas = 1
-    ranks = sorted(range(count), key=lambda rank: (loads[rank], homes[rank]))[: min(replicas, count)]
-    ranks.sort(key=lambda rank: homes[rank])  # the home evaluates
+    ranks = sorted(range(count), key=lambda rank: (loads[rank], led[rank]))[: min(replicas, count)]
+    ranks.sort(key=lambda rank: led[rank])  # the lead rank evaluates
     return ReplicaPlacement(replicas, tuple(ranks))
