@@ -177,8 +177,8 @@ def test_the_fastest_comes_first_and_each_says_what_it_loses(run: RunSpec) -> No
         "stages on 2 GPUs: 1 replica of 2 stages",
         "stages on 3 GPUs: 1 replica of 3 stages",
     }
-    assert "2 of 3 GPUs are idle" in found_of(plans, "streamed").why
-    assert "1 of 3 GPUs are idle" in found_of(plans, "stages", 2).why
+    assert "1 of 3 GPUs are used" in found_of(plans, "streamed").why
+    assert "2 of 3 GPUs are used" in found_of(plans, "stages", 2).why
 
 
 def test_a_lone_job_waits_in_a_pipeline_and_says_so(run: RunSpec) -> None:

@@ -1,7 +1,8 @@
 """Which rank computes which item (a sample, a pair, a micro-batch, a job): a pure function of predicted seconds. Every rank decides alike.
 
 LobRA (arXiv 2509.01193) dispatches each batch to unequal replicas by predicted time, under what each can hold, with a solver. Longest first
-onto the rank that ends first needs none, and `Dispatch.excess` says how far it can be from the best.
+onto the rank that ends first needs none, and `Dispatch.excess` says how far it can be from the best:
+300 samples on 16 ranks of two kinds take 1.3 ms and end 0.2 % above what nothing can beat (bench/results/cpu_d107a79_dispatch.json).
 """
 
 from __future__ import annotations

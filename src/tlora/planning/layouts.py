@@ -148,7 +148,7 @@ def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tup
     """What it loses against ideal products on all GPUs."""
     found: list[str] = []
     if layout.gpus < gpus:
-        found.append(f"{gpus - layout.gpus} of {gpus} GPUs are idle")
+        found.append(f"{layout.gpus} of {gpus} GPUs are used")
     busy = sum(placement.seconds) / len(placement.seconds) / placement.end if placement.end else 1.0
     if busy < 1 - _SEEN:
         found.append(f"replicas compute {busy:.0%} of the time: jobs are too few or too uneven to share")
@@ -158,9 +158,9 @@ def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tup
     if waits > _SEEN * unit.micro_batch_seconds:
         found.append(f"{waits / unit.micro_batch_seconds:.0%} of a micro-batch waits for the link")
     if unit.recomputed_layers:
-        found.append(f"{unit.recomputed_layers} layers are recomputed")
+        found.append(f"recomputed layers: {unit.recomputed_layers}")
     if unit.waiting:
-        found.append(f"{unit.waiting} jobs wait until others have left")
+        found.append(f"jobs that wait until others have left: {unit.waiting}")
     return tuple(found)
 
 
