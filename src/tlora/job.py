@@ -354,7 +354,9 @@ def split_revision(base_model: str) -> tuple[str, str | None]:
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 UnusedWeights = Literal["refuse", "ignore"]
 Recompute = Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)]
-LayoutSetting = Literal["auto", "streamed"]
+LayoutSetting = Literal["auto", "whole", "shared", "streamed", "stages"]
+WorkerLayout = Literal["auto", "streamed"]  # where a scheduler places jobs, it also decides which GPUs hold a base together
+LinkSetting = Literal["auto", "host"]
 MemoryLimit = Literal["auto"] | Bytes
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -368,7 +370,8 @@ class RunSpec(BaseModel):
     output_dir: str = "out"
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None  # of the frozen linears; None: as dtype
-    layout: LayoutSetting = "auto"  # of the base: on the device, or streamed from the host's memory
+    layout: LayoutSetting = "auto"  # of the base: where its decoder layers lie
+    links: LinkSetting = "auto"  # between GPUs; host: none reads another's memory
     unused_weights: UnusedWeights = "refuse"  # tensors of the base's files that its model does not take
     deterministic: bool = False  # each adapter's bytes as if trained alone (docs/explanation/numerics.md)
     token_budget: Literal["auto"] | Annotated[int, Field(ge=16, le=10**9)] = "auto"  # tokens per micro-batch

@@ -200,12 +200,13 @@ class Measured:
 
 @message
 class Memory:
-    """How many bytes may be taken on each of the sender's GPUs, in their order, as it found before it loaded the base. `device`: what they
-    are; said by a rank of a run.
+    """How many bytes may be taken on each of the sender's GPUs, in their order, as it found before it loaded the base. A rank of a run also
+    says what they are, and whether they read the memory of the others.
     """
 
     limit_bytes: tuple[int, ...]
     device: str = ""
+    reads_peers: bool = True
 
 
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused

@@ -23,6 +23,7 @@ from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora import durable
 from tlora.engine import train as front_door
 from tlora.group import engine
+from tlora.group.stream import Stream
 from tlora.store.recorder import Recorder
 from tlora.supermodel.batch import BatchRow
 
@@ -74,13 +75,13 @@ class Runs:
 
         def run() -> None:
             front_door.write_report = lambda _: out
-            compute = engine.Engine.compute
+            compute = Stream.compute
 
             def telling(*args: Any) -> Any:
                 os.write(writing, b".")
                 return compute(*args)
 
-            engine.Engine.compute = telling  # type: ignore[method-assign]
+            Stream.compute = telling  # type: ignore[method-assign]
             before()
             train(self.base, out, self.jobs, deterministic=True, resume=out.exists())
 
@@ -252,7 +253,7 @@ def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: sign
     out = tmp_path / "out"
 
     def signalled() -> None:
-        compute, count = engine.Engine.compute, [0]
+        compute, count = Stream.compute, [0]
 
         def counted(*args: Any) -> Any:
             count[0] += 1
@@ -260,7 +261,7 @@ def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: sign
                 os.kill(os.getpid(), number)
             return compute(*args)
 
-        engine.Engine.compute = counted  # type: ignore[method-assign]
+        Stream.compute = counted  # type: ignore[method-assign]
         results = train(runs.base, out, runs.jobs, deterministic=True)
         (tmp_path / "said").write_text("\n".join(f"{r.name} {r.status} {r.steps} {r.reason}" for r in results.values()))
         assert results.signal_number == number
@@ -278,14 +279,14 @@ def test_a_signal_checkpoints_every_job(runs: Runs, tmp_path: Path, number: sign
 
 def test_two_interrupts_end_at_once(runs: Runs, tmp_path: Path) -> None:
     def signalled() -> None:
-        compute = engine.Engine.compute
+        compute = Stream.compute
 
         def interrupting(*args: Any) -> Any:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
             return compute(*args)
 
-        engine.Engine.compute = interrupting  # type: ignore[method-assign]
+        Stream.compute = interrupting  # type: ignore[method-assign]
         try:
             train(runs.base, tmp_path / "out", runs.jobs, deterministic=True)
         except KeyboardInterrupt:

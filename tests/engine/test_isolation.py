@@ -16,9 +16,10 @@ from torch import Tensor
 from tests.engine.tiny_runs import job, rows, sha256, train
 from tlora import durable
 from tlora.adapters.bank import AdapterBank
+from tlora.batching.pack import MicroBatch
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
-from tlora.group.engine import Engine
+from tlora.group.stream import Stream
 from tlora.store import checkpoint
 from tlora.supermodel import job_by_job, plain_path
 
@@ -250,14 +251,14 @@ def test_an_error_that_is_nobodys_ends_the_run_and_resume_goes_on(
     wide_base: Path, data: Path, tmp_path: Path, untouched: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forward that fails with all jobs and with none alone is a fault of the program: no job is blamed, and nothing is lost."""
-    compute = Engine.compute
+    compute = Stream.compute
 
-    def raising(engine: Engine, kind: str, packed_rows: Any, *sizes: int) -> Any:
-        if kind == "train" and len({row.job_id for row in packed_rows}) > 1:
+    def raising(engine: Stream, packed: MicroBatch, *batch: Any) -> Any:
+        if packed.kind == "train" and len({row.job_id for row in packed.rows}) > 1:
             raise RuntimeError("together only")
-        return compute(engine, kind, packed_rows, *sizes)
+        return compute(engine, packed, *batch)
 
-    monkeypatch.setattr(Engine, "compute", raising)
+    monkeypatch.setattr(Stream, "compute", raising)
     with pytest.raises(RuntimeError, match="together only"):
         train(wide_base, tmp_path / "out", neighbours(data), deterministic=True)
     monkeypatch.undo()

@@ -22,6 +22,7 @@ from tlora.engine.messages import Command, Leave, SetPlan, Stop
 from tlora.engine.trainer import StepTimer, Trainer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
+from tlora.group.stream import Stream
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.store import checkpoint
@@ -238,8 +239,8 @@ def test_stop_checkpoints_all(made: Orders, tmp_path: Path) -> None:
 
 def test_the_budget_follows_the_plan_and_holds_the_longest_sample(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    compute = Engine.compute
-    monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
+    compute = Stream.compute
+    monkeypatch.setattr(Stream, "compute", lambda self, *what: (used.append(what[0].budget), compute(self, *what))[1])
     work(made.load(tmp_path), [SetPlan(1), made.join("mover")], when(Stepped, "mover", 5, SetPlan(300)))
     profile = made.sets["mover"]
     assert isinstance(profile, ProfiledJob)

@@ -25,6 +25,7 @@ from tlora.engine.trainer import load_base
 from tlora.engine.worker import Worker
 from tlora.errors import CapacityError, ConfigError
 from tlora.group.engine import Engine
+from tlora.group.stream import Stream
 from tlora.job import JobSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
@@ -161,8 +162,8 @@ def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
 def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for two jobs at a quarter of what the Share says; no result changes."""
     used: list[int] = []
-    compute = Engine.compute
-    monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
+    compute = Stream.compute
+    monkeypatch.setattr(Stream, "compute", lambda self, *what: (used.append(what[0].budget), compute(self, *what))[1])
     specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
     limit = needed(made.base, specs, 256)
     told = work(replace(made.load(tmp_path), memory_limit=limit), [SetPlan(1024), *(made.join(spec.name) for spec in specs)])
@@ -209,8 +210,8 @@ def test_without_a_memory_limit_what_is_free_bounds_a_worker_and_its_controller_
 ) -> None:
     """Two jobs do not fit at the Share's budget, and would be halved by running out of memory; none of their bits changes."""
     used: list[int] = []
-    compute = Engine.compute
-    monkeypatch.setattr(Engine, "compute", lambda self, *what: (used.append(what[-1]), compute(self, *what))[1])
+    compute = Stream.compute
+    monkeypatch.setattr(Stream, "compute", lambda self, *what: (used.append(what[0].budget), compute(self, *what))[1])
     specs = [spec for spec in made.run.jobs if spec.name in ("stays", "short")]
     free = needed(made.base, specs, 256)
     monkeypatch.setattr("tlora.engine.worker_base.memory_limit", lambda device, ordered: free if ordered == "auto" else ordered)

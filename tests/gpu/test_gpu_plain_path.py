@@ -279,14 +279,14 @@ def test_nothing_waits_for_the_device() -> None:
 KILLED = """
 import os, signal, sys
 import tlora
-from tlora.group.engine import Engine
-compute, left = Engine.compute, [int(sys.argv[2])]
+from tlora.group.stream import Stream
+compute, left = Stream.compute, [int(sys.argv[2])]
 def counting(*args):
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(*args)
-Engine.compute = counting
+Stream.compute = counting
 tlora.train(tlora.RunSpec.model_validate_json(open(sys.argv[1]).read()), device="cuda")
 """
 

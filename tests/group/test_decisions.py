@@ -17,12 +17,13 @@ from tlora.group.exchange import Decisions
 from tlora.group.isolation import Failure
 from tlora.group.job_run import JobRun, Means
 from tlora.group.reports import Ended, Evaluated, Report, Stepped
+from tlora.group.stream import Stream
 
 Sets = tuple[Dataset, Dataset]
 
 
 def raise_at(monkeypatch: pytest.MonkeyPatch, call: int, error: Exception) -> None:
-    compute, calls = Engine.compute, [0]
+    compute, calls = Stream.compute, [0]
 
     def raising(*args: Any) -> Any:
         calls[0] += 1
@@ -30,7 +31,7 @@ def raise_at(monkeypatch: pytest.MonkeyPatch, call: int, error: Exception) -> No
             raise error
         return compute(*args)
 
-    monkeypatch.setattr(Engine, "compute", raising)
+    monkeypatch.setattr(Stream, "compute", raising)
 
 
 def test_a_budget_that_others_need_smaller(engine: Engine, sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:

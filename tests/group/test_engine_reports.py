@@ -14,6 +14,7 @@ from tlora.data.dataset import Dataset, Writer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Noted, Report, Stepped
+from tlora.group.stream import Stream
 from tlora.job import JobSpec
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.load import make_base
@@ -137,7 +138,7 @@ def test_shares_hold_for_those_that_join_later(engine: Engine, sets: tuple[Datas
 def test_an_error_of_no_job_is_noted_and_the_batch_starts_over(
     engine: Engine, heard: list[Report], sets: tuple[Dataset, Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, calls = Engine.compute, [0]
+    compute, calls = Stream.compute, [0]
 
     def once(*args: Any) -> Any:
         calls[0] += 1
@@ -145,7 +146,7 @@ def test_an_error_of_no_job_is_noted_and_the_batch_starts_over(
             raise RuntimeError("a passing fault")
         return compute(*args)
 
-    monkeypatch.setattr(Engine, "compute", once)
+    monkeypatch.setattr(Stream, "compute", once)
     engine.join(JobRun(spec("a"), sets[0], None))
     until_idle(engine)
     (note,) = [report for report in heard if isinstance(report, Noted)]

@@ -17,12 +17,13 @@ from torch import Tensor
 from tests.group.test_engine_reports import of, spec
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import make_model, make_samples
-from tlora.batching.pack import Row
+from tlora.batching.pack import MicroBatch
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Ended, Noted, Report
+from tlora.group.stream import Stream
 from tlora.group.token_budget import TokenBudget
 from tlora.supermodel import supermodel
 from tlora.supermodel.load import make_base
@@ -175,14 +176,14 @@ def test_a_job_that_goes_on_under_another_plan_has_the_bits_of_one_that_did_not(
 
 def full_at(monkeypatch: pytest.MonkeyPatch, shared: SuperModel, layers: int) -> None:
     """The long sample runs out of memory unless it recomputes so many layers."""
-    compute = Engine.compute
+    compute = Stream.compute
 
-    def full(self: Engine, kind: str, rows: tuple[Row, ...], tokens: int, most: int) -> dict[str, JobLoss]:
-        if tokens == LONG and shared.recompute.layers(tokens) < layers:
+    def full(self: Stream, packed: MicroBatch, *batch: Any) -> dict[str, JobLoss]:
+        if packed.tokens == LONG and shared.recompute.layers(LONG) < layers:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return compute(self, kind, rows, tokens, most)
+        return compute(self, packed, *batch)
 
-    monkeypatch.setattr(Engine, "compute", full)
+    monkeypatch.setattr(Stream, "compute", full)
 
 
 def all_run(engine: Engine, sets: dict[str, Dataset]) -> None:

@@ -23,6 +23,7 @@ from tlora.group import token_budget
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended, Noted, Report
+from tlora.group.stream import Stream
 from tlora.group.token_budget import CALM, TokenBudget
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -113,7 +114,7 @@ def test_errors_that_no_job_repeats_are_forgiven_as_long_as_they_are_rare(
     """A worker lives for months: four errors in all of them are not four in a row."""
     monkeypatch.setattr(module, "CALM", 3)
     engine.join(JobRun(spec("a", max_steps=60, batch_size=4), sets[0], None))
-    compute, calls = Engine.compute, [0]
+    compute, calls = Stream.compute, [0]
 
     def shaky(*args: Any) -> Any:
         calls[0] += 1
@@ -121,7 +122,7 @@ def test_errors_that_no_job_repeats_are_forgiven_as_long_as_they_are_rare(
             raise RuntimeError("a bit flipped")
         return compute(*args)
 
-    monkeypatch.setattr(Engine, "compute", shaky)
+    monkeypatch.setattr(Stream, "compute", shaky)
     while engine.run_micro_batch() is not None:
         pass
     assert calls[0] > 8 * (module._FORGIVEN + 2)

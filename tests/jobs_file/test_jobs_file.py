@@ -81,6 +81,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "dtype": "float64",
     "base_precision": "fp8",
     "layout": "streamed",
+    "links": "host",
     "unused_weights": "ignore",
     "deterministic": True,
     "token_budget": 4096,

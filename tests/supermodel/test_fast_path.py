@@ -200,9 +200,9 @@ def test_a_pass_that_is_padded_for_a_graph_has_the_shape_that_was_predicted_and_
         if tokens:
             padding = Padding(shared, tokens)
             shared.fast_path._graphs = padding  # type: ignore[union-attr, assignment]
-        before = shared.computed_tokens
+        before = shared.passes.computed_tokens
         shared.forward_backward(batch)
-        assert shared.computed_tokens - before == (tokens or len(batch.input_ids_T))
+        assert shared.passes.computed_tokens - before == (tokens or len(batch.input_ids_T))
         found.append({job_id: shared.bank.take_grad(job_id) for job_id in job_ids})
         for job_id in job_ids:
             shared.leave(job_id)

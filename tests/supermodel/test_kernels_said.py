@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.tiny import make_model
 from tlora.cli.check_view import print_check
 from tlora.engine.check import RunCheck
-from tlora.engine.session import launch_facts
+from tlora.engine.launch_facts import launch_facts
 from tlora.kernels.device import launched_as
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel

@@ -73,6 +73,12 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
     return Placement(jobs, tuple(loads), bound, spans)
 
 
+def at_last_stage(seconds: Mapping[str, float], stages: int) -> Placement:
+    """Of a base in stages: all jobs are at home where the last one is, and each GPU computes an equal part."""
+    total = sum(seconds.values()) / stages
+    return Placement(((),) * (stages - 1) + (tuple(seconds),), (total,) * stages, total)
+
+
 def _spread(
     seconds: Mapping[str, float], speeds: Sequence[float], replicas: Mapping[str, int]
 ) -> tuple[dict[str, ReplicaPlacement], list[float]]:

@@ -23,6 +23,7 @@ from tlora.group.engine import Engine
 from tlora.group.exchange import Exchange
 from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
+from tlora.group.pipeline import Pipeline
 from tlora.group.reports import Computed, Ended, Listener, Noted, Report, Status
 from tlora.job import JobSpec
 from tlora.kernels.device import ToHost, mark_on
@@ -145,12 +146,13 @@ class Driver:
         token_budget: int,
         longest: int = 1,
         exchange: Exchange | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """`longest`: tokens of the longest sample of any job that may still join. `exchange`: see `Engine`."""
+        """`longest`: tokens of the longest sample of any job that may still join. `exchange`, `pipeline`: see `Engine`."""
         self._context, self._places = context, places
         self.listener: Listener = lambda _: None  # hears each report after the records have
         self.records = Records(context.note)
-        self.group = Engine(model, token_budget, self._listen, longest, exchange=exchange)
+        self.group = Engine(model, token_budget, self._listen, longest, exchange=exchange, pipeline=pipeline)
         self.waited_seconds = 0.0
 
     def open(self, job: PlannedJob, resume: bool, start: Future[AdapterState] | None = None) -> ReadyJob:

@@ -8,14 +8,15 @@ stands in for the trainer of a worker with several GPUs. Its commands are those 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.watcher import RunProgress
 from tlora.group.job_result import JobResult
 from tlora.job import JobSpec, RunSpec
 from tlora.message_codec import Codec, message
+from tlora.shape.stages import LayerRange
 from tlora.worker_protocol import (
     Alive,
     Failed,
@@ -34,6 +35,7 @@ from tlora.worker_protocol import (
 WAITS = {
     "exchange_wait_seconds": "for parts of jobs on other GPUs",
     "fetch_wait_seconds": "for layers of the shared base",
+    "stage_wait_seconds": "for other stages",
 }
 
 # -- to whoever trains: beside `Join` ----------------------------------------------------------------------------------
@@ -85,7 +87,8 @@ class Open:
 @message
 class Assign:
     """The data of all jobs is tokenized; of `run`, as it is by now, these jobs have their home here. Answered by `Ready`. `store`: a file
-    by which ranks find each other. With `shared` they share the base; `spans` are all jobs with replicas on several ranks.
+    by which ranks find each other. With `shared` they share the base, with `stages` each has these of its layers, and all jobs are at home
+    at the last; `spans` are all jobs with replicas on several ranks.
     """
 
     run: RunSpec
@@ -93,6 +96,7 @@ class Assign:
     store: str = ""
     shared: bool = False
     spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
+    stages: tuple[LayerRange, ...] = ()
 
 
 @message
@@ -187,7 +191,45 @@ class Faulty:
     reason: str
 
 
+@dataclass(frozen=True)
+class StageRow:
+    """A unit of a micro-batch as the stages before the last one need it: `supermodel.batch.BatchRow` without what is trained."""
+
+    job_id: str
+    input_ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    normalizer: float
+    dropout_key: tuple[int, int, int] | None
+
+
+@message
+class StageBatch:
+    """From the last stage to all before it: the next micro-batch of the stream (`group.pipeline.Pipeline.announce`)."""
+
+    trains: bool
+    rows: tuple[StageRow, ...]
+    pad_to: int
+    most_tokens: int
+    compared: tuple[str, ...]
+    through: tuple[str, ...]
+
+
+@message
+class StageChange:
+    """From the last stage to all before it, to be made in its place in the stream. Weights come through a channel, in the same order. With
+    a new `epoch` nothing that was announced before is computed any more: all begin anew, without any gradients, or go on.
+    """
+
+    what: Literal["enter", "reference", "weights", "leave", "recompute", "begin anew", "go on"]
+    job_id: str = ""
+    spec: JobSpec | None = None
+    total_steps: int = 0
+    most_tokens: tuple[int, ...] = ()  # of a `RecomputePlan`
+    epoch: int = 0
+
+
 Note = Published | Fetched | Sent
+StageOrder = StageBatch | StageChange
 
 
 def addressees(note: Note, span: ReplicaPlacement) -> tuple[int, ...]:
@@ -266,8 +308,9 @@ class PartReady:
     eval_set: str | None = None
 
 
-JobReport = Joined | Refused | Finished | Left | Note | Faulty  # of any rank; `Refused` by a run's: the first job that waits has no room
-ToRank = Command | Open | Assign | BaseFacts | Enter | Spread | Meet | Note
+JobReport = Joined | Refused | Finished | Left | Note | Faulty | StageOrder
+# of any rank; `Refused` by a run's: the first job that waits has no room
+ToRank = Command | Open | Assign | BaseFacts | Enter | Spread | Meet | Note | StageOrder
 ReportOfRun = Hello | Memory | Ready | Shown | RowMade | LogLine | Broken | Bye
 ReportOfWorker = Memory | Loaded | Measured | Alive | PartReady | Stepped | Failed
 FromRank = JobReport | ReportOfRun | ReportOfWorker

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import ReplicaPlacement
@@ -24,17 +24,20 @@ from tlora.data.prepare import DataWorker, Preparation, start_worker
 from tlora.engine.driver import Driver, FilesWritten, RunPaths
 from tlora.engine.earlier_run import to_plan
 from tlora.engine.messages import BaseFacts, Fetched, JobReport, Leave, Published, Sent
+from tlora.engine.ranks.last_stage import StageExchange, StagePipeline
 from tlora.engine.ranks.spanning import SpanExchange
 from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
 from tlora.group.isolation import Failure, try_call
 from tlora.job import RunSpec
+from tlora.planning.base_parts import count_parts
 from tlora.planning.job_plan import PlannedJob, start_ahead
 from tlora.planning.memory import bytes_when_shared
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
 from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
+from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import Sharing
 from tlora.store import checkpoint
 from tlora.store.full_disk import DiskReserve
@@ -63,6 +66,7 @@ class Assignment:
     sharing: Sharing | None = None
     spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
     follows: frozenset[str] = frozenset()
+    stage: LayerRange | None = None  # the last one, of a base in stages
 
 
 class Guard(Protocol):
@@ -117,6 +121,8 @@ def load(
         run, sharing = to_plan(assignment.run, monitor.ended), assignment.sharing
         if sharing is not None:
             base_bytes = bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
+        if assignment.stage is not None:
+            base_bytes = count_parts(outlined, place, ROW_ALIGNMENT).stage_bytes(assignment.stage.first, assignment.stage.stop)
         here = assignment.here if assignment.here is None else assignment.here | assignment.follows
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
@@ -129,7 +135,7 @@ def load(
     starts = {} if resume else start_ahead(homes, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
     model = SuperModel.from_pretrained(
-        run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, sharing or plan.streaming
+        run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, assignment.stage or sharing or plan.streaming
     )
     if resume and (changed := check_tiles(run, model.tiles)):
         monitor.note(changed)
@@ -152,35 +158,9 @@ def _data_worker(place: torch.device) -> AbstractContextManager[DataWorker | Non
     return start_worker() if place.type == "cuda" else nullcontext()
 
 
-def launch_facts(loaded: Loaded, device: torch.device) -> dict[str, Any]:
-    """The facts on a run in `run.json` besides its order."""
-    model, threads = loaded.model, loaded.threads
-    kernels = {"kernels": model.kernels_on(device, model.deterministic)} if device.type == "cuda" else {}
-    return (
-        {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": f"cpu ({threads} thread{'s' * (threads > 1)})" if threads else torch.cuda.get_device_name(device),
-            "token_budget": loaded.plan.token_budget,
-            "recomputed_layers": loaded.plan.recomputed_layers,
-            "recomputed_by_tokens": loaded.plan.recomputed_by_tokens,
-            "base_parameters": loaded.base_parameters,
-        }
-        | kernels
-        | _stream_facts(loaded)
-        | ({"tiles": model.tiles} if model.tiles else {})
-    )
-
-
-def _stream_facts(loaded: Loaded) -> dict[str, Any]:
-    """Of a base that is streamed: the layers on the device, and the link's GB/s."""
-    if loaded.plan.streaming is None or loaded.link_bytes_per_second is None:
-        return {}
-    return {"streamed": {"slots": loaded.plan.streaming.slots, "link_gb_per_second": round(loaded.link_bytes_per_second / 1e9, 2)}}
-
-
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
     """On a GPU, the plan by what this device takes for this base; elsewhere, and where that cannot be measured, `plan` itself."""
-    if model.device.type != "cuda" or not plan.can_run or (not model.num_layers and model.deterministic):
+    if model.device.type != "cuda" or not plan.can_run or model.base.stage is not None or (not model.num_layers and model.deterministic):
         return plan
     key = probe_key(model, plan.can_run, run.deterministic, model.device)
     memory = recall(key)
@@ -213,9 +193,10 @@ class Session:
         send: Callable[[JobReport], None],
         record: Callable[[str], None] = lambda _: None,
         exchange: SpanExchange | None = None,
+        pipeline: StagePipeline | None = None,
     ) -> None:
         """`inbox` is that of `Driver.train`. `send` gets the reports on jobs that have their home here, `Finished` for each that ends here,
-        however it does. `record` writes `run.json` with a status. `exchange`: with the other ranks.
+        however it does. `record` writes `run.json` with a status. `exchange`: with the other ranks; `pipeline`: with the stages before.
         """
         plan = loaded.plan
         self._run, self._plan, self._directory = run, plan, Path(run.output_dir)
@@ -248,7 +229,8 @@ class Session:
         )
         places = RunPaths(self._directory, serving, run.report_to, settings, self._mark)
         self._exchange = exchange or SpanExchange(0, {}, send)
-        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, self._exchange)
+        parts = self._exchange if pipeline is None else StageExchange(pipeline)
+        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, parts, pipeline)
         self.driver.listener = monitor.listen
 
     @property

@@ -17,6 +17,7 @@ from tlora.data.prepare import DataWorker
 from tlora.engine.earlier_run import describe_resume, earlier_ends, with_ends, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
 from tlora.engine.job_length import check_lengths
+from tlora.engine.launch_facts import launch_facts
 from tlora.engine.messages import JobReport, Stop
 from tlora.engine.ranks.attempts import train_on_ranks
 from tlora.engine.ranks.coordinator import CheckedRun
@@ -25,7 +26,7 @@ from tlora.engine.ranks.external import digest_of
 from tlora.engine.ranks.rank_group import RankGroup
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import RunMonitor
-from tlora.engine.session import Loaded, Session, launch_facts, load
+from tlora.engine.session import Loaded, Session, load
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import SCHEDULED, JobSpec, RunSpec
@@ -75,6 +76,8 @@ def train(
     run, watcher = resolve_run(jobs, settings), watcher or Watcher()
     open_caches(watcher.note)
     ranks = rank_devices(rank_group.count if rank_group is not None and gpus is None else gpus, device)
+    if run.layout in ("shared", "stages") and len(ranks) < 2:
+        watcher.note(f"layout: {run.layout} is of several GPUs, and here is one: the base lies as with layout: auto")
     order = _settle(run, ranks[0] if ranks else device, resume, overwrite, watcher)
     if len(order.ended) == len(run.jobs):
         return _nothing_to_train(order)

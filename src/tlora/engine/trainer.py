@@ -118,7 +118,7 @@ class Trainer:
         self._group, self._records = self._driver.group, self._driver.records
         self._memory = WorkerMemory(bound, self._group, load.recompute, SetPlan(STARTING_BUDGET))
         self._calibration = calibrate_in_background(load, model, self._memory.has_room_for, send)
-        self._group.begin = self._begin
+        self._group.stream.begin = self._begin
         self._preparing: dict[str, Join] = {}
         self._opening: set[str] = set()
         self._unwanted: set[str] = set()  # of those: removed before they had joined

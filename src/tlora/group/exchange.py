@@ -132,7 +132,7 @@ class RunningSums:
     def send(self, job_id: str, step: int, passed: BatchLosses) -> None:
         raise AssertionError(f"{job_id} spans no other rank")
 
-    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> SummedGradient:
+    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> SummedGradient | None:
         return SummedGradient(self._sums.pop(job_id))
 
     def publish(self, job_id: str, state: AdapterState) -> None:

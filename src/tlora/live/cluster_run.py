@@ -111,6 +111,8 @@ def train_on_cluster(
             f"--policy {policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it faster. "
             "Choose residual_capacity"
         )
+    if run.layout in ("whole", "shared", "stages"):
+        raise ConfigError(f"layout: {run.layout} is for `tlora train`; here the scheduler decides which GPUs hold the base. Take it out")
     watcher, began = watcher or Watcher(), time.monotonic()
     open_caches(watcher.note)
     place = tcp_place(worker_listen) if worker_listen is not None else None

@@ -6,22 +6,30 @@ from dataclasses import dataclass
 
 import torch
 
+from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.errors import CapacityError, ConfigError
 from tlora.job import RunSpec
+from tlora.planning.base_parts import count_parts
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.plan import RunPlan, plan_memory
+from tlora.shape.stages import LayerRange, cut_layers
+from tlora.supermodel.load import layers_of
+from tlora.supermodel.stage_base import check_stages
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 
 
 @dataclass(frozen=True)
 class BasePlacement:
-    """`shared`: each GPU holds a part of every decoder layer. `why` is for a person; `plan` is that of each GPU."""
+    """`shared`: each GPU holds a part of every decoder layer. `stages`: each holds some of the layers, these. `why` is for a person; `plan`
+    is that of each GPU.
+    """
 
     shared: bool
     why: str
     plan: RunPlan
+    stages: tuple[LayerRange, ...] = ()
 
     @property
     def refused(self) -> list[str]:
@@ -30,24 +38,39 @@ class BasePlacement:
 
 
 def choose_form(
-    run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, base_bytes: int, device: torch.device, limit: int, gpus: int
+    run: RunSpec,
+    jobs: tuple[PlannedJob, ...],
+    model: SuperModel,
+    base_bytes: int,
+    device: torch.device,
+    limit: int,
+    gpus: int,
+    reads_peers: bool = True,
 ) -> BasePlacement:
-    """Whole, unless a shared base lets more jobs run: fetching costs some hundredths of the speed, and a lost GPU ends all. Jobs that fit
-    in neither get a problem. `limit`: bytes of the GPU that has the least. Raises CapacityError for a base that does not fit at all,
+    """Whole, unless a shared base lets more jobs run: fetching costs some hundredths of the speed, and a lost GPU ends all. Where GPUs
+    cannot read each other's memory, stages in place of a shared base. Jobs that fit in none get a problem. `limit`: bytes of the GPU that
+    has the least; `reads_peers`: whether GPUs read each other's memory. Raises CapacityError for a base that does not fit at all,
     ModelError for one that does not fit whole and cannot be cut, and ConfigError where it shall be streamed.
     """
     if run.layout == "streamed":
         raise ConfigError(f"layout: streamed is for one GPU, and these are {gpus}, which can hold a base in parts. Take it out, or --gpus")
+    if run.layout == "stages" and gpus > 1:
+        return _in_stages(run, jobs, model, device, limit, gpus, "layout: stages")
     whole = plan_memory(run, jobs, model, base_bytes, device, limit)
     refused_whole = _refused(whole)
     fits_whole = whole.memory.base_bytes <= limit
-    if fits_whole and (not refused_whole or gpus == 1 or not can_be_cut(model)):
+    is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
+    if run.layout == "whole" or (fits_whole and is_enough and run.layout != "shared"):
         return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
+    if gpus > 1 and not reads_peers and run.layout != "shared":
+        return _in_stages(run, jobs, model, device, limit, gpus, "GPUs cannot read each other's memory")
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, shared_bytes, device, limit)
     parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} GPUs"
     if shared_bytes > limit:
         raise CapacityError(_no_form(whole, base_bytes, shared_bytes, limit, gpus, model))
+    if run.layout == "shared" and gpus > 1:
+        return BasePlacement(True, f"layout: shared: {parts}", shared)
     if not fits_whole:
         return BasePlacement(True, f"the base does not fit on one GPU ({gib(limit)}): {parts}", shared)
     if len(_refused(shared)) < len(refused_whole):
@@ -55,6 +78,27 @@ def choose_form(
     return BasePlacement(
         False, f"each GPU holds the whole base, {gib(base_bytes)}", plan_memory(run, jobs, model, base_bytes, device, limit)
     )
+
+
+def _in_stages(
+    run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, device: torch.device, limit: int, gpus: int, reason: str
+) -> BasePlacement:
+    """Raises ModelError for a base that cannot be cut into stages, and CapacityError where the largest stage does not fit."""
+    check_stages(model.base)
+    layers = len(layers_of(model.base.decoder))
+    if layers < gpus:
+        raise ConfigError(f"layout: stages needs a decoder layer for each GPU, and the base has {layers} for {gpus}. Take --gpus {layers}")
+    parts = count_parts(model, device, ROW_ALIGNMENT)
+    cuts = cut_layers(parts.layer_weights, parts.head_weights, [1.0] * gpus)
+    ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
+    if max(sizes) > limit:
+        raise CapacityError(
+            f"the largest of {gpus} stages of the base needs {gib(max(sizes))}, and the limit is {gib(limit)}. Take more GPUs, a smaller "
+            "base, or base_precision: nf4"
+        )
+    plan = plan_memory(run, jobs, model, max(sizes), device, limit)
+    each = "; ".join(f"GPU {rank}: layers {cut.first} to {cut.stop - 1}, {gib(sizes[rank])}" for rank, cut in enumerate(ranges))
+    return BasePlacement(False, f"{reason}: {each}", plan, tuple(ranges))
 
 
 def _refused(plan: RunPlan) -> list[str]:

@@ -101,6 +101,8 @@ def choose_layout(
     Raises CapacityError where the base fits in no form, because of the device's memory or the host's, and ModelError for one that cannot
     be streamed and must be.
     """
+    if run.layout == "whole":
+        return plan, None
     whole_fits, ordered = plan.memory.base_bytes <= plan.limit_bytes, run.layout == "streamed"
     if not ordered and (device.type != "cuda" or expert_modules(model.model)):
         return plan, None

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from tlora.byte_size import Bytes
 from tlora.errors import ConfigError
-from tlora.job import BasePrecision, DType, LayoutSetting, MemoryLimit, Recompute, UnusedWeights
+from tlora.job import BasePrecision, DType, MemoryLimit, Recompute, UnusedWeights, WorkerLayout
 from tlora.jobs_file import suggest
 from tlora.link.address import tcp_place
 from tlora.server_directory import default_directory
@@ -88,7 +88,7 @@ class ServerConfig(BaseModel):
     usage_half_life_seconds: Seconds = 86_400.0  # of the GPU time that a tenant has used: so old, it counts half
     dtype: DType = "auto"
     base_precision: BasePrecision | None = None
-    layout: LayoutSetting = "auto"
+    layout: WorkerLayout = "auto"
     unused_weights: UnusedWeights = "refuse"
     deterministic: bool = False
     recompute: Recompute = "auto"

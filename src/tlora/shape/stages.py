@@ -4,7 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Decoder layers `first` to `stop` (not included) of `count`."""
+
+    first: int
+    stop: int
+    count: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.first < self.stop <= self.count, self
+
+    def __contains__(self, layer: int) -> bool:
+        return self.first <= layer < self.stop
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.count
 
 
 def cut_layers(layer_seconds: Sequence[float], head_seconds: float, speeds: Sequence[float]) -> tuple[tuple[int, int], ...]:

@@ -23,6 +23,7 @@ from tlora.processes import control_groups
 
 _MOST_OF_FREE = 0.9  # of the host's free memory; the rest is for blocks that are read, data and checkpoints
 _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}  # by the groups' version
+_ANOTHER_FIT = "take a base, a base_precision or a GPU with which the base fits there"
 _PROBE_BYTES, _PROBES = 128 << 20, 3  # of a copy that measures the link: some milliseconds
 
 
@@ -73,7 +74,7 @@ class HostMemory:
             region.madvise(mmap.MADV_HUGEPAGE)
         self.own = torch.frombuffer(region, dtype=torch.uint8)[:num_bytes]
         if device.type == "cuda" and num_bytes:
-            _pin(self.own, device, ordered)
+            _pin(self.own, device, "layers are streamed", "take layout: streamed out" if ordered else _ANOTHER_FIT)
             weakref.finalize(self, _unpin, self.own).atexit = False  # the driver unpins what a process leaves
 
     def read(self, peer: int, start: int, target: Tensor) -> None:
@@ -137,18 +138,21 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _pin(memory: Tensor, device: torch.device, ordered: bool) -> None:
-    """Raises CapacityError where the driver refuses."""
+def pin(memory: Tensor, device: torch.device) -> None:
+    """Pin memory that processes share, until this one ends. Raises CapacityError where the driver refuses."""
+    _pin(memory, device, "GPUs copy", "use GPUs that read each other's memory")
+
+
+def _pin(memory: Tensor, device: torch.device, use: str, otherwise: str) -> None:
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context must be there
         status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:
         why = runtime.cudaGetErrorString(status)
-        otherwise = "take layout: streamed out" if ordered else "take a base, a base_precision or a GPU with which the base fits there"
         raise CapacityError(
-            f"{_gib(memory.numel())} of the host's memory cannot be pinned (cudaHostRegister: {why}), and layers are streamed from "
-            f"pinned memory. Free host memory, raise the container's limits, or {otherwise}"
+            f"{_gib(memory.numel())} of the host's memory cannot be pinned (cudaHostRegister: {why}), and {use} from pinned memory. "
+            f"Free host memory, raise the container's limits, or {otherwise}"
         )
 
 

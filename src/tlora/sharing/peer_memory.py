@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tlora.errors import RankError
+from tlora.sharing.host_memory import pin
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.sharing.peers import Peers
 
@@ -47,31 +48,50 @@ def open_peer_memory(num_bytes: int, peers: Peers, device: torch.device) -> Peer
     return _open_gpu_memory(num_bytes, peers, torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 
 
+def open_host_memory(num_bytes: int, peers: Peers, device: torch.device, name: str) -> PeerMemory:
+    """The same in the host's memory, to which `device` copies by itself; `name` tells it from others of these peers. Raises CapacityError
+    where it cannot be pinned for that.
+    """
+    peers.agree(f"{name} memory", num_bytes, "a memory of bytes")
+    memory = _HostMemory(num_bytes, peers, f"{name} ")
+    if device.type == "cuda":
+        memory.pin(device)
+    return memory
+
+
 class _HostMemory:
     """Anonymous shared memory, which a peer opens through this process's table of open files: a killed process leaves nothing behind."""
 
-    def __init__(self, num_bytes: int, peers: Peers) -> None:
+    def __init__(self, num_bytes: int, peers: Peers, key: str = "") -> None:
+        """`key`: to be told from another such memory of these peers."""
         if not hasattr(os, "memfd_create"):
             raise RankError("ranks on a CPU share memory on Linux only, which this is not. Train without --gpus")
+        self._rank = peers.rank
         descriptor = os.memfd_create("tlora-peers")
         try:
             os.ftruncate(descriptor, num_bytes)
-            self.own = _map(os.getpid(), descriptor, num_bytes)
-            descriptors = peers.exchange("descriptor", [os.getpid(), descriptor])
+            self.own = map_file(os.getpid(), descriptor, num_bytes)
+            descriptors = peers.exchange(f"{key}descriptor", [os.getpid(), descriptor])
             try:
-                self._parts = [_map(pid, number, num_bytes) for pid, number in descriptors]
+                self._parts = [map_file(pid, number, num_bytes) for pid, number in descriptors]
             except (RuntimeError, OSError) as error:
                 why = str(error).splitlines()[0]
                 raise RankError(f"ranks cannot read each other's memory ({why}). Run all as one user in one container") from None
-            peers.exchange("mapped", True)
+            peers.exchange(f"{key}mapped", True)
         finally:
             os.close(descriptor)
 
     def read(self, peer: int, start: int, target: Tensor) -> None:
-        target.copy_(self._parts[peer][start : start + target.numel()])
+        target.copy_(self._parts[peer][start : start + target.numel()], non_blocking=True)
+
+    def pin(self, device: torch.device) -> None:
+        """Let `device` copy from and to it by itself."""
+        for part in (self.own, *self._parts[: self._rank], *self._parts[self._rank + 1 :]):
+            pin(part, device)
 
 
-def _map(pid: int, descriptor: int, num_bytes: int) -> Tensor:
+def map_file(pid: int, descriptor: int, num_bytes: int) -> Tensor:
+    """The bytes of an open file of that process, shared with it."""
     return torch.from_file(f"/proc/{pid}/fd/{descriptor}", shared=True, size=num_bytes, dtype=torch.uint8)
 
 

@@ -102,12 +102,13 @@ class FastPath:
             for place, member in enumerate(together):
                 member.shared, member.place = shared, place
             self._names += members
-        self.groups[0] = replace(self.groups[0], passes_back=False)  # before it there is the embedding
+        if base.stage is None or base.stage.layers.is_first:
+            self.groups[0] = replace(self.groups[0], passes_back=False)  # before it there is the embedding
         self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
         self._known: dict[tuple[int, str], tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-        layers = layers_of(base.decoder)
+        layers = [layer for number, layer in enumerate(layers_of(base.decoder)) if base.stage is None or number in base.stage.layers]
         self.num_layers = len(layers)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS)
         for number, layer in enumerate(layers):
@@ -117,7 +118,7 @@ class FastPath:
         measured = not expert_modules(base.model) and launched_as(device).sized
         self._launch_tokens = int(SLOW_HOST * HIDES_LAUNCHES * self.num_layers / work) if measured else 0
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
-        captured = device.type == "cuda" and base.layers is None and not _experts_wait(base, device)
+        captured = device.type == "cuda" and base.layers is None and base.stage is None and not _experts_wait(base, device)
         self._graphs = CudaGraphs(self.run, base.head.weight_VH) if captured else None
 
     def release_memory(self) -> None:

@@ -30,6 +30,7 @@ from tlora.supermodel.base_config import refuse_strange_config
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, hold_packed
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
+from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
@@ -42,7 +43,8 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, to
 class Base:
     """A frozen causal language model: the whole, the decoder that ends at the last norm, and the head.
 
-    `layers`: what brings the weights of the decoder's layers, where several ranks share them (`shared_base.py`).
+    `layers`: what brings the weights of the decoder's layers, where several ranks share them (`shared_base.py`). `stage`: which of them
+    are here, where other processes have the rest (`stage.py`).
     """
 
     model: Any
@@ -50,6 +52,7 @@ class Base:
     head: Head
     name: str
     layers: LayerStream | None = None
+    stage: Stage | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -211,10 +214,12 @@ def pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
     return picked
 
 
-def make_base(model: Any, name: str, layers: LayerStream | None = None) -> Base:
-    """Freeze a loaded transformers causal LM and check that packed samples get the logits that each gets alone."""
+def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: Stage | None = None) -> Base:
+    """Freeze a loaded transformers causal LM and check that packed samples get the logits that each gets alone: before the last stage, the
+    hidden states.
+    """
     model.requires_grad_(False).eval()
-    base = Base(model, decoder_of(model, name), find_head(model, name), name, layers)
+    base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage)
     attention.register()
     attention_probe.register()
     _check_packing(base)
@@ -299,10 +304,15 @@ def _check_packing(base: Base) -> None:
     ids = [torch.randint(0, base.vocab_size, (n,), generator=generator).to(device) for n in lengths]
     model.set_attn_implementation("eager")
     try:
-        alone = torch.cat([model(input_ids=i[None], use_cache=False).logits[0].float() for i in ids])
+        ends = base.stage is None or base.stage.layers.is_last
+        if ends:
+            alone = torch.cat([model(input_ids=i[None], use_cache=False).logits[0].float() for i in ids])
+        else:
+            alone = torch.cat([base.decoder(input_ids=i[None], use_cache=False).last_hidden_state[0].float() for i in ids])
         model.set_attn_implementation(attention.NAME)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        packed = base.head.logits(hidden_states(base, torch.cat(ids), positions, lengths)).float()
+        hidden_TH = hidden_states(base, torch.cat(ids), positions, lengths)
+        packed = (base.head.logits(hidden_TH) if ends else hidden_TH).float()
         leaks = _leaks(base, torch.cat(ids), positions, lengths)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ModelError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error

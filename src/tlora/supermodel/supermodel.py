@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import subprocess
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -24,21 +24,24 @@ from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.kernels.device import runs_kernels
 from tlora.objectives import UnitLoss
+from tlora.shape.stages import LayerRange
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layer_stream import FetchStats
 from tlora.sharing.peers import Sharing
 from tlora.supermodel.base_config import longest_safe_sequence
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.cuda_graphs import Backward
 from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.job_by_job import make_host_optimizer, make_queued_optimizer
 from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
-from tlora.supermodel.losses import JobLoss, Losses, Pass, sum_losses, token_logprobs
+from tlora.supermodel.losses import JobLoss, Pass, sum_losses
 from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
+from tlora.supermodel.part_passes import PartPasses
 from tlora.supermodel.plain_path import PlainPath
 from tlora.supermodel.shared_base import load_shared_base
+from tlora.supermodel.stage import StagePass
+from tlora.supermodel.stage_base import load_stage
 
 
 @dataclass
@@ -75,8 +78,7 @@ class SuperModel(nn.Module):
         self.weights = base_weights(self._linears)
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
-        self.computed_tokens = 0
-        """Of all passes that trained or evaluated, padding included; not of those that an objective compares with."""
+        self.passes = PartPasses(base, self._path, self.weights, self.bank, self.references, self._dropout_of)
         make_optimizer = make_host_optimizer if weight.device.type == "cpu" else make_queued_optimizer
         self._optimizer: Optimizer = make_optimizer(self.bank)
         if weight.device.type == "cuda" and runs_kernels(weight.device):
@@ -92,14 +94,17 @@ class SuperModel(nn.Module):
         device: str = "cpu",
         deterministic: bool = False,
         base_precision: BasePrecision | None = None,
-        shared: Sharing | Streaming | None = None,
+        shared: Sharing | Streaming | LayerRange | None = None,
     ) -> SuperModel:
         """Load `base_model` (a directory or hub id). Raises ModelError, and ConfigError for a precision that `device` lacks.
 
         With `shared` this process is one of several on a host that load the base together: each holds a part of every decoder layer, and
         layers are fetched as they run. With `Streaming` the layers lie in this host's memory instead. Bits are those of a base of one's
-        own. Raises RankError for what goes wrong between ranks, CapacityError for too little host memory.
+        own. With a `LayerRange` it is a stage, which has these layers alone; behind the first `passes.upstream` is to be set. Raises
+        RankError for what goes wrong between ranks, CapacityError for too little host memory.
         """
+        if isinstance(shared, LayerRange):
+            return cls(load_stage(base_model, dtype, torch.device(device), base_precision, shared), deterministic)
         if shared is not None:
             return cls(load_shared_base(base_model, dtype, torch.device(device), base_precision, shared), deterministic)
         return cls(load_base(base_model, dtype, device, base_precision), deterministic)
@@ -122,6 +127,10 @@ class SuperModel(nn.Module):
     def _path(self) -> FastPath | PlainPath:
         """What decodes a batch: kernels compiled for the GPU, captured as graphs where shapes come again, or torch's own operations."""
         return self.fast_path or self.plain_path
+
+    def _dropout_of(self, job_id: str) -> float:
+        """Of a job that adapts no layer of this stage, and so has not joined, none."""
+        return self._residents[job_id].lora.lora_dropout if job_id in self._residents else 0.0
 
     @property
     def num_layers(self) -> int:
@@ -259,7 +268,7 @@ class SuperModel(nn.Module):
         Several passes may be open at a time, each with its activations. The first of them is the one that CUDA graphs can serve. Before
         an adapter of an open pass steps, leaves or moves (a join may move all), the pass must have gone back.
         """
-        parts = [partial(self._forward, part, objectives or {}, train=True) for part in self._parts(batch, objectives or {})]
+        parts = [partial(self.passes.forward, part, objectives or {}, train=True) for part in self._parts(batch, objectives or {})]
         return Pass(parts, partial(self._adapter_versions, batch))
 
     def optim_step(self, job_ids: Iterable[str]) -> dict[str, StepStats]:
@@ -320,11 +329,15 @@ class SuperModel(nn.Module):
 
     def evaluate(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss] | None = None) -> dict[str, JobLoss]:
         """Loss per job without gradients and without dropout."""
-        return sum_losses(self._forward(part, objectives or {}, train=False)[0] for part in self._parts(batch, objectives or {}))
+        return sum_losses(self.passes.forward(part, objectives or {}, train=False)[0] for part in self._parts(batch, objectives or {}))
 
     def state(self, job_id: str) -> AdapterState:
         """The live state of a resident job; `clone` it to keep it."""
         return self._residents[job_id].state
+
+    def has(self, job_id: str) -> bool:
+        """Whether the job has joined."""
+        return job_id in self._residents
 
     def zero_grad_of(self, job_id: str) -> None:
         """Forget the gradients that `job_id` has summed since its last step."""
@@ -337,7 +350,7 @@ class SuperModel(nn.Module):
         self._optimizer.remove(job_id)
 
     def _forward_and_back(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, JobLoss]:
-        losses, backward = self._forward(part, objectives, train=True)
+        losses, backward = self.passes.forward(part, objectives, train=True)
         if backward is not None:
             backward()
         return losses
@@ -346,9 +359,22 @@ class SuperModel(nn.Module):
         residents = [self._residents.get(span.job_id) for span in batch.spans]
         return self.bank.version, tuple(resident and resident.version for resident in residents)
 
+    def stage_passes(self, batch: PackedBatch, compared: Collection[str], train: bool) -> Iterator[StagePass]:
+        """What a stage before the last computes of `batch`, one call after another: the passes of the last stage's `forward_backward` or
+        `evaluate`, in its order. `compared`: jobs whose objectives compare with a reference. Jobs that adapt no layer of this stage
+        need not have joined.
+        """
+        for part in self._split(batch):
+            if jobs := {span.job_id for span in part.spans} & set(compared):
+                yield StagePass(partial(self.passes.of_references, part, jobs), False)
+            yield StagePass(partial(self.passes.of_stage, part, train), train)
+
     def _parts(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> Iterable[PackedBatch]:
         """What is computed at once: `batch`, or each of its units by itself. The kernels are deterministic as they are."""
         self._check(batch, objectives)
+        return self._split(batch)
+
+    def _split(self, batch: PackedBatch) -> Iterable[PackedBatch]:
         return batch.units() if self.deterministic and self.fast_path is None else (batch,) if batch.spans else ()
 
     def _check(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> None:
@@ -363,33 +389,3 @@ class SuperModel(nn.Module):
             wanted = objectives[span.job_id].sequences if span.job_id in objectives else 1
             if span.sequences != wanted:
                 raise ConfigError(f"a unit of {span.job_id!r} has {span.sequences} sequences, and its objective takes {wanted}")
-
-    def _forward(
-        self, part: PackedBatch, objectives: Mapping[str, UnitLoss], train: bool
-    ) -> tuple[dict[str, JobLoss], Callable[[], object] | None]:
-        """Losses of `part`, and what adds its gradients to the sums."""
-        dropout = {s.job_id: self._residents[s.job_id].lora.lora_dropout for s in part.spans if train and s.has_keys}
-        if train and self.bank.dtype == torch.float16:
-            part = part.with_scaled_gradients()
-        reference, sum_dtype = self._reference_logprobs(part, objectives), self.bank.sum_dtype if train else None
-        hidden_TH, backward = self._path.decode(part, self.weights, self.bank, dropout, train)
-        self.computed_tokens += len(hidden_TH)
-        losses, dhidden_TH = Losses(part, self.base.head, objectives, reference, sum_dtype).of(hidden_TH)
-        return losses, None if backward is None or dhidden_TH is None else partial(self._go_back, part, backward, dhidden_TH)
-
-    def _go_back(self, part: PackedBatch, backward: Backward, dhidden_TH: Tensor) -> None:
-        """Add the gradients of `part` to the sums, in float16 as scaled as they come."""
-        if self.bank.dtype == torch.float16:
-            for span in part.spans:
-                self.bank.scale_sums(span.job_id, span.grad_scale)
-        backward(dhidden_TH)
-
-    def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, Tensor]:
-        """Log-probabilities [N] under each job's reference, for the jobs whose objective compares with it."""
-        jobs = {s.job_id for s in part.spans if s.job_id in objectives and objectives[s.job_id].needs_reference}
-        if not jobs:
-            return {}
-        part = part.only(jobs)
-        bank = self.references if any(job_id in self.references for job_id in jobs) else None
-        hidden_TH, _ = self._path.decode(part, self.weights, bank, {}, train=False)
-        return token_logprobs(part, hidden_TH, self.base.head)

@@ -14,6 +14,7 @@ from tests.group.test_engine_reports import of, spec
 from tests.group.test_engine_reports import sets as sets
 from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spanning, trained
 from tests.tiny import make_model
+from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Fetched, Note, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange
@@ -140,7 +141,7 @@ def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank:
     jobs, spans = story()
     world = World(jobs, spans, sets, 3, [60] * 3)
     engine, budgets = world.engines[rank], list[int]()
-    compute = engine.compute
+    compute = engine.stream.compute
 
     def raising(*args: object) -> object:
         budgets.append(engine.token_budget)
@@ -148,7 +149,7 @@ def test_memory_that_runs_out_on_one_rank_starts_its_part_over(sets: Sets, rank:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute(*args)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(engine, "compute", raising)
+    monkeypatch.setattr(engine.stream, "compute", raising)
     world.run(random.Random(call))
     assert len(budgets) > call and min(budgets) < 60
     for job in jobs[1:]:
@@ -184,14 +185,14 @@ def test_a_part_that_fails_is_told_and_its_neighbours_go_on(sets: Sets, monkeypa
     jobs, spans = story()
     world = World(jobs, spans, sets, 3, [60] * 3)
     engine = world.engines[0]  # has a part of "spanning", and "alone"
-    compute = engine.compute
+    compute = engine.stream.compute
 
-    def raising(kind: object, rows: tuple[object, ...], *sizes: int) -> object:
-        if any(row.job_id == "spanning" for row in rows):  # pyright: ignore[reportAttributeAccessIssue]
+    def raising(packed: MicroBatch, *batch: object) -> object:
+        if any(row.job_id == "spanning" for row in packed.rows):
             raise ValueError("a bad sample")
-        return compute(kind, rows, *sizes)  # pyright: ignore[reportArgumentType]
+        return compute(packed, *batch)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(engine, "compute", raising)
+    monkeypatch.setattr(engine.stream, "compute", raising)
     world.run(random.Random(1))
     assert world.faults == [Faulty("spanning", "ValueError: a bad sample")]
     assert list(engine.runs) == []

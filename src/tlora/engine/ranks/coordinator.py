@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from tlora import errors
-from tlora.batching.placement import describe_placement, place
+from tlora.batching.placement import at_last_stage, describe_placement, place
 from tlora.data.prepare import DataWorker, Preparation
 from tlora.engine.earlier_run import to_plan, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
@@ -35,32 +35,32 @@ from tlora.engine.messages import (
     RowMade,
     Shown,
 )
+from tlora.engine.ranks.alike import check_alike, check_kinds
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.engine.ranks.progress_aggregator import ProgressAggregator
 from tlora.engine.ranks.rank_group import Lost, RankGroup
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
 from tlora.engine.watcher import Watcher
-from tlora.errors import CapacityError, ConfigError, ModelError, RankError, TloraError
+from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.job import RunSpec
 from tlora.planning.base_placement import choose_form
 from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
 from tlora.planning.job_work import choose_replicas
 from tlora.planning.work import predicted_seconds
 from tlora.report.run_page import write_report
+from tlora.shape.stages import LayerRange
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter
-from tlora.store.model_card import library_versions
 from tlora.store.run_directory import HeldDirectory, write_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
-from tlora.version import __version__
 from tlora.wording.numbers import duration_text
-from tlora.worker_protocol import Finished, Join, Joined, Left, Memory, Refused
+from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 _SHOW_SECONDS = 0.25
 _TOLD_SECONDS = 0.1  # of waiting: less is not worth a line
@@ -99,6 +99,7 @@ class Coordinator:
         self._stopping = False
         self._interrupted = False
         self.shared = False  # the base, by all ranks
+        self._stages: tuple[LayerRange, ...] = ()  # of the base, one for each rank
         self._must_meet = False  # ranks read each other's memory: none can be ready without the others
 
     # -- before training -----------------------------------------------------------------------------------------------
@@ -109,18 +110,22 @@ class Coordinator:
         """
         self._stage(f"starting {self._rank_group.count} ranks")
         seconds, replicas = self._plan(data_worker)
-        placement = place(seconds, self._rank_group.count, replicas)
-        self._order.watcher.note(describe_placement(placement))
-        self._dispatcher = Dispatcher(seconds, placement)
+        if self._stages:
+            placement = at_last_stage(seconds, self._rank_group.count)
+        else:
+            placement = place(seconds, self._rank_group.count, replicas)
+            self._order.watcher.note(describe_placement(placement))
+        self._dispatcher = Dispatcher(seconds, placement, ranks=[self._rank_group.count - 1] if self._stages else None)
         self._specs = {job.name: job for job in self.run.jobs}
         self._aggregator.spans = self._rank_group.spans = self._dispatcher.spans
         self._spans = {job: {"replicas": span.replicas, "gpus": list(span.ranks)} for job, span in placement.spans.items()}
-        self._must_meet = self.shared or bool(placement.spans)
+        self._must_meet = self._in_parts or bool(placement.spans)
         for rank, lost in self._rank_group.lost.items():
             self._lose(rank, lost)
         store = self._rank_group.store if self._must_meet else ""
         for rank in self._rank_group.living:
-            self._rank_group.send(rank, Assign(self.run, frozenset(placement.jobs[rank]), store, self.shared, placement.spans))
+            jobs = frozenset(placement.jobs[rank])
+            self._rank_group.send(rank, Assign(self.run, jobs, store, self.shared, placement.spans, self._stages))
         self._until_all(self._rank_group.ready)
         if not self._rank_group.ready or (self._must_meet and self._rank_group.lost):
             self._raise_all_lost()
@@ -159,12 +164,18 @@ class Coordinator:
             self._raise_all_lost()
         check_kinds(self._rank_group.memory)
         limit = min(each.limit_bytes[0] for each in self._rank_group.memory.values())
-        base_bytes = model.base.num_bytes
-        form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), limit, self._rank_group.count)
+        base_bytes, reads_peers = model.base.num_bytes, all(each.reads_peers for each in self._rank_group.memory.values())
+        device, count = torch.device(self._devices[0]), self._rank_group.count
+        form = choose_form(self.run, planned, model, base_bytes, device, limit, count, reads_peers)
         if self._order.again and form.refused:
             raise CapacityError(f"{form.refused[0]} does not fit on {self._rank_group.count} GPU{'s' * (self._rank_group.count > 1)}")
-        self.shared = form.shared
+        self.shared, self._stages = form.shared, form.stages
         self._order.watcher.note(form.why)
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether a lost rank takes a part of the base with it."""
+        return self.shared or bool(self._stages)
 
     def _stage(self, stage: str) -> None:
         self._order.watcher.progress(self._aggregator.progress(self._seconds, stage))
@@ -176,7 +187,7 @@ class Coordinator:
     def _see_ready(self) -> None:
         """What the ranks have planned, said and kept for `run.json`."""
         ready, note = dict(sorted(self._rank_group.ready.items())), self._order.watcher.note
-        first = next(iter(ready.values()))
+        first = ready[max(ready)] if self._stages else next(iter(ready.values()))
         for line in first.warnings:
             note(line)
         for rank, each in ready.items():
@@ -188,6 +199,7 @@ class Coordinator:
         self._facts = {
             **first.facts,
             "base_shared": self.shared,
+            **({"stages": [[each.first, each.stop] for each in self._stages]} if self._stages else {}),
             **({"spans": self._spans} if self._spans else {}),
             "gpus": {str(rank): {key: each.facts[key] for key in keys} for rank, each in ready.items()},
         }
@@ -224,7 +236,7 @@ class Coordinator:
     @property
     def _must_end(self) -> bool:
         """A launcher ends all ranks when one is lost, and a shared base ends with it: what can be saved is saved before."""
-        return (self._rank_group.launched_elsewhere or self.shared) and bool(self._rank_group.lost)
+        return (self._rank_group.launched_elsewhere or self._in_parts) and bool(self._rank_group.lost)
 
     @property
     def may_begin_again(self) -> bool:
@@ -232,7 +244,7 @@ class Coordinator:
         open_jobs = self._dispatcher is not None and self._dispatcher.open
         return (
             bool(open_jobs)
-            and self.shared
+            and self._in_parts
             and bool(self._rank_group.lost)
             and not self._rank_group.launched_elsewhere
             and not self._interrupted
@@ -256,7 +268,7 @@ class Coordinator:
         if dispatcher.open and not received:
             if self._aggregator.results.keys() <= order.ended.keys() and not self._aggregator.began:
                 self._raise_all_lost()
-            lost = "all GPUs are lost" if not dispatcher.ranks else "a part of the base is lost" if self.shared else "a rank is lost"
+            lost = "all GPUs are lost" if not dispatcher.ranks else "a part of the base is lost" if self._in_parts else "a rank is lost"
             again = "" if self.may_begin_again and dispatcher.ranks else " Resume with --resume"
             order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished.{again}")
         order.watcher.progress(self._aggregator.progress(self._seconds))
@@ -369,7 +381,7 @@ class Coordinator:
             return
         self._aggregator.lose(rank)
         if self._dispatcher.open:
-            jobs = self._dispatcher.lose(rank)
+            jobs = self._dispatcher.lose(rank) if rank in self._dispatcher.ranks else []
             rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks and not self._must_end else ""
             self._order.watcher.note(f"GPU {rank} is lost: {lost.reason}{rest}")
 
@@ -383,22 +395,3 @@ class Coordinator:
         if self._rank_group.launched_elsewhere:
             raise RankError(f"{message}. Launch all ranks again")
         raise LostBeforeTrainingError(message)
-
-
-def check_alike(hello: Hello, digest: str) -> None:
-    """Raises ConfigError for a rank with other software or another jobs file than `digest`, which only a launcher can have started."""
-    ours, what = library_versions() | {"tlora": __version__}, ""
-    if differ := [name for name, version in ours.items() if hello.software.get(name) != version]:
-        what = f"{differ[0]} {hello.software.get(differ[0])}, and rank 0 {ours[differ[0]]}. Install the same everywhere"
-    elif hello.run_digest not in ("", digest):
-        what = "another jobs file, or other options, than rank 0. Launch all with the same command"
-    if what:
-        raise ConfigError(f"rank {hello.rank} on {hello.host} has {what}")
-
-
-def check_kinds(memory: Mapping[int, Memory]) -> None:
-    """Raises ConfigError for GPUs of different kinds."""
-    names = {rank: each.device for rank, each in sorted(memory.items())}
-    if len(set(names.values())) > 1:
-        each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
-        raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")

@@ -7,7 +7,7 @@ stays where it is; with one of these lost it spans no longer, and goes on in one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,10 +42,17 @@ class _Rank:
 class Dispatcher:
     """`commands` are (rank, what, job): `Join` and `Leave`, to be sent in their order and removed by the caller."""
 
-    def __init__(self, seconds: Mapping[str, float], placement: Placement, move_seconds: float = MOVE_SECONDS) -> None:
-        """`seconds`: predicted for each job alone on one GPU."""
+    def __init__(
+        self,
+        seconds: Mapping[str, float],
+        placement: Placement,
+        move_seconds: float = MOVE_SECONDS,
+        ranks: Collection[int] | None = None,
+    ) -> None:
+        """`seconds`: predicted for each job alone on one GPU. `ranks`: those that take jobs, by default all."""
         self._seconds, self._move_seconds = dict(seconds), move_seconds
-        self._ranks = {rank: _Rank(list(jobs), has_room=not jobs) for rank, jobs in enumerate(placement.jobs)}
+        taking = range(len(placement.jobs)) if ranks is None else ranks
+        self._ranks = {rank: _Rank(list(placement.jobs[rank]), has_room=not placement.jobs[rank]) for rank in taking}
         for rank, held in self._ranks.items():
             held.following = {job: seconds[job] * placement.spans[job].part(rank) for job in placement.parts(rank)}
         self.spans: dict[str, ReplicaPlacement] = dict(placement.spans)

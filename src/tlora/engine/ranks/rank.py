@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from tlora.engine.earlier_run import with_plans
 from tlora.engine.heartbeat import Heartbeat
+from tlora.engine.launch_facts import launch_facts
 from tlora.engine.messages import (
     Assign,
     BaseFacts,
@@ -45,11 +46,14 @@ from tlora.engine.messages import (
     Stop,
     ToRank,
 )
+from tlora.engine.ranks.early_stage import EarlyStage, meet_last_stage
+from tlora.engine.ranks.last_stage import StagePipeline, meet_early_stages
 from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.ranks.spanning_jobs import RankContext
+from tlora.engine.ranks.stage_links import StageLinks
 from tlora.engine.run_monitor import RunMonitor
-from tlora.engine.session import Assignment, Loaded, Session, launch_facts, load
+from tlora.engine.session import Assignment, Loaded, Session, load
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.engine.worker import open_trainer
 from tlora.errors import ModelError, TloraError
@@ -62,6 +66,7 @@ from tlora.processes import die_with_parent
 from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
+from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Memory
 
@@ -120,6 +125,7 @@ class RankOfRun:
         self._assigned_jobs = frozenset[str]()
         self._session: Session | None = None
         self._store: Store | None = None  # by which ranks find each other
+        self._links: StageLinks | None = None  # with the stages before
 
     def hear(self, command: ToRank | None) -> None:
         self._guard.hear(command)
@@ -131,7 +137,8 @@ class RankOfRun:
         self._line = line
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
-        self._line.send(Memory((memory_limit(place, run.memory_limit),), name_of(place)))
+        reads = run.links != "host" and reads_peers(place)
+        self._line.send(Memory((memory_limit(place, run.memory_limit),), name_of(place), reads))
         watcher = Watcher(self._show, lambda line: self._line.send(LogLine(line)))
         monitor = RunMonitor(
             Path(run.output_dir),
@@ -142,15 +149,21 @@ class RankOfRun:
             write_row=lambda row: self._line.send(RowMade(row)),
         )
         monitor.ended = opened.ended
-        loaded = load(run, place, monitor, opened.resume, None, self._assigned)
+        assign: Assign = self._next(Assign)
+        if assign.stages and self._number < self._count - 1:
+            return self._train_early_stage(assign, place)
+        loaded = load(run, place, monitor, opened.resume, None, lambda: self._assigned(assign))
         exchange = self._connect(loaded, place)
+        pipeline = self._pipeline(assign, loaded, place) if assign.stages else None
         run = with_plans(run, [job.spec for job in loaded.plan.jobs])
         run = run.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
         self._next(BaseFacts)
         die_with_parent(False)  # from now on there is something to save
         serving = ServingFiles(run.base_model)
-        self._session = session = Session(run, loaded, monitor, serving, self._guard, self._inbox, self._line.send, exchange=exchange)
+        self._session = session = Session(
+            run, loaded, monitor, serving, self._guard, self._inbox, self._line.send, exchange=exchange, pipeline=pipeline
+        )
         with compute_with(loaded.threads):
             try:
                 session.driver.train(self._inbox, session)
@@ -160,6 +173,7 @@ class RankOfRun:
         monitor.close(session.driver)
         fetches = loaded.model.fetches
         waited = {"exchange_wait_seconds": session.driver.waited_seconds} if self._spans else {}
+        waited |= {"stage_wait_seconds": self._links.waited_seconds} if self._links is not None else {}
         return Bye(waited | ({"fetch_wait_seconds": fetches.exposed_seconds} if fetches is not None else {}))
 
     def _next(self, kind: type[Any]) -> Any:
@@ -170,13 +184,38 @@ class RankOfRun:
         assert isinstance(command, kind), f"{command} came, and not {kind.__name__}"
         return command
 
-    def _assigned(self) -> Assignment:
-        assign: Assign = self._next(Assign)
-        self._assigned_jobs = assign.jobs
+    def _train_early_stage(self, assign: Assign, place: torch.device) -> Bye:
+        """Compute a stage before the last, as that one orders."""
+        self._find_others(assign)
+        run = assign.run
+        if place.type == "cuda" and place.index is not None:
+            torch.cuda.set_device(place)
+        layers = assign.stages[self._number]
+        model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, layers)
+        links, threads = meet_last_stage(Peers(self._meet("stages")), model, run.links == "host")
+        facts = {"device": name_of(place), "token_budget": links.sizes.tokens, "recomputed_layers": 0, "recomputed_by_tokens": []}
+        self._line.send(Ready(facts, threads, (), f"layers {layers.first} to {layers.stop - 1} of {layers.count}"))
+        self._next(BaseFacts)
+        with compute_with(threads):
+            EarlyStage(model, links, self._inbox).run()
+        return Bye({"stage_wait_seconds": links.waited_seconds})
+
+    def _pipeline(self, assign: Assign, loaded: Loaded, place: torch.device) -> StagePipeline:
+        """Of the last stage. Raises RankError."""
+        links = meet_early_stages(Peers(self._meet("stages")), loaded, place, assign.run.links == "host")
+        self._links = links
+        return StagePipeline(loaded.model, links, assign.stages, self._line.send)
+
+    def _find_others(self, assign: Assign) -> None:
         self._store, self._spans = FileStore(assign.store, self._count) if assign.store else None, dict(assign.spans)
+
+    def _assigned(self, assign: Assign) -> Assignment:
+        self._assigned_jobs = assign.jobs
+        self._find_others(assign)
         sharing = self._meet("base") if assign.shared else None
         follows = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
-        return Assignment(assign.run, assign.jobs, sharing, assign.spans, follows)
+        stage = assign.stages[self._number] if assign.stages else None
+        return Assignment(assign.run, assign.jobs, sharing, assign.spans, follows, stage)
 
     def _meet(self, about: str) -> Sharing:
         assert self._store is not None, "no store was assigned"
@@ -234,6 +273,14 @@ class RankOfWorker:
 
 def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def reads_peers(device: torch.device) -> bool:
+    """Whether `device` reads the memory of all other GPUs that this process sees."""
+    if device.type != "cuda":
+        return True
+    own = torch.cuda.current_device() if device.index is None else device.index
+    return all(torch.cuda.can_device_access_peer(own, other) for other in range(torch.cuda.device_count()) if other != own)
 
 
 def hello(rank: int, run_digest: str = "") -> Hello:

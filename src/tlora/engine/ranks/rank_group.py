@@ -9,7 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.engine.messages import BaseFacts, Broken, Bye, Fetched, FromRank, Hello, Published, Ready, Sent, Stop, ToRank, addressees
+from tlora.engine.messages import (
+    BaseFacts,
+    Broken,
+    Bye,
+    Fetched,
+    FromRank,
+    Hello,
+    Published,
+    Ready,
+    Sent,
+    StageBatch,
+    StageChange,
+    Stop,
+    ToRank,
+    addressees,
+)
 from tlora.engine.ranks.external import Launched, tell_ranks
 from tlora.engine.ranks.link import Meeting
 from tlora.errors import ConfigError, RankError
@@ -153,6 +168,11 @@ class RankGroup:
             case Published(job) | Fetched(job) | Sent(job):
                 for to in addressees(report, self.spans[job]) if job in self.spans else ():
                     self.send(to, report)
+                return []
+            case StageBatch() | StageChange():
+                for to in self.living:
+                    if to != rank:
+                        self.send(to, report)
                 return []
             case _:
                 pass

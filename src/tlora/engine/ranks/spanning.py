@@ -206,8 +206,9 @@ class SpanExchange:
             return None
         heard = [sent.pop((rank, step)) for rank in others]
         del self._added[job_id]
-        gradient_P = self._sums.take(job_id, step, replicas).gradient_P
-        return SummedGradient(gradient_P, [part for each in heard for part in each.parts], sum(each.tokens for each in heard))
+        summed = self._sums.take(job_id, step, replicas)
+        assert summed is not None, "sums of one process are there at once"
+        return SummedGradient(summed.gradient_P, [part for each in heard for part in each.parts], sum(each.tokens for each in heard))
 
     def publish(self, job_id: str, state: AdapterState) -> None:
         span = self._spans.get(job_id)

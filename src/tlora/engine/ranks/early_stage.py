@@ -1,0 +1,242 @@
+"""A stage before the last one: it computes what the last stage announces, one forward one backward, and keeps no optimizer.
+
+A gradient that has come goes back before another micro-batch goes forward; so many are between the two as stages follow. Whatever fails
+here is said by a word that the last stage sees; it then calls all to begin anew.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlora.adapters.state import AdapterState
+from tlora.batching.recompute_plan import RecomputePlan
+from tlora.engine.messages import StageBatch, StageChange, Stop
+from tlora.engine.ranks.stage_links import StageLinks, StageSizes
+from tlora.errors import RankError
+from tlora.group.isolation import Failure, is_out_of_memory
+from tlora.link.log import note
+from tlora.sharing.channel import InterruptedWaitError
+from tlora.sharing.peers import Peers
+from tlora.supermodel.batch import BatchRow, collate
+from tlora.supermodel.supermodel import SuperModel
+
+Back = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A micro-batch that has gone forward: the tokens of each of its passes that a gradient comes of, and what takes that."""
+
+    number: int
+    jobs: frozenset[str]
+    through: tuple[str, ...]
+    passes: deque[tuple[int, Back | None]]
+
+
+def meet_last_stage(peers: Peers, model: SuperModel, through_host: bool) -> tuple[StageLinks, int | None]:
+    """The links of a stage before the last, and the CPU threads to compute with, as the last stage has planned them. Raises RankError."""
+    tokens, adapter, threads = peers.exchange("sizes", None)[-1]
+    sizes = StageSizes(tokens, model.base.head.weight_VH.shape[1], adapter, model.bank.dtype, model.bank.sum_dtype)
+    return StageLinks(peers, sizes, model.device, through_host), threads
+
+
+class EarlyStage:
+    """`inbox` has the orders of the last stage, and a Stop at the end."""
+
+    def __init__(self, model: SuperModel, links: StageLinks, inbox: queue.SimpleQueue[Any]) -> None:
+        self._model, self._links, self._inbox = model, links, inbox
+        self._open: deque[_Open] = deque()
+        self._most_open = links.count - links.rank
+        self._obeyed = self._through = self._begun = 0
+        self._entered: set[str] = set()
+        self._failed_in = -1  # the epoch
+        self._at = 0  # the number of the micro-batch that is computed
+        self._waiting: deque[Any] = deque()  # taken from the inbox, and not obeyed yet
+        if links.hidden_in is not None:
+            model.passes.upstream = links
+
+    def run(self) -> None:
+        """Until a Stop. Raises RankError for a stage that has ended."""
+        while True:
+            try:
+                if not self._turn():
+                    return
+            except InterruptedWaitError:
+                self._begin_anew()
+            except RankError:
+                raise
+            except Exception as error:
+                self._fail(error)
+                self._begin_anew()
+
+    def _fail(self, error: Exception) -> None:
+        if self._failed_in == self._links.epoch:
+            return
+        self._failed_in = self._links.epoch
+        note(f"this stage has failed: {type(error).__name__}: {error}")
+        self._links.fail(self._at, Failure(error).reason, is_out_of_memory(error))
+
+    def _turn(self) -> bool:
+        """One thing that is due: a backward, else the next order. False: stop."""
+        links = self._links
+        assert links.gradient_in is not None
+        if self._open and links.gradient_in.has_next:
+            self._go_back()
+            return True
+        if not self._waiting and self._inbox.empty():
+            links.patience.until(lambda: not self._inbox.empty() or bool(self._open and self._can_go_back), links.last)
+            return True
+        order = self._waiting[0] if self._waiting else self._inbox.get()
+        if order is None or isinstance(order, Stop):
+            return False
+        if isinstance(order, StageBatch) and len(self._open) >= self._most_open:
+            if not self._waiting:
+                self._waiting.append(order)
+            links.patience.until(lambda: self._can_go_back, links.rank + 1)
+            return True
+        if self._waiting:
+            self._waiting.popleft()
+        if isinstance(order, StageBatch):
+            self._go_forward(order)
+        elif isinstance(order, StageChange) and order.epoch > links.epoch:
+            self._resume(order)
+        elif isinstance(order, StageChange):
+            self._change(order)
+        return True
+
+    @property
+    def _can_go_back(self) -> bool:
+        assert self._links.gradient_in is not None
+        return self._links.gradient_in.has_next
+
+    def _go_forward(self, order: StageBatch) -> None:
+        assert self._links.hidden_out is not None
+        if strangers := {row.job_id for row in order.rows} - self._entered:
+            raise RuntimeError(f"samples of {', '.join(sorted(strangers))}, which has not entered this stage")
+        rows = [
+            BatchRow(row.job_id, ids := np.array(row.input_ids), np.ones(len(ids)), row.normalizer, row.dropout_key, row.lengths)
+            for row in order.rows
+        ]
+        batch = collate(rows, self._model.device, order.pad_to, order.most_tokens)
+        self._at, self._begun = self._begun, self._begun + 1
+        opened = _Open(self._at, frozenset(row.job_id for row in order.rows), order.through, deque())
+        for each in self._model.stage_passes(batch, order.compared, order.trains):
+            hidden_TH, back = each.run()
+            self._links.hidden_out.send(hidden_TH.contiguous())
+            if each.goes_back:
+                opened.passes.append((len(hidden_TH), back))
+            del hidden_TH, back
+        if order.trains:
+            self._open.append(opened)
+        else:
+            self._note_through()
+
+    def _go_back(self) -> None:
+        links, opened = self._links, self._open.popleft()
+        self._at = opened.number
+        assert links.gradient_in is not None
+        while opened.passes:
+            tokens, back = opened.passes.popleft()
+            gradient_TH = links.gradient_in.receive((tokens, links.sizes.width), links.sizes.hidden_dtype, links.device)
+            if back is not None:
+                back(gradient_TH)
+        for job_id in opened.through:
+            adapts = self._model.has(job_id)
+            links.slices[links.rank].send(self._model.gradient(job_id) if adapts else torch.empty(0, device=links.device))
+            if adapts:
+                self._model.zero_grad_of(job_id)
+        self._note_through()
+
+    def _note_through(self) -> None:
+        self._through += 1
+        self._links.note_through(self._through)
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+
+    def _change(self, change: StageChange) -> None:
+        try:
+            self._make(change)
+        except Exception as error:
+            self._fail(error)  # before it counts as obeyed: the last stage waits for that
+            raise
+        finally:
+            self._obeyed += 1
+            self._links.note_obeyed(self._obeyed)
+
+    def _make(self, change: StageChange) -> None:
+        model, job_id = self._model, change.job_id
+        match change.what:
+            case "enter":
+                self._enter(change)
+            case "reference":
+                if (params_P := self._weights(job_id)).numel():
+                    model.set_reference(job_id, params_P)
+            case "weights":
+                if (params_P := self._weights(job_id)).numel():
+                    model.state(job_id).params.copy_(params_P)
+                    model.rewrite(job_id)
+            case "leave":
+                while any(job_id in opened.jobs for opened in self._open):
+                    self._links.patience.until(lambda: self._can_go_back, self._links.rank + 1)
+                    self._go_back()
+                self._entered.discard(job_id)
+                if model.has(job_id):
+                    model.leave(job_id)
+            case "recompute":
+                model.recompute = RecomputePlan(change.most_tokens)
+            case _:
+                raise AssertionError(f"{change} does not come in the stream")
+
+    def _enter(self, change: StageChange) -> None:
+        spec, stage = change.spec, self._model.base.stage
+        assert spec is not None and stage is not None
+        layout = stage.own(self._model.layout(spec))
+        params_P = self._receive(layout.numel)
+        if not layout.shapes:  # it adapts other stages' layers alone
+            self._entered.add(spec.name)
+            return
+        state = AdapterState(layout, params_P, torch.zeros_like(params_P), torch.zeros_like(params_P))
+        self._model.join(spec.name, spec, spec, change.total_steps, state)
+        self._entered.add(spec.name)
+
+    def _weights(self, job_id: str) -> Tensor:
+        return self._receive(self._model.state(job_id).layout.numel if self._model.has(job_id) else 0)
+
+    def _receive(self, size: int) -> Tensor:
+        links = self._links
+        return links.weights[links.rank].receive((size,), links.sizes.sum_dtype, links.device)
+
+    def _begin_anew(self) -> None:
+        """Obey changes that were ordered before, drop micro-batches, and forget all gradients."""
+        self._open.clear()
+        orders, self._waiting = self._waiting, deque()
+        while True:
+            order = orders.popleft() if orders else self._inbox.get()
+            if order is None or isinstance(order, Stop):
+                self._inbox.put(order)
+                return
+            if isinstance(order, StageChange):
+                if order.epoch > self._links.epoch:
+                    self._resume(order)
+                    return
+                with suppress(Exception):  # said already: the last stage takes a job that cannot enter out again
+                    self._change(order)
+
+    def _resume(self, order: StageChange) -> None:
+        """All ranks are at the beginning of a new epoch."""
+        self._open.clear()
+        for job_id in self._model.bank.jobs() if order.what == "begin anew" else ():
+            self._model.zero_grad_of(job_id)
+        self._through = self._begun = 0
+        self._obeyed += 1
+        self._links.note_obeyed(self._obeyed)
+        self._links.begin_anew(order.epoch)

@@ -1,0 +1,173 @@
+"""What connects the stages of a base: hidden states one way, their gradients the other, adapters' weights and gradients to and fro.
+
+Rank r has stage r. The last rank has norm, head and losses besides its layers: the jobs are at home there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlora.sharing.channel import Channel, DeviceOrder, Ends, InterruptedWaitError, PeerWait, Ring, Words
+from tlora.sharing.peer_memory import open_host_memory, open_peer_memory
+from tlora.sharing.peers import Peers
+
+_EPOCH, _FAILED, _FAILED_AT, _OBEYED, _THROUGH = range(5)
+_HIDDEN_SENT, _HIDDEN_TAKEN, _GRADIENT_SENT, _GRADIENT_TAKEN, _SLICES_SENT, _WEIGHTS_TAKEN = range(5, 11)
+_REASON, _REASON_WORDS = 16, 256
+_PER_RANK = _REASON + _REASON_WORDS  # words of the last stage's for each other rank: slices taken, weights sent
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What goes through the links, the same on all ranks. `tokens` of the largest micro-batch; `adapter` numbers of the largest adapter."""
+
+    tokens: int
+    width: int
+    adapter: int
+    hidden_dtype: torch.dtype
+    sum_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FailedStage:
+    """`at`: the number of the micro-batch in its epoch."""
+
+    rank: int
+    at: int
+    reason: str
+    out_of_memory: bool
+
+
+class StageLinks:
+    """One rank's ends of all links. `device`: where its stage computes; `through_host`: hidden states go through the host's memory, as GPUs
+    that cannot read each other's need it.
+    """
+
+    def __init__(self, peers: Peers, sizes: StageSizes, device: torch.device, through_host: bool) -> None:
+        self.rank, self.count, self.sizes, self.device = peers.rank, peers.world_size, sizes, device
+        self.last = self.count - 1
+        peers.agree("stages", [sizes.tokens, sizes.width, sizes.adapter, str(sizes.hidden_dtype), through_host], "stages of sizes")
+        ring = (self.count + 2) * 2 * _aligned(sizes.tokens * sizes.width * sizes.hidden_dtype.itemsize)
+        adapters = 2 * _aligned(sizes.adapter * sizes.sum_dtype.itemsize)
+        hidden = open_host_memory(2 * ring, peers, device, "hidden states") if through_host else open_peer_memory(2 * ring, peers, device)
+        flat = open_host_memory(adapters * (self.count - 1), peers, device, "adapters")
+        self._words = Words(_PER_RANK + 2 * self.count, peers)
+        self.patience, self._still = PeerWait(peers, self._interrupted), PeerWait(peers)
+        order = DeviceOrder(device)
+        self._epoch = 0
+
+        def channel(memory: object, start: int, size: int, ends: Ends, patience: PeerWait) -> Channel:
+            return Channel(memory, Ring(start, size), self._words, ends, patience, order)  # type: ignore[arg-type]
+
+        own, before, behind, last = self.rank, self.rank - 1, self.rank + 1, self.last
+        self.hidden_in = self.gradient_out = self.hidden_out = self.gradient_in = None
+        if own > 0:
+            self.hidden_in = channel(hidden, 0, ring, Ends(before, own, _HIDDEN_SENT, _HIDDEN_TAKEN), self.patience)
+            self.gradient_out = channel(hidden, ring, ring, Ends(own, before, _GRADIENT_SENT, _GRADIENT_TAKEN), self.patience)
+        if own < last:
+            self.hidden_out = channel(hidden, 0, ring, Ends(own, behind, _HIDDEN_SENT, _HIDDEN_TAKEN), self.patience)
+            self.gradient_in = channel(hidden, ring, ring, Ends(behind, own, _GRADIENT_SENT, _GRADIENT_TAKEN), self.patience)
+        self.slices = {
+            rank: channel(flat, 0, adapters, Ends(rank, last, _SLICES_SENT, _PER_RANK + 2 * rank), self.patience)
+            for rank in self._with(own)
+        }
+        self.weights = {
+            rank: channel(flat, rank * adapters, adapters, Ends(last, rank, _PER_RANK + 2 * rank + 1, _WEIGHTS_TAKEN), self._still)
+            for rank in self._with(own)
+        }
+
+    def _with(self, rank: int) -> Sequence[int]:
+        """The ranks before the last stage with which this one exchanges adapters: all for the last, itself for the others."""
+        return range(self.last) if rank == self.last else [rank]
+
+    @property
+    def waited_seconds(self) -> float:
+        """For other stages, with nothing else to do."""
+        return self.patience.seconds
+
+    # -- `Upstream`, of a stage behind the first -----------------------------------------------------------------------
+
+    def receive(self, tokens: int) -> Tensor:
+        assert self.hidden_in is not None, "the first stage has none before it"
+        return self.hidden_in.receive((tokens, self.sizes.width), self.sizes.hidden_dtype, self.device)
+
+    def send_back(self, gradient_TH: Tensor) -> None:
+        assert self.gradient_out is not None, "the first stage has none before it"
+        self.gradient_out.send(gradient_TH.contiguous())
+
+    # -- trouble, and how far the others are ---------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def _interrupted(self) -> bool:
+        """Whether what a rank waits for may never come: the last stage begins anew, or, for that, another one has failed."""
+        return self.failed is not None or (self.rank != self.last and self._words.get(self.last, _EPOCH) != self._epoch)
+
+    @property
+    def failed(self) -> FailedStage | None:
+        """A stage before the last that has failed in this epoch."""
+        for rank in range(self.last):
+            if (word := self._words.get(rank, _FAILED)) // 2 == self._epoch + 1:
+                reason, at = self._words.get_text(rank, _REASON, _REASON_WORDS), self._words.get(rank, _FAILED_AT)
+                return FailedStage(rank, at, reason, bool(word % 2))
+        return None
+
+    def fail(self, at: int, reason: str, out_of_memory: bool) -> None:
+        """This stage has failed in the micro-batch `at`, as they are counted in this epoch."""
+        self._words.set_text(_REASON, reason, _REASON_WORDS)
+        self._words.set(_FAILED_AT, at)
+        self._words.set(_FAILED, 2 * (self._epoch + 1) + out_of_memory)
+
+    def note_obeyed(self, count: int) -> None:
+        self._words.set(_OBEYED, count)
+
+    def note_through(self, count: int) -> None:
+        self._words.set(_THROUGH, count)
+
+    def wait_obeyed(self, count: int) -> None:
+        """Until all stages have made so many changes. Raises InterruptedWaitError where one has failed."""
+        self._wait_all(_OBEYED, count)
+        if self.failed is not None:
+            raise InterruptedWaitError
+
+    def wait_through(self, count: int) -> None:
+        """Until all stages have computed so many micro-batches of this epoch."""
+        self._wait_all(_THROUGH, count)
+
+    def _wait_all(self, word: int, count: int) -> None:
+        for rank in range(self.last):
+            self.patience.until(lambda rank=rank: self._words.get(rank, word) >= count, rank)
+
+    def call_anew(self) -> int:
+        """On the last stage: interrupt all waits of the others. Gives the new epoch's number."""
+        self._words.set(_EPOCH, self._epoch + 1)
+        return self._epoch + 1
+
+    def begin_anew(self, epoch: int) -> None:
+        """Nothing is on its way any more. The last stage returns when all others have done so."""
+        self._epoch = epoch
+        for channel in (
+            self.hidden_in,
+            self.hidden_out,
+            self.gradient_in,
+            self.gradient_out,
+            *self.slices.values(),
+            *self.weights.values(),
+        ):
+            if channel is not None:
+                channel.begin_anew(epoch)
+        self._words.set(_THROUGH, 0)
+        self._words.set(_EPOCH, epoch)
+        if self.rank == self.last:
+            for rank in range(self.last):
+                self._still.until(lambda rank=rank: self._words.get(rank, _EPOCH) >= epoch, rank)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 256) * 256

@@ -1,0 +1,186 @@
+"""Loads one stage of a base: the weights of its layers alone, with the embedding on the first stage, norm and head on the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlora.errors import ModelError
+from tlora.job import BasePrecision, split_revision
+from tlora.shape.stages import LayerRange
+from tlora.supermodel.assembly import assemble, stand_in
+from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
+from tlora.supermodel.inject import expert_modules, find_linears
+from tlora.supermodel.load import Base, decoder_of, hidden_states, layers_of, load_config, make_base, outline, pick_dtype
+from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
+from tlora.supermodel.stage import Stage, StandInEmbedding, stage_of
+from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
+from tlora.supermodel.weight_files import check_weights, find_safetensors
+
+_WHOLE = "Load it whole, shared or streamed"
+
+
+def load_stage(base_model: str, dtype: str, device: torch.device, base_precision: BasePrecision | None, layers: LayerRange) -> Base:
+    """The base of `load_base` as far as `layers` go, on `device`. No weight of another stage is read.
+
+    Raises ModelError, also for a base that cannot be cut (`check_stages`), and ConfigError.
+    """
+    config = load_config(base_model)
+    stored_dtype, wanted = (pick_dtype(config, each, base_model) for each in ("auto", dtype))
+    form = format_of(config, base_model)
+    check_unpacked(form, base_precision, base_model)
+    if form is None:
+        check_precision(base_precision, device, wanted)
+    check_weights(base_model, config)
+    check_stages(outline(base_model, dtype, base_precision))
+    stored = find_tensors(find_safetensors(*split_revision(base_model)), PLAIN_DTYPES if form is None else ANY_DTYPE)
+    packed = {} if form is None else form.find(stored)
+    model, tensors = _with_own_weights(base_model, config, wanted, stored, packed, layers)
+    own = _own_linears(model, base_model, layers)
+    for name in own if form is not None else ():
+        if isinstance(tensor := tensors.get(name), PackedTensor):
+            _hold_packed(model, name, tensor, wanted, device)
+    stage = _cut(model, base_model, layers, wanted, device)
+    if base_precision is not None and form is None:
+        hold(model, own, device, base_precision, stored_dtype)
+    model._apply(lambda tensor: tensor if tensor.is_meta or (tensor.device == device and device.type != "cpu") else _moved(tensor, device))
+    return make_base(model, base_model, stage=stage)
+
+
+def check_stages(base: Base) -> None:
+    """Raise ModelError for a base (on the meta device) whose layers read more than the hidden states of the layer before, or that has
+    anything but layers between embedding and norm: such a base cannot be cut into stages.
+    """
+    name, kind = base.name, type(base.model).__name__
+
+    def refuse(why: str) -> ModelError:
+        return ModelError(f"base_model {name}: {kind} cannot be cut into stages: {why}. {_WHOLE}")
+
+    if expert_modules(base.model):
+        raise refuse("it is a mixture of experts")
+    if sum(isinstance(module, nn.Embedding) for module in base.decoder.modules()) != 1:
+        raise refuse("it has more embeddings than that of its tokens")
+    if len(_norms(base.decoder)) != 1:
+        raise refuse("behind its layers there is more than a norm")
+    strange = list[str]()
+
+    def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        if not isinstance(output, Tensor):
+            strange.append("its layers give more than hidden states")
+        if any(isinstance(value, MutableMapping) for value in kwargs.values()):
+            strange.append("its layers leave each other keys and values")
+        if not (args and isinstance(args[0], Tensor)) and "hidden_states" not in kwargs:
+            strange.append("its layers take hidden states by another name")
+
+    hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in layers_of(base.decoder)]
+    try:
+        place = base.head.weight_VH.device
+        hidden_states(base, torch.zeros(2, dtype=torch.long, device=place), torch.arange(2, device=place), (2,))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if strange:
+        raise refuse(strange[0])
+
+
+def _norms(decoder: Any) -> list[str]:
+    """Names of what runs behind the layers: a decoder's own modules with weights, but for layers and embedding."""
+    others = ((name, m) for name, m in decoder.named_children() if not isinstance(m, nn.ModuleList | nn.Embedding | StandInEmbedding))
+    return [name for name, module in others if any(True for _ in module.parameters())]
+
+
+def _with_own_weights(
+    base_model: str,
+    config: Any,
+    dtype: torch.dtype,
+    stored: Mapping[str, StoredTensor],
+    packed: Mapping[str, PackedTensor],
+    layers: LayerRange,
+) -> tuple[Any, dict[str, StoredTensor | PackedTensor]]:
+    """The model with the weights of this stage in mapped files and stand-ins for all others, and where each own linear's weight is stored.
+
+    transformers matches names, so it makes the model twice, as for a shared base (`shared_base.py`).
+    """
+    taken = {name for tensor in packed.values() for name in tensor.names}
+    sources: dict[str, StoredTensor | PackedTensor] = {name: tensor for name, tensor in stored.items() if name not in taken}
+    sources |= packed
+    stand_ins = {name: stand_in(tensor.shape, dtype) for name, tensor in sources.items()}
+    model = assemble(config, dtype, stand_ins, base_model)
+    names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
+    own_modules = _own_modules(model, base_model, layers)
+    own: set[str] = set()
+    tensors: dict[str, StoredTensor | PackedTensor] = {}
+    for dotted, parameter in model.named_parameters(remove_duplicate=False):
+        if not dotted.startswith(tuple(own_modules)):
+            continue
+        name = names.get(parameter.data_ptr())
+        if name is None:
+            raise ModelError(f"base_model {base_model}: {dotted} is put together of several tensors as it is loaded. {_WHOLE}")
+        own.add(name)
+        tensors[dotted.removesuffix(".weight")] = sources[name]
+    wanted = {
+        name: tensor.map() if name in own and isinstance(tensor, StoredTensor) else stand_ins[name] for name, tensor in sources.items()
+    }
+    return assemble(config, dtype, wanted, base_model), tensors
+
+
+def _own_modules(model: Any, name: str, layers: LayerRange) -> list[str]:
+    """Prefixes of the parameters that a stage of `layers` reads."""
+    decoder = decoder_of(model, name)
+    names = {module: dotted for dotted, module in model.named_modules()}
+    own = [layer for number, layer in enumerate(layers_of(decoder)) if number in layers]
+    if layers.is_first:
+        own.append(model.get_input_embeddings())
+    if layers.is_last:
+        own += [model.get_output_embeddings(), *(getattr(decoder, norm) for norm in _norms(decoder))]
+    return [f"{names[module]}." for module in own]
+
+
+def _own_linears(model: Any, name: str, layers: LayerRange) -> list[str]:
+    own = tuple(_own_modules(model, name, layers))
+    return [linear for linear in find_linears(model) if linear.startswith(own)]
+
+
+def _hold_packed(model: Any, name: str, tensor: PackedTensor, dtype: torch.dtype, device: torch.device) -> None:
+    weight = tensor.read(dtype)
+    weight = replace(weight, **{part: values.to(device) for part, values in weight.tensors.items()})
+    parent, _, child = name.rpartition(".")
+    bias = model.get_submodule(name).bias
+    setattr(model.get_submodule(parent), child, HeldLinear(weight, None if bias is None else bias.detach()))
+
+
+def _cut(model: Any, name: str, layers: LayerRange, dtype: torch.dtype, device: torch.device) -> Stage:
+    """Take what is not this stage's out of the passes of `model`, and its weights off the device."""
+    decoder = decoder_of(model, name)
+    all_layers = layers_of(decoder)
+    stage = stage_of(all_layers, model, layers)
+    for number, layer in enumerate(all_layers):
+        if number not in layers:
+            layer.to("meta")
+            layer.forward = _hand_on
+    head, width = model.get_output_embeddings(), model.get_input_embeddings().weight.shape[1]
+    if not layers.is_first:
+        model.set_input_embeddings(StandInEmbedding(width, dtype))
+        all_layers[layers.first].register_forward_pre_hook(stage.input.put_in, with_kwargs=True)
+    if not layers.is_last:
+        for norm in _norms(decoder):
+            setattr(decoder, norm, nn.Identity())
+        vocab = head.weight.shape[0]
+        head.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(vocab, width), requires_grad=False)
+        head.bias = None
+    return stage
+
+
+def _hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    """The forward of a layer of another stage."""
+    return hidden_states
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return tensor.to(device)
+    return tensor if 0 in tensor.stride() else unmapped(tensor)  # a stand-in takes the memory of one number

@@ -1,0 +1,133 @@
+"""A base in stages, each on a rank of its own: the bytes of one process, also when a rank is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlora
+from tests.engine.conftest import save_base
+from tests.engine.ranks.worlds import fork_children, record_ranks
+from tests.engine.tiny_runs import job, run_spec, same_bytes, sentence, train, write_rows
+from tlora.engine.ranks import rank_group
+from tlora.engine.results import Results
+from tlora.engine.watcher import RunProgress, Watcher
+from tlora.link.supervisor import SupervisedProcess
+
+NAMES = ("dropout", "evaluates", "long", "dpo", "kto", "replicas")
+
+
+@dataclass
+class World:
+    base: Path
+    orders: list[dict[str, Any]]
+    whole: Path
+    processes: list[SupervisedProcess] = field(default_factory=list[SupervisedProcess])
+
+    def train(self, out: Path, gpus: int, **options: Any) -> Results:
+        self.processes.clear()
+        settings = {"deterministic": True, "token_budget": 64, "layout": "stages", **options.pop("settings", {})}
+        return tlora.train(run_spec(self.base, out, self.orders, **settings), device="cpu", gpus=gpus, **options)
+
+    def same_bytes(self, out: Path) -> None:
+        same_bytes(out, self.whole, NAMES)
+
+
+def write_preferences(directory: Path, count: int) -> tuple[str, str]:
+    """Files of pairs, and of answers one by one."""
+    rng = random.Random(5)
+    pairs = [{"prompt": sentence(rng, 1, 3), "chosen": sentence(rng, 1, 3), "rejected": sentence(rng, 2, 5)} for _ in range(count)]
+    answers = [{"prompt": p["prompt"], "completion": p[kind], "label": kind == "chosen"} for p in pairs for kind in ("chosen", "rejected")]
+    files = directory / "pairs.jsonl", directory / "answers.jsonl"
+    for file, rows in zip(files, (pairs, answers), strict=True):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(files[0]), str(files[1])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("stage-runs")
+    base = save_base(directory / "base", num_hidden_layers=4)
+    data = str(write_rows(directory / "a.jsonl", 24, high=6))
+    pairs, answers = write_preferences(directory, 12)
+    orders = [
+        job("dropout", data, lora_dropout=0.1, max_steps=6, batch_size=2, save_steps=1),
+        job("evaluates", data, max_steps=5, batch_size=2, eval_size=2, eval_steps=2, seed=3, target_modules=["down_proj"]),
+        job("long", data, max_steps=12, batch_size=8, save_steps=3, seed=4, layers_to_transform=[0, 3]),
+        job("dpo", {"path": pairs, "eval_size": 3}, objective="dpo", lora_dropout=0.1, eval_steps=2, batch_size=3),
+        job("kto", {"path": answers, "eval_size": 4}, objective="kto", batch_size=4),
+        job("replicas", data, batch_size=4, gpus=2, seed=5),
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fork_children(monkeypatch, directory)
+        train(base, directory / "whole", orders, deterministic=True)
+        world = World(base, orders, directory / "whole")
+        record_ranks(monkeypatch, world.processes)
+        monkeypatch.setattr(rank_group, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks
+        yield world
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_stages_give_the_bytes_of_one_process(world: World, tmp_path: Path, stages: int) -> None:
+    lines: list[str] = []
+    results = world.train(tmp_path / "out", stages, watcher=Watcher(note=lines.append))
+    assert results.status == "done", ({result.name: result.reason for result in results.values()}, lines)
+    world.same_bytes(tmp_path / "out")
+    assert any(line.startswith("layout: stages: GPU 0: layers 0 to ") for line in lines)
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path, first: int, then: int) -> None:
+    told: list[int] = []
+
+    def stop(progress: RunProgress) -> None:
+        if not told and sum(job.step for job in progress.jobs) >= 6:
+            told.append(progress.jobs[0].step)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert world.train(tmp_path / "out", first, watcher=Watcher(stop)).signal_number == signal.SIGINT
+    assert world.train(tmp_path / "out", then, resume=True).status == "done"
+    world.same_bytes(tmp_path / "out")
+
+
+def train_with_a_lost_rank(world: World, out: Path, stages: int, rank: int, number: signal.Signals, at_steps: int) -> None:
+    """The rank gets the signal when all jobs together have taken so many steps; the run ends with the bytes of one process."""
+    lines: list[str] = []
+    lost: list[int] = []
+
+    def lose(progress: RunProgress) -> None:
+        if not lost and sum(job.step for job in progress.jobs) >= at_steps:
+            lost.append(world.processes[rank].pid)
+            os.kill(lost[0], number)
+
+    results = world.train(out, stages, watcher=Watcher(lose, lines.append))
+    assert lost and results.status == "done", lines
+    assert any("starting again from the last checkpoints" in line for line in lines), lines
+    world.same_bytes(out)
+
+
+@pytest.mark.parametrize(
+    ("stages", "rank", "number"),
+    [(2, 0, signal.SIGKILL), (2, 1, signal.SIGKILL), pytest.param(3, 1, signal.SIGSTOP, marks=pytest.mark.slow)],
+)
+def test_a_lost_stage_ends_the_run_and_it_begins_again_on_what_is_left(
+    world: World, tmp_path: Path, stages: int, rank: int, number: signal.Signals
+) -> None:
+    train_with_a_lost_rank(world, tmp_path / "out", stages, rank, number, 5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_lost_at_any_time(world: World, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    stages = rng.randint(2, 4)
+    number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+    train_with_a_lost_rank(world, tmp_path / "out", stages, rng.randrange(stages), number, rng.randint(1, 30))

@@ -1,0 +1,172 @@
+"""Stages of a base, one after another in one process: the bits of the whole base."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreter import INTERPRETED_ALONE, interpret
+from tests.tiny import make_model, make_samples
+from tlora.adapters.state import AdapterState, init_state
+from tlora.errors import ModelError
+from tlora.job import LoraConfig, TrainConfig
+from tlora.objectives import Dpo
+from tlora.shape.stages import LayerRange
+from tlora.supermodel import supermodel
+from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.load import outline
+from tlora.supermodel.stage import StagePass
+from tlora.supermodel.stage_base import check_stages
+from tlora.supermodel.supermodel import SuperModel
+
+pytestmark = INTERPRETED_ALONE
+LORA = {"a": LoraConfig(r=4, lora_dropout=0.2), "b": LoraConfig(r=20, target_modules=["q_proj", "down_proj"])}
+TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant")
+Back = Callable[[Tensor], object]
+
+
+class Before:
+    """The stages before the last one, in this process: `Upstream` of each next one."""
+
+    def __init__(self, stage: SuperModel) -> None:
+        self.stage = stage
+        self._passes: deque[StagePass] = deque()
+        self._backs: deque[Back] = deque()
+
+    def begin(self, batch: PackedBatch, compared: Sequence[str], train: bool) -> None:
+        self._passes += self.stage.stage_passes(batch, compared, train)
+
+    def receive(self, tokens: int) -> Tensor:
+        each = self._passes.popleft()
+        hidden_TH, back = each.run()
+        assert len(hidden_TH) == tokens and each.goes_back == (back is not None)
+        if back is not None:
+            self._backs.append(back)
+        return hidden_TH
+
+    def send_back(self, gradient_TH: Tensor) -> None:
+        self._backs.popleft()(gradient_TH)
+
+
+def load(path: Path, fast: bool, layers: LayerRange | None, **options: str) -> SuperModel:
+    with pytest.MonkeyPatch.context() as patch:
+        if fast:
+            interpret(patch)
+        else:
+            patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
+        model = SuperModel.from_pretrained(str(path), "float32", deterministic=True, shared=layers, **options)  # type: ignore[arg-type]
+    assert (model.fast_path is not None) == fast
+    return model
+
+
+def states_of(model: SuperModel) -> dict[str, AdapterState]:
+    states: dict[str, AdapterState] = {}
+    for job_id, lora in LORA.items():
+        state = init_state(model.layout(lora), ord(job_id), torch.float32)
+        noise = torch.randn(state.params.shape, generator=torch.Generator().manual_seed(ord(job_id)))
+        states[job_id] = replace(state, params=state.params + 0.05 * noise)
+    return states
+
+
+def batch_of(step: int | None, pairs: bool = False) -> PackedBatch:
+    rows: list[BatchRow] = []
+    for job_id in LORA:
+        samples = make_samples(4, seed=ord(job_id), low=5, high=12)
+        units = (
+            [(2 * i, samples[2 * i : 2 * i + 2]) for i in range(2)]
+            if pairs and job_id == "a"
+            else [(i, [s]) for i, s in enumerate(samples)]
+        )
+        for i, unit in units:
+            ids, weights = torch.cat([torch.tensor(s.input_ids) for s in unit]), torch.cat([torch.tensor(s.loss_weights) for s in unit])
+            key = None if step is None else (ord(job_id), step, i)
+            lengths = tuple(len(s.input_ids) for s in unit)
+            rows.append(BatchRow(job_id, ids.numpy(), weights.numpy(), 7.0, key, lengths))
+    return collate(rows)
+
+
+def part_of(state: AdapterState, stage: SuperModel) -> AdapterState:
+    assert stage.base.stage is not None
+    places = stage.base.stage.places(state.layout)
+    cut = [torch.cat([flat_P[place] for place in places]) for flat_P in (state.params, state.exp_avg, state.exp_avg_sq)]
+    return AdapterState(stage.base.stage.own(state.layout), *cut)
+
+
+def chain(stages: Sequence[SuperModel]) -> list[Before]:
+    links = [Before(stage) for stage in stages[:-1]]
+    for link, following in zip(links, stages[1:], strict=True):
+        following.passes.upstream = link
+    return links
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gemma2"])
+def test_stages_compute_the_bits_of_the_whole_base(family: str, fast: bool, tmp_path: Path) -> None:
+    types = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if family == "gemma2" else {}
+    make_model(family, num_hidden_layers=3, **types).save_pretrained(tmp_path)
+    whole = load(tmp_path, fast, None)
+    stages = [load(tmp_path, fast, LayerRange(first, stop, 3)) for first, stop in ((0, 1), (1, 2), (2, 3))]
+    links = chain(stages)
+    states = states_of(whole)
+    for job_id, lora in LORA.items():
+        whole.join(job_id, lora, TRAIN, state=states[job_id].clone())
+        for stage in stages:
+            stage.join(job_id, lora, TRAIN, state=part_of(states[job_id], stage))
+
+    for objectives in ({}, {"a": Dpo()}):
+        batch, evaluated = batch_of(3, bool(objectives)), batch_of(None, bool(objectives))
+        compared = list(objectives)
+        for link in links:
+            link.begin(batch, compared, True)
+        expected, found = whole.forward_backward(batch, objectives), stages[-1].forward_backward(batch, objectives)
+        assert {name: float(loss.loss_sum) for name, loss in found.items()} == {
+            name: float(loss.loss_sum) for name, loss in expected.items()
+        }
+        for job_id in LORA:
+            gradient_P = torch.zeros(states[job_id].layout.numel)
+            for stage in stages:
+                own_P = stage.gradient(job_id)
+                for place in stage.base.stage.places(states[job_id].layout):  # type: ignore[union-attr]
+                    gradient_P[place], own_P = own_P[: place.stop - place.start], own_P[place.stop - place.start :]
+                assert not len(own_P)
+                stage.zero_grad_of(job_id)
+            assert torch.equal(gradient_P, whole.gradient(job_id)) and float(gradient_P.norm()) > 0
+            whole.zero_grad_of(job_id)
+        for link in links:
+            link.begin(evaluated, compared, False)
+        alike = zip(whole.evaluate(evaluated, objectives).values(), stages[-1].evaluate(evaluated, objectives).values(), strict=True)
+        assert all(torch.equal(a.loss_sum, b.loss_sum) for a, b in alike)
+
+
+@pytest.mark.parametrize("precision", ["nf4"])
+def test_a_stage_holds_its_own_weights_alone(precision: str, tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 4, "intermediate_size": 128}
+    make_model("llama", **shape).save_pretrained(tmp_path)
+    whole = load(tmp_path, False, None, base_precision=precision)
+    stages = [load(tmp_path, False, LayerRange(first, first + 2, 4), base_precision=precision) for first in (0, 2)]
+    held = [sum(p.untyped_storage().nbytes() for p in stage.model.parameters() if not p.is_meta) for stage in stages]
+    total = sum(p.untyped_storage().nbytes() for p in whole.model.parameters())
+    assert sum(held) <= total + 2 * 4 and max(held) < 0.75 * total
+    links = chain(stages)
+    links[0].begin(batch_of(None), [], False)
+    for job_id, lora in LORA.items():
+        state = states_of(whole)[job_id]
+        whole.join(job_id, lora, TRAIN, state=state.clone())
+        for stage in stages:
+            stage.join(job_id, lora, TRAIN, state=part_of(state, stage))
+    alike = zip(whole.evaluate(batch_of(None)).values(), stages[-1].evaluate(batch_of(None)).values(), strict=True)
+    assert all(torch.equal(a.loss_sum, b.loss_sum) for a, b in alike)
+
+
+def test_a_base_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot be cut into stages: .*Load it whole, shared or streamed"):
+        check_stages(outline(str(tmp_path)))
