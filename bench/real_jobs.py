@@ -6,6 +6,7 @@
     python -m bench.real_jobs --shape llama-3-8b --case nf4 --steps 24 --rivals qlora --out FILE
     python -m bench.real_jobs --shape llama-3-8b --case nf4 --steps 24 --jobs 4 --set memory_limit=12GiB --out FILE
     python -m bench.real_jobs --shape qwen3-1.7b --case plain-path --steps 24 --rivals trl --out FILE
+    python -m bench.real_jobs --shape llama-3-8b --gpus 2 --launches plain:cold,shared:cold,stages-host:cold,stages:warm --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
 A launch is KIND or CASE:KIND. cold: all caches are new and empty (this program's, compiled kernels included, and CUDA's). warm: with the
@@ -48,6 +49,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "nf4": ("base_precision=nf4",),
     "plain-path": (),
     "sm_80": (),
+    "shared": ("layout=shared",),
+    "stages": ("layout=stages",),
+    "stages-host": ("layout=stages", "links=host"),
 }
 _CARD_CLASSES = {"plain-path": "plain", "sm_80": "sm_80"}  # of those cases, what TLORA_CARD_CLASS is
 KINDS = ("cold", "warm", "sigterm")
@@ -78,6 +82,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rival-seconds", type=float, default=90.0, help="about what a rival takes")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--gpus", help="as of `tlora train`; default: one process")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept, one directory per shape; default: a temporary one")
     parser.add_argument("--caches", type=Path, help="directory of the caches; kept, so that a later run can begin warm")
     parser.add_argument(
@@ -121,6 +126,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         facts["device"] = base.pop("device") or facts["device"]
         setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings, "jobs_file": JOBS_FILE.name} | base
         setup |= {"jobs": options.jobs} if options.jobs else {}
+        setup |= {"gpus": options.gpus} if options.gpus else {}
         found: dict[str, Any] = {"benchmark": "real_jobs", **facts, "setup": setup, "launches": []}
         print(format_head(found), flush=True)
         for order in options.orders:
@@ -158,6 +164,7 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
         "--device",
         options.device,
     ]
+    command += ["--gpus", options.gpus] if options.gpus else []
     command += [part for setting in settings for part in ("--set", setting)]
     for name in CACHES.values():
         (caches / name).mkdir(parents=True, exist_ok=True)
@@ -167,7 +174,7 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     ended = launch.run_process(command, environment, output_dir, options.signal_after if order.kind == "sigterm" else None)
     row: dict[str, Any] = asdict(order) | {"exit_code": ended.code, "wall_seconds": ended.end - ended.start}
     row |= {"card_class": environment[FORCED]} if FORCED in environment else {}
-    row["memory"] = _memory(peaks, [line for _, line in ended.lines])
+    row["memory"] = None if options.gpus else _memory(peaks, [line for _, line in ended.lines])  # ranks have their own
     row["host_peak_gib"] = ended.host_peak_bytes / 2**30
     row["errors"] = _errors(order, ended, output_dir, options.steps)
     steps, of_run = launch.read_log(output_dir, ended.start)

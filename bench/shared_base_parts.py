@@ -128,7 +128,7 @@ def step(rank: Rank) -> None:
     peers.exchange("filled", True)
     rank.note("setup_seconds", time.perf_counter() - before)
     model = rank.super_model(make_base(weights, options.shape))
-    resident = model.weights
+    resident = model.passes.weights
     streams = {"copies": LayerStream(layout, memory, rank.number, options.slots)}
     for name, copies_out in (("gathers", False), ("gathers, copied out", True)) if open_process_group(rank, "gathers") else ():
         gathered = Gathered(memory, rank.number, rank.count, copies_out)
@@ -189,7 +189,7 @@ def _look_up(resident: Callable[[str], FrozenLinear], stream: LayerStream, name:
 
 
 def _time(rank: Rank, model: SuperModel, batch: PackedBatch, look_up: Any, graphs: bool) -> float:
-    model.weights = look_up
+    model.passes.weights = look_up
     with _graphs(model, graphs):
         wait(rank.device)
         before = time.perf_counter()

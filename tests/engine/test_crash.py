@@ -22,7 +22,7 @@ import pytest
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora import durable
 from tlora.engine import train as front_door
-from tlora.group import engine
+from tlora.group import stream as group_stream
 from tlora.group.stream import Stream
 from tlora.store.recorder import Recorder
 from tlora.supermodel.batch import BatchRow
@@ -349,14 +349,14 @@ def test_each_sample_is_taken_once_a_step(runs: Runs, data: Path, tmp_path: Path
     log = tmp_path / "samples"
 
     def recording() -> None:
-        collate = engine.collate
+        collate = group_stream.collate
 
         def recorded(rows: list[BatchRow], *args: Any) -> Any:
             with log.open("a") as file:
                 file.writelines(f"{r.job_id} {r.dropout_key[1:]}\n" for r in rows if r.dropout_key)
             return collate(rows, *args)
 
-        engine.collate = recorded  # type: ignore[assignment]
+        group_stream.collate = recorded  # type: ignore[assignment]
 
     jobs = [
         job("x", str(data / "a.jsonl"), lora_dropout=0.01, max_steps=11, batch_size=5, save_steps=1, logging_steps=1),

@@ -73,7 +73,7 @@ def our_logits(base: Path, directory: Path, ids: torch.Tensor) -> torch.Tensor:
     params = load_params(directory, layout, torch.float32)
     model.join("it", spec, spec, 1, AdapterState(layout, params, torch.zeros_like(params), torch.zeros_like(params)))
     batch = collate([BatchRow("it", ids.numpy(), np.ones(len(ids), np.float32))])
-    with torch.no_grad(), model.context.enter(ActiveBatch(batch, model.weights, model.bank, {}, torch.zeros(()))):
+    with torch.no_grad(), model.context.enter(ActiveBatch(batch, model.passes.weights, model.bank, {}, torch.zeros(()))):
         return model.base.head.logits(hidden_states(model.base, batch.input_ids_T, batch.position_ids_T, batch.lengths))
 
 

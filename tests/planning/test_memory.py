@@ -270,7 +270,7 @@ def test_a_run_on_a_gpu_goes_by_what_it_measures(enough: bool, monkeypatch: pyte
     monkeypatch.setattr(training, "probe", lambda *_: Probe(lean, (), 0.001, 34.2) if enough else None)
     monkeypatch.setattr(training, "probe_key", lambda *_: "key")
     monkeypatch.setattr(training, "remember", lambda _key, memory: kept.append(memory))
-    found = training._measure_memory(run, plan, SimpleNamespace(device=GPU, num_layers=10), notes.append)  # type: ignore[arg-type]
+    found = training._measure_memory(run, plan, SimpleNamespace(device=GPU, num_layers=10, release_memory=lambda: None), notes.append)  # type: ignore[arg-type]
     assert found.memory == (lean if enough else MODEL) and bool(found.jobs[0].problems) != enough
     assert kept == ([lean] if enough else []) and len(notes) == 1 and ("in 34 s" if enough else "could not be measured") in notes[0]
 

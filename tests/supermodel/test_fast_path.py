@@ -512,13 +512,13 @@ def test_kernels_are_compiled_for_who_is_resident_not_for_who_is_in_the_batch(re
     for job_id in resident:
         join(shared, "llama", job_id)
     assert shared.fast_path is not None
-    state = shared.fast_path.begin(batch_of("a"), shared.weights, shared.bank, {})
+    state = shared.fast_path.begin(batch_of("a"), shared.passes.weights, shared.bank, {})
     assert state.tables.width == width
-    state = shared.fast_path.begin(batch_of(resident), shared.weights, shared.bank, {})
+    state = shared.fast_path.begin(batch_of(resident), shared.passes.weights, shared.bank, {})
     assert state.tables.width == width
     for job_id in resident[1:]:
         shared.leave(job_id)
-    state = shared.fast_path.begin(batch_of("a"), shared.weights, shared.bank, {})
+    state = shared.fast_path.begin(batch_of("a"), shared.passes.weights, shared.bank, {})
     assert state.tables.width == width
 
 

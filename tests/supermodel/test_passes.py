@@ -141,7 +141,7 @@ def test_weights_are_looked_up_in_forward_and_again_in_backward(depth: int, fast
         shared.recomputed_layers = depth
         linears = len(shared.targets())
         if streamed:
-            shared.weights = source = Streamed(shared)
+            shared.passes.weights = source = Streamed(shared)
         shared.forward_backward(batch_of("b"))
         if streamed:
             looks = [source.looked_up.count(name) for name in shared.targets()]

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 
-from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import ReplicaPlacement
@@ -30,7 +29,7 @@ from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
 from tlora.group.isolation import Failure, try_call
 from tlora.job import RunSpec
-from tlora.planning.base_parts import count_parts
+from tlora.planning.base_parts import memory_of_stage
 from tlora.planning.job_plan import PlannedJob, start_ahead
 from tlora.planning.memory import bytes_when_shared
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
@@ -121,12 +120,11 @@ def load(
         run, sharing = to_plan(assignment.run, monitor.ended), assignment.sharing
         if sharing is not None:
             base_bytes = bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
-        if assignment.stage is not None:
-            base_bytes = count_parts(outlined, place, ROW_ALIGNMENT).stage_bytes(assignment.stage.first, assignment.stage.stop)
         here = assignment.here if assignment.here is None else assignment.here | assignment.follows
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
-        plan = plan_run(run, outlined, base_bytes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
+        takes = base_bytes if assignment.stage is None else memory_of_stage(run, outlined, place, assignment.stage)
+        plan = plan_run(run, outlined, takes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
     # several GPUs hold a base whole or in parts
     plan, streamed = choose_layout(run, plan, outlined, place, this_machine(place, run.layout)) if assigned is None else (plan, None)
     check_base_fits(plan)
@@ -144,7 +142,8 @@ def load(
         monitor.stage("compiling kernels")
         compiling.wait()
     monitor.stage("measuring memory")
-    plan = _measure_memory(run, plan, model, monitor.note)
+    if model.base.stage is None:  # else it cannot run by itself
+        plan = _measure_memory(run, plan, model, monitor.note)
     model.recompute = plan.recompute
     if streamed is not None:
         monitor.note(f"base: {streamed.describe(streamed.cost(plan, place))}")
@@ -160,7 +159,7 @@ def _data_worker(place: torch.device) -> AbstractContextManager[DataWorker | Non
 
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
     """On a GPU, the plan by what this device takes for this base; elsewhere, and where that cannot be measured, `plan` itself."""
-    if model.device.type != "cuda" or not plan.can_run or model.base.stage is not None or (not model.num_layers and model.deterministic):
+    if model.device.type != "cuda" or not plan.can_run or (not model.num_layers and model.deterministic):
         return plan
     key = probe_key(model, plan.can_run, run.deterministic, model.device)
     memory = recall(key)

@@ -127,7 +127,7 @@ class Engine:
         fails in that very step.
         """
         while self.stream.has(name):
-            self._compute_next()
+            self.run_micro_batch(packs=False)
         self._settle()
         if name in self.runs:
             self._end(self.runs[name], "stopped")
@@ -142,42 +142,18 @@ class Engine:
         self._set_recompute(recompute)
         self._budget.order(token_budget, self.model.recompute)
 
-    def run_micro_batch(self) -> MicroBatch | None:
+    def run_micro_batch(self, *, packs: bool = True) -> MicroBatch | None:
         """One forward-backward (or evaluation) over what the flows offer, and the optimizer steps that it completes. None when no job is
-        left.
+        left. Unless it `packs`, only what is announced already is computed.
         """
         if (failure := self._pipeline.failure) is not None:
             self._recover(failure)
-        while self.stream.ahead < self._pipeline.depth and (packed := self._pack()) is not None:
-            self.stream.announce(packed, self.token_budget)
-        if self.stream.ahead:
-            return self._compute_next()
-        self._settle()
-        self._step(self._gradients.completed_elsewhere())
-        return None
-
-    def _pack(self) -> MicroBatch | None:
-        return pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
-
-    def _drain(self) -> None:
-        """Compute all micro-batches that are announced, at all stages: a job that joins may move what they read."""
-        while True:
-            while self.stream.ahead:
-                self._compute_next()
-            if not isinstance(settled := try_call(self._pipeline.settle), Failure):
-                return
-            failure = self._pipeline.failure
-            if failure is None:
-                raise settled.error
-            self._recover(failure)
-
-    def _recover(self, failure: StageFailure) -> None:
-        """Another stage has failed: its micro-batch is dealt with as one that failed here."""
-        self._settle()
-        self._find_culprit(self.stream.announced_before(failure.later), failure.error)
-
-    def _compute_next(self) -> MicroBatch:
-        """The oldest announced micro-batch, and what follows from it."""
+        while packs and self.stream.ahead < self._pipeline.depth and (offered := self._pack()) is not None:
+            self.stream.announce(offered, self.token_budget)
+        if not self.stream.ahead:
+            self._settle()
+            self._step(self._gradients.completed_elsewhere())
+            return None
         announced, before = self.stream.next(), self.model.passes.computed_tokens
         packed = announced.packed
         losses = self.decisions.result(try_call(self.stream.compute, packed, announced.batch, announced.objectives))
@@ -202,6 +178,26 @@ class Engine:
             whole += [run for run in through if self._gradients.through(run)]
         self._step(whole)
         return packed
+
+    def _pack(self) -> MicroBatch | None:
+        return pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
+
+    def _drain(self) -> None:
+        """Compute all micro-batches that are announced, at all stages: a job that joins may move what they read."""
+        while True:
+            while self.stream.ahead:
+                self.run_micro_batch(packs=False)
+            if not isinstance(settled := try_call(self._pipeline.settle), Failure):
+                return
+            failure = self._pipeline.failure
+            if failure is None:
+                raise settled.error
+            self._recover(failure)
+
+    def _recover(self, failure: StageFailure) -> None:
+        """Another stage has failed: its micro-batch is dealt with as one that failed here."""
+        self._settle()
+        self._find_culprit(self.stream.announced_before(failure.later), failure.error)
 
     def _evaluated(self, through: list[JobRun]) -> None:
         for run in [run for run in through if run.measuring]:

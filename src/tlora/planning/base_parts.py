@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tlora.job import RunSpec
 from tlora.kernels.device import can_be_asked
 from tlora.planning.memory import bytes_in, bytes_when_shared, bytes_when_streamed, can_be_cut, measure
 from tlora.shape.base_parts import BaseParts
-from tlora.shape.memory import MOST_GPUS
+from tlora.shape.memory import MOST_GPUS, MemoryModel
+from tlora.shape.stages import LayerRange
 from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import layers_of
@@ -46,3 +48,8 @@ def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts
 
 def _bytes_of(layer: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+
+
+def memory_of_stage(run: RunSpec, model: SuperModel, device: torch.device, stage: LayerRange) -> MemoryModel:
+    """Of the last stage of a run's base, which has one micro-batch at a time."""
+    return count_parts(model, device, max(job.r for job in run.jobs)).stage_memory(stage.first, stage.stop, in_flight=1)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.errors import CapacityError, ConfigError
 from tlora.job import RunSpec
 from tlora.planning.base_parts import count_parts
@@ -80,6 +79,12 @@ def choose_form(
     )
 
 
+def fixed_to(run: RunSpec, plan: RunPlan) -> RunSpec:
+    """`run` with the budget and the recomputed layers of `plan`, where it leaves them open."""
+    chosen = {"token_budget": plan.token_budget, "recompute": plan.recompute.most_layers or "auto"}
+    return run.model_copy(update={key: value for key, value in chosen.items() if getattr(run, key) == "auto"})
+
+
 def _in_stages(
     run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, device: torch.device, limit: int, gpus: int, reason: str
 ) -> BasePlacement:
@@ -88,7 +93,7 @@ def _in_stages(
     layers = len(layers_of(model.base.decoder))
     if layers < gpus:
         raise ConfigError(f"layout: stages needs a decoder layer for each GPU, and the base has {layers} for {gpus}. Take --gpus {layers}")
-    parts = count_parts(model, device, ROW_ALIGNMENT)
+    parts = count_parts(model, device, max(job.spec.r for job in jobs))
     cuts = cut_layers(parts.layer_weights, parts.head_weights, [1.0] * gpus)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
     if max(sizes) > limit:
@@ -96,9 +101,17 @@ def _in_stages(
             f"the largest of {gpus} stages of the base needs {gib(max(sizes))}, and the limit is {gib(limit)}. Take more GPUs, a smaller "
             "base, or base_precision: nf4"
         )
-    plan = plan_memory(run, jobs, model, max(sizes), device, limit)
+    # Stage s keeps the activations of as many micro-batches as stages follow, itself included. All take what the tightest can.
+    memories = [parts.stage_memory(cut.first, cut.stop, gpus - rank) for rank, cut in enumerate(ranges)]
+    tightest = min(memories, key=lambda memory: _room(plan_memory(run, jobs, model, memory, device, limit)))
+    plan = plan_memory(run, jobs, model, tightest, device, limit)
     each = "; ".join(f"GPU {rank}: layers {cut.first} to {cut.stop - 1}, {gib(sizes[rank])}" for rank, cut in enumerate(ranges))
     return BasePlacement(False, f"{reason}: {each}", plan, tuple(ranges))
+
+
+def _room(plan: RunPlan) -> tuple[int, int]:
+    """By which plans of stages are compared: first of all how many jobs they have room for."""
+    return -len(_refused(plan)), plan.token_budget
 
 
 def _refused(plan: RunPlan) -> list[str]:

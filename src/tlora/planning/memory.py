@@ -200,7 +200,7 @@ def _saved_bytes(model: SuperModel, name: str, num_tokens: int, device: torch.de
             seen[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    active = ActiveBatch(batch, model.weights, model.bank, {}, torch.zeros((), device="meta", requires_grad=True))
+    active = ActiveBatch(batch, model.passes.weights, model.bank, {}, torch.zeros((), device="meta", requires_grad=True))
     samples: tuple[int, ...] | SampleLayout = batch.lengths
     if groups_on(device, model.deterministic):
         active, samples = replace(active, jobs=chunk_jobs([num_tokens])), lay_out_samples(batch.lengths, device, batch.input_ids_T.device)

@@ -116,7 +116,7 @@ def pick_device(device: str | None) -> torch.device:
 def plan_run(
     run: RunSpec,
     model: SuperModel,
-    base_bytes: int,
+    base: int | MemoryModel,
     device: torch.device,
     preparation: Preparation,
     resume: bool = False,
@@ -127,27 +127,30 @@ def plan_run(
 
     Call it before the base is loaded: the memory that is free then is the limit. With `resume`, a job that has a checkpoint in the
     run's directory goes on from that, and the adapter that it once started from may be gone. `here`: see `RunPlan`;
-    `spans`: of jobs with replicas in several places.
+    `base`, as of `plan_memory`; `spans`: of jobs with replicas in several places.
     """
     jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
     for job in jobs:
         job.span = (spans or {}).get(job.spec.name)
     limit = memory_limit(device, run.memory_limit)
-    return plan_memory(run, jobs, model, base_bytes, device, limit, here)
+    return plan_memory(run, jobs, model, base, device, limit, here)
 
 
 def plan_memory(
     run: RunSpec,
     jobs: tuple[PlannedJob, ...],
     model: SuperModel,
-    base_bytes: int,
+    base: int | MemoryModel,
     device: torch.device,
     limit: int,
     here: frozenset[str] | None = None,
 ) -> RunPlan:
-    """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at."""
+    """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at. `base`: its bytes there,
+    or, of a stage, what it takes.
+    """
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
-    memory = measure(model, base_bytes, device, rank)
+    memory = measure(model, base, device, rank) if isinstance(base, int) else base
+    base_bytes = memory.base_bytes
     sound = [job for job in jobs if is_sound(job)]
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)

@@ -40,7 +40,7 @@ class PartPasses:
         references: AdapterBank,
         dropout_of: Callable[[str], float],
     ) -> None:
-        self._base, self._path, self._weights, self._dropout_of = base, path, weights, dropout_of
+        self._base, self._path, self.weights, self._dropout_of = base, path, weights, dropout_of
         self._bank, self._references = bank, references
         self.upstream: Upstream | None = None
         self.computed_tokens = 0
@@ -77,7 +77,7 @@ class PartPasses:
 
     def _decode(self, part: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool) -> tuple[Tensor, Back | None]:
         """Hidden states [T, H] and in training what takes their gradient back, behind the first stage from and to the stage before."""
-        decode = partial(self._path.decode, part, self._weights, bank, dropout, train)
+        decode = partial(self._path.decode, part, self.weights, bank, dropout, train)
         upstream = self.upstream
         if upstream is None:
             return decode()

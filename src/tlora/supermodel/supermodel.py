@@ -75,10 +75,9 @@ class SuperModel(nn.Module):
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if why_not_fused(base, self._linears, weight.device, deterministic) is None:
             self.fast_path = FastPath(base, self._linears, self.context, deterministic)
-        self.weights = base_weights(self._linears)
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
-        self.passes = PartPasses(base, self._path, self.weights, self.bank, self.references, self._dropout_of)
+        self.passes = PartPasses(base, self._path, base_weights(self._linears), self.bank, self.references, self._dropout_of)
         make_optimizer = make_host_optimizer if weight.device.type == "cpu" else make_queued_optimizer
         self._optimizer: Optimizer = make_optimizer(self.bank)
         if weight.device.type == "cuda" and runs_kernels(weight.device):

@@ -44,7 +44,7 @@ from tlora.engine.run_monitor import begin_of_run
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.job import RunSpec
-from tlora.planning.base_placement import choose_form
+from tlora.planning.base_placement import choose_form, fixed_to
 from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
 from tlora.planning.job_work import choose_replicas
 from tlora.planning.work import predicted_seconds
@@ -100,6 +100,7 @@ class Coordinator:
         self._interrupted = False
         self.shared = False  # the base, by all ranks
         self._stages: tuple[LayerRange, ...] = ()  # of the base, one for each rank
+        self._assigned = order.run  # as the ranks get it
         self._must_meet = False  # ranks read each other's memory: none can be ready without the others
 
     # -- before training -----------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ class Coordinator:
         store = self._rank_group.store if self._must_meet else ""
         for rank in self._rank_group.living:
             jobs = frozenset(placement.jobs[rank])
-            self._rank_group.send(rank, Assign(self.run, jobs, store, self.shared, placement.spans, self._stages))
+            self._rank_group.send(rank, Assign(self._assigned, jobs, store, self.shared, placement.spans, self._stages))
         self._until_all(self._rank_group.ready)
         if not self._rank_group.ready or (self._must_meet and self._rank_group.lost):
             self._raise_all_lost()
@@ -170,6 +171,8 @@ class Coordinator:
         if self._order.again and form.refused:
             raise CapacityError(f"{form.refused[0]} does not fit on {self._rank_group.count} GPU{'s' * (self._rank_group.count > 1)}")
         self.shared, self._stages = form.shared, form.stages
+        # No stage by itself knows what the others have room for.
+        self._assigned = fixed_to(self.run, form.plan) if form.stages else self.run
         self._order.watcher.note(form.why)
 
     @property

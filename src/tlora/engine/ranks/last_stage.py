@@ -25,6 +25,7 @@ from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.group.exchange import RunningSums, SummedGradient
 from tlora.group.pipeline import Pipeline, StageFailure
 from tlora.job import JobSpec
+from tlora.objectives import objective_of
 from tlora.shape.stages import LayerRange
 from tlora.sharing.channel import InterruptedWaitError
 from tlora.sharing.peers import Peers
@@ -44,7 +45,8 @@ def meet_early_stages(peers: Peers, loaded: Loaded, device: torch.device, throug
     """The last stage's links. It says what goes through them (`early_stage.meet_last_stage`). Raises RankError."""
     plan, model = loaded.plan, loaded.model
     adapter = max((job.layout.numel for job in plan.jobs if job.layout is not None), default=1)
-    tokens, width = max(plan.token_budget, plan.longest) + _PADDING, model.base.head.weight_VH.shape[1]
+    compares = any((objective := objective_of(job.spec)) is not None and objective.needs_reference for job in plan.jobs)
+    tokens, width = (max(plan.token_budget, plan.longest) + _PADDING) * (1 + compares), model.base.head.weight_VH.shape[1]
     peers.exchange("sizes", [tokens, adapter, loaded.threads])
     return StageLinks(peers, StageSizes(tokens, width, adapter, model.bank.dtype, model.bank.sum_dtype), device, through_host)
 
@@ -76,6 +78,7 @@ class StagePipeline(Pipeline):
         self._due: deque[_Due] = deque()
         self._arrived: dict[str, deque[dict[int, Tensor]]] = {}
         self._come: list[str] = []  # jobs of those that have arrived, until they are told
+        self.recompute(model.recompute)
 
     # -- what the stages before are told -------------------------------------------------------------------------------
 

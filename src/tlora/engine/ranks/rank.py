@@ -63,6 +63,7 @@ from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
 from tlora.processes import die_with_parent
+from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import Peers, Sharing
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
@@ -116,6 +117,14 @@ class RemoteGuard:
         return dict(self._facts)
 
 
+class _EarlyStageAssigned(Exception):  # noqa: N818  (no error: it ends the load of a session)
+    """The rank computes a stage before the last one, and has no jobs."""
+
+    def __init__(self, assign: Assign) -> None:
+        super().__init__()
+        self.assign = assign
+
+
 class RankOfRun:
     """Rank `number` of `count`. `hear` is called in the thread that reads commands, `train` takes them from `inbox`."""
 
@@ -126,6 +135,7 @@ class RankOfRun:
         self._session: Session | None = None
         self._store: Store | None = None  # by which ranks find each other
         self._links: StageLinks | None = None  # with the stages before
+        self._stages: tuple[LayerRange, ...] = ()
 
     def hear(self, command: ToRank | None) -> None:
         self._guard.hear(command)
@@ -149,17 +159,21 @@ class RankOfRun:
             write_row=lambda row: self._line.send(RowMade(row)),
         )
         monitor.ended = opened.ended
-        assign: Assign = self._next(Assign)
-        if assign.stages and self._number < self._count - 1:
-            return self._train_early_stage(assign, place)
-        loaded = load(run, place, monitor, opened.resume, None, lambda: self._assigned(assign))
+        try:
+            loaded = load(run, place, monitor, opened.resume, None, self._assigned)
+        except _EarlyStageAssigned as assigned:
+            return self._train_early_stage(assigned.assign, place)
         exchange = self._connect(loaded, place)
-        pipeline = self._pipeline(assign, loaded, place) if assign.stages else None
+        if self._stages:
+            self._links = meet_early_stages(Peers(self._meet("stages")), loaded, place, run.links == "host")
         run = with_plans(run, [job.spec for job in loaded.plan.jobs])
         run = run.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
         self._next(BaseFacts)
         die_with_parent(False)  # from now on there is something to save
+        pipeline = None
+        if self._links is not None:  # not before the other stages have the word to begin, as orders follow
+            pipeline = StagePipeline(loaded.model, self._links, self._stages, self._line.send)
         serving = ServingFiles(run.base_model)
         self._session = session = Session(
             run, loaded, monitor, serving, self._guard, self._inbox, self._line.send, exchange=exchange, pipeline=pipeline
@@ -200,17 +214,14 @@ class RankOfRun:
             EarlyStage(model, links, self._inbox).run()
         return Bye({"stage_wait_seconds": links.waited_seconds})
 
-    def _pipeline(self, assign: Assign, loaded: Loaded, place: torch.device) -> StagePipeline:
-        """Of the last stage. Raises RankError."""
-        links = meet_early_stages(Peers(self._meet("stages")), loaded, place, assign.run.links == "host")
-        self._links = links
-        return StagePipeline(loaded.model, links, assign.stages, self._line.send)
-
     def _find_others(self, assign: Assign) -> None:
         self._store, self._spans = FileStore(assign.store, self._count) if assign.store else None, dict(assign.spans)
 
-    def _assigned(self, assign: Assign) -> Assignment:
-        self._assigned_jobs = assign.jobs
+    def _assigned(self) -> Assignment:
+        assign: Assign = self._next(Assign)
+        if assign.stages and self._number < self._count - 1:
+            raise _EarlyStageAssigned(assign)
+        self._assigned_jobs, self._stages = assign.jobs, assign.stages
         self._find_others(assign)
         sharing = self._meet("base") if assign.shared else None
         follows = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)

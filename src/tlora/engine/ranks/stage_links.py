@@ -23,7 +23,9 @@ _PER_RANK = _REASON + _REASON_WORDS  # words of the last stage's for each other 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What goes through the links, the same on all ranks. `tokens` of the largest micro-batch; `adapter` numbers of the largest adapter."""
+    """What goes through the links, the same on all ranks. `tokens` of all passes of the largest micro-batch, those for references included;
+    `adapter`: numbers of the largest adapter.
+    """
 
     tokens: int
     width: int
@@ -51,7 +53,8 @@ class StageLinks:
         self.rank, self.count, self.sizes, self.device = peers.rank, peers.world_size, sizes, device
         self.last = self.count - 1
         peers.agree("stages", [sizes.tokens, sizes.width, sizes.adapter, str(sizes.hidden_dtype), through_host], "stages of sizes")
-        ring = (self.count + 2) * 2 * _aligned(sizes.tokens * sizes.width * sizes.hidden_dtype.itemsize)
+        # Never full: of all micro-batches that are announced at a time, with room for what a round leaves empty at its end.
+        ring = (self.count + 1) * _aligned(sizes.tokens * sizes.width * sizes.hidden_dtype.itemsize)
         adapters = 2 * _aligned(sizes.adapter * sizes.sum_dtype.itemsize)
         hidden = open_host_memory(2 * ring, peers, device, "hidden states") if through_host else open_peer_memory(2 * ring, peers, device)
         flat = open_host_memory(adapters * (self.count - 1), peers, device, "adapters")
