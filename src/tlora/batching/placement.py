@@ -62,19 +62,19 @@ def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] |
         list(narrow),
         dispatch(list(narrow.values()), [Rank(speed, busy_seconds=ahead) for speed, ahead in zip(speeds, fixed, strict=True)]),
     )
-    homes = [sorted([names[item] for item in items], key=narrow.__getitem__, reverse=True) for items in given.items]
+    led = [sorted([names[item] for item in items], key=narrow.__getitem__, reverse=True) for items in given.items]
     loads = list(given.ends)
-    while (better := _improvement(homes, loads, narrow, fixed, speeds)) is not None:
-        homes, loads = better
+    while (better := _improvement(led, loads, narrow, fixed, speeds)) is not None:
+        led, loads = better
     spans = {name: spans[name] for name in seconds if name in spans}
     first = [[name for name, span in spans.items() if span.lead_rank == gpu] for gpu in range(gpus)]
     bound = max([sum(seconds.values()) / sum(speeds), *(own / max(speeds) for own in narrow.values())], default=0.0)
-    jobs = tuple((*ahead, *sorted(home, key=order.__getitem__)) for ahead, home in zip(first, homes, strict=True))
+    jobs = tuple((*ahead, *sorted(own, key=order.__getitem__)) for ahead, own in zip(first, led, strict=True))
     return Placement(jobs, tuple(loads), bound, spans)
 
 
 def at_last_stage(seconds: Mapping[str, float], stages: int) -> Placement:
-    """Of a base in stages: all jobs are at home where the last one is, and each GPU computes an equal part."""
+    """Of a base in stages: the rank of the last one leads all jobs, and each GPU computes an equal part."""
     total = sum(seconds.values()) / stages
     return Placement(((),) * (stages - 1) + (tuple(seconds),), (total,) * stages, total)
 
@@ -112,16 +112,16 @@ def describe_placement(placement: Placement) -> str:
 
 
 def _improvement(
-    homes: list[list[str]], loads: list[float], seconds: Mapping[str, float], fixed: Sequence[float], speeds: Sequence[float]
+    led: list[list[str]], loads: list[float], seconds: Mapping[str, float], fixed: Sequence[float], speeds: Sequence[float]
 ) -> tuple[list[list[str]], list[float]] | None:
     """The move or swap between the longest GPU and another one that leaves the longer of the two the shortest. None if none helps."""
     full = loads.index(max(loads))
     best, found = loads[full] * (1 - 1e-9), None
-    for other in range(len(homes)):
+    for other in range(len(led)):
         if other == full:
             continue
-        for mine in homes[full]:
-            for theirs in (None, *homes[other]):
+        for mine in led[full]:
+            for theirs in (None, *led[other]):
                 shift = seconds[mine] - (seconds[theirs] if theirs is not None else 0.0)
                 longer = max(loads[full] - shift / speeds[full], loads[other] + shift / speeds[other])
                 if longer < best:
@@ -129,13 +129,13 @@ def _improvement(
     if found is None:
         return None
     other, mine, theirs = found
-    moved = [list(home) for home in homes]
+    moved = [list(own) for own in led]
     moved[full].remove(mine)
     moved[other].append(mine)
     if theirs is not None:
         moved[other].remove(theirs)
         moved[full].append(theirs)
-    return moved, [sum((seconds[name] / speed for name in home), ahead) for ahead, home, speed in zip(fixed, moved, speeds, strict=True)]
+    return moved, [sum((seconds[name] / speed for name in own), ahead) for ahead, own, speed in zip(fixed, moved, speeds, strict=True)]
 
 
 def best_move(

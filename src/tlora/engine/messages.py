@@ -44,7 +44,7 @@ WAITS = {
 @message
 class Leave:
     """Checkpoint a job at its last optimizer step and let it go. Answered by `Left`, or, if the job has come to its end before, by how it
-    ended, or by nothing. A rank that has a part of the job, whose home is another, lets that go and answers nothing.
+    ended, or by nothing. A rank that has a part of the job, whose lead rank is another, lets that go and answers nothing.
     """
 
     job_id: str
@@ -86,9 +86,9 @@ class Open:
 
 @message
 class Assign:
-    """The data of all jobs is tokenized; of `run`, as it is by now, these jobs have their home here. Answered by `Ready`. `store`: a file
-    by which ranks find each other. With `shared` they share the base, with `stages` each has these of its layers, and all jobs are at home
-    at the last; `spans` are all jobs with replicas on several ranks.
+    """The data of all jobs is tokenized; of `run`, as it is by now, these jobs are led here. Answered by `Ready`. `store`: a file
+    by which ranks find each other. With `shared` they share the base, with `stages` each has these of its layers, and the last leads
+    all jobs; `spans` are all jobs with replicas on several ranks.
     """
 
     run: RunSpec
@@ -128,8 +128,8 @@ class Enter:
 
 @message
 class Spread:
-    """The job shall be computed by all of `span`. Its first rank, the home, answers with `PartReady`, or as a `Join` that fails; the others
-    are told when it has, and answer with `PartReady` or `Faulty`.
+    """The job shall be computed by all of `span`. Its first rank, which leads it, answers with `PartReady`, or as a `Join` that fails; the
+    others are told when it has, and answer with `PartReady` or `Faulty`.
     """
 
     join: Join
@@ -153,7 +153,7 @@ class Meet:
 
 @message
 class Published:
-    """The job's home has its weights and moments as it began, after `step` optimizer steps (`AdapterState`)."""
+    """The job's lead rank has its weights and moments as it began, after `step` optimizer steps (`AdapterState`)."""
 
     job: str
     sender: int
@@ -164,7 +164,7 @@ class Published:
 
 @message
 class Fetched:
-    """The sender has read what the job's home published."""
+    """The sender has read what the job's lead rank published."""
 
     job: str
     sender: int
@@ -265,7 +265,7 @@ class Ready:
 
 @message
 class Shown:
-    """The progress of its jobs, and tokens per second of those whose home rank is another; about four times a second."""
+    """The progress of its jobs, and tokens per second of those whose lead rank is another; about four times a second."""
 
     progress: RunProgress
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -300,7 +300,7 @@ class Bye:
 
 @message
 class PartReady:
-    """All is ready here for the job to begin. Its sets are told by its home, so that the others need not prepare them again."""
+    """All is ready here for the job to begin. Its sets are told by its lead rank, so that the others need not prepare them again."""
 
     job_id: str
     numel: int

@@ -55,16 +55,16 @@ from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one of several sessions of a run has to do: the `run` as it is by now, the names of the jobs that have their home `here`, and,
-    where the sessions share the base, who this one is of them. `spans`: jobs with replicas in several sessions; of those in `follows` some
-    are here and the home is not.
+    """What one of several sessions of a run has to do: the `run` as it is by now, the names of the jobs that are led `here`, and,
+    where the sessions share the base, who this one is of them. `spans`: jobs with replicas in several sessions; of those in `peer_jobs`
+    some are here and the lead rank is not.
     """
 
     run: RunSpec
     here: frozenset[str] | None = None  # None: all
     sharing: Sharing | None = None
     spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
-    follows: frozenset[str] = frozenset()
+    peer_jobs: frozenset[str] = frozenset()
     stage: LayerRange | None = None  # the last one, of a base in stages
 
 
@@ -79,7 +79,7 @@ class Guard(Protocol):
 @dataclass(frozen=True)
 class Loaded:
     """What a session needs for its first step. `threads`: those of the CPU that it computes with, None on a GPU. `starts`: states that
-    are being made ahead, by job. `follows` as in `Assignment`.
+    are being made ahead, by job. `peer_jobs` as in `Assignment`.
     """
 
     plan: RunPlan
@@ -87,7 +87,7 @@ class Loaded:
     threads: int | None
     starts: dict[str, Future[AdapterState]]
     base_parameters: int
-    follows: frozenset[str] = frozenset()
+    peer_jobs: frozenset[str] = frozenset()
     link_bytes_per_second: float | None = None  # from the host's memory, of a base that is streamed
 
 
@@ -120,7 +120,7 @@ def load(
         run, sharing = to_plan(assignment.run, monitor.ended), assignment.sharing
         if sharing is not None:
             base_bytes = bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
-        here = assignment.here if assignment.here is None else assignment.here | assignment.follows
+        here = assignment.here if assignment.here is None else assignment.here | assignment.peer_jobs
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
         takes = base_bytes if assignment.stage is None else memory_of_stage(run, outlined, place, assignment.stage)
@@ -129,8 +129,8 @@ def load(
     plan, streamed = choose_layout(run, plan, outlined, place, this_machine(place, run.layout)) if assigned is None else (plan, None)
     check_base_fits(plan)
     threads = choose_threads(run, plan, outlined.targets().values(), place, resume, monitor.note)
-    homes = [job for job in plan.residents if job.spec.name not in assignment.follows]
-    starts = {} if resume else start_ahead(homes, outlined.bank.sum_dtype)
+    led = [job for job in plan.residents if job.spec.name not in assignment.peer_jobs]
+    starts = {} if resume else start_ahead(led, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
     model = SuperModel.from_pretrained(
         run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, assignment.stage or sharing or plan.streaming
@@ -149,7 +149,7 @@ def load(
         monitor.note(f"base: {streamed.describe(streamed.cost(plan, place))}")
     if not resume:  # some of a resumed run's jobs have ended
         try_call(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
-    return Loaded(plan, model, threads, starts, parameters, assignment.follows, streamed.link if streamed is not None else None)
+    return Loaded(plan, model, threads, starts, parameters, assignment.peer_jobs, streamed.link if streamed is not None else None)
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[DataWorker | None]:
@@ -194,7 +194,7 @@ class Session:
         exchange: SpanExchange | None = None,
         pipeline: StagePipeline | None = None,
     ) -> None:
-        """`inbox` is that of `Driver.train`. `send` gets the reports on jobs that have their home here, `Finished` for each that ends here,
+        """`inbox` is that of `Driver.train`. `send` gets the reports on jobs that are led here, `Finished` for each that ends here,
         however it does. `record` writes `run.json` with a status. `exchange`: with the other ranks; `pipeline`: with the stages before.
         """
         plan = loaded.plan
@@ -202,8 +202,8 @@ class Session:
         self._monitor, self._starts, self._guard = monitor, loaded.starts, guard
         # Jobs that span come first, in one order everywhere: of any two, all sessions let in the same one first, and none waits for ever.
         self._waiting = sorted(plan.jobs_here, key=lambda job: job.span is None)
-        self._follows = set(loaded.follows)
-        self.here = {job.spec.name for job in plan.jobs_here} - self._follows
+        self._peer_jobs = set(loaded.peer_jobs)
+        self.here = {job.spec.name for job in plan.jobs_here} - self._peer_jobs
         self._begun: set[str] = set()
         self._leaving: set[str] = set()
         self._told: set[str] = set()  # of those that have ended
@@ -216,7 +216,7 @@ class Session:
         self._tiles = loaded.model.tiles
         self._opened: list[Path] = []
         self._record = record
-        reserve = DiskReserve(self._directory, _last_saves(plan, loaded.follows), monitor.note)
+        reserve = DiskReserve(self._directory, _last_saves(plan, loaded.peer_jobs), monitor.note)
         self._context = RunContext(
             public_name(run.base_model),
             monitor.seconds,
@@ -333,7 +333,7 @@ class Session:
         if name in self.here and not (waits or trains):
             return  # it has come to its end
         self._waiting = [job for job in self._waiting if job.spec.name != name]
-        self._follows.discard(name)
+        self._peer_jobs.discard(name)
         if trains:
             self._leaving |= {name} & self.here
             self.driver.group.leave(name)
@@ -345,7 +345,7 @@ class Session:
 
     def _start(self, job: PlannedJob) -> None:
         name = job.spec.name
-        if name in self._follows:
+        if name in self._peer_jobs:
             self._follow(job)
             return
         resume = self._monitor.resume or name in self._resumed
@@ -359,19 +359,19 @@ class Session:
         self.driver.let_in(opened)
 
     def _follow(self, job: PlannedJob) -> None:
-        """Compute replicas of the job here; a job with problems is refused by its home session."""
+        """Compute replicas of the job here; a job with problems is refused by its lead session."""
         if job.layout is None or job.problems:
             return
         self._layouts[job.spec.name] = job.layout
         self._monitor.track(self.driver.follow(job))
 
 
-def _last_saves(plan: RunPlan, follows: frozenset[str]) -> dict[str, int]:
+def _last_saves(plan: RunPlan, peer_jobs: frozenset[str]) -> dict[str, int]:
     """What each job writes at its end, in bytes: its last checkpoint (and its best, where that is what it hands over) and its adapter."""
     element = plan.memory.sum_bytes
     return {
         job.spec.name: checkpoint.adapter_bytes(job.layout, element)
         + (2 if job.spec.load_best_model_at_end else 1) * checkpoint.checkpoint_bytes(job.layout, element)
         for job in plan.jobs_here
-        if job.layout is not None and not job.problems and job.spec.name not in follows
+        if job.layout is not None and not job.problems and job.spec.name not in peer_jobs
     }

@@ -145,7 +145,7 @@ class Trainer:
 
     def look(self, packed: object) -> None:
         self._has_computed = True
-        self._has_stepped |= any(not run.leads for run in self._group.runs.values())  # whose steps another rank reports
+        self._has_stepped |= any(not run.is_lead for run in self._group.runs.values())  # whose steps another rank reports
         self._heartbeat.begin("training")
         self._tell_steps()
         self._tell_ended()
@@ -217,7 +217,7 @@ class Trainer:
         self._inbox.put(_Prepared(join, DataError(data.reason) if isinstance(data, Failure) else data))
 
     def _plan_part(self, follow: Spread) -> None:
-        """In a thread of its own, of a job that has its home on another rank."""
+        """In a thread of its own, of a job that is led by another rank."""
         data = try_call(self._data_of, follow.join)
         found = DataError(data.reason) if isinstance(data, Failure) else data
         self._inbox.put(Planned(follow, plan_job(follow.join.job, found, self._group.model, self._directory)))
@@ -324,7 +324,7 @@ class Trainer:
 
     def _tell_steps(self) -> None:
         now = time.monotonic()
-        own = {name: run for name, run in self._group.runs.items() if run.leads}
+        own = {name: run for name, run in self._group.runs.items() if run.is_lead}
         for name, run in own.items():
             self._paces[name].see(run.progress.step, self._training_clock)
         if now - self._reported >= REPORT_SECONDS:

@@ -61,7 +61,7 @@ class Engine:
         """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone. Where
         others are in, and they leave too little memory, `wait` is called instead, with the reason; nothing has changed then.
 
-        A job whose home is another rank waits here for the state that it begins with, and is never reported.
+        A job whose lead rank is another waits here for the state that it begins with, and is never reported.
         """
         name = run.spec.name
         self._drain()
@@ -71,14 +71,14 @@ class Engine:
             self._exchange.leave(name, joined.reason)
             if wait is not None and self.runs and is_out_of_memory(joined.error):
                 wait(joined.reason)
-            elif run.leads:
+            elif run.is_lead:
                 self._listen(Ended(name, run.progress, "failed", joined.reason))
             return
         run.saved_step = run.progress.step or -1
         run.set_weight(self._weights.get(name, run.spec.weight))
         self.runs[name] = run
         self.stream.rule.enter(name)
-        if run.leads:
+        if run.is_lead:
             self._exchange.publish(name, self.model.state(name))
             self._advance(run)
         else:
@@ -90,12 +90,12 @@ class Engine:
         return self._budget.tokens
 
     def _enter(self, run: JobRun, state: AdapterState | None) -> None:
-        """Load adapter and reference, or neither. Away from the home rank both come later."""
+        """Load adapter and reference, or neither. Away from the lead rank both come later."""
         name = run.spec.name
         self.model.join(name, run.spec, run.spec, run.total_steps, state)
         try:
             self._pipeline.enter(run.spec, run.total_steps)
-            if run.leads:
+            if run.is_lead:
                 self._set_reference(run)
         except BaseException:
             self._pipeline.leave(name)
@@ -217,7 +217,7 @@ class Engine:
         """
         if not through:
             return
-        losses = Losses([run.passed if run.leads else BatchLosses() for run in through])  # takes memory: before any step is under way
+        losses = Losses([run.passed if run.is_lead else BatchLosses() for run in through])  # takes memory: before any step is under way
         steps = self.model.queue_optim_step([run.spec.name for run in through])
         self._pipeline.updated([run.spec.name for run in through if run.spec.name not in steps.errors])
         for run in through:
@@ -255,7 +255,7 @@ class Engine:
         stepped = [(run, mean) for run, mean in zip(stepping.runs, means, strict=True) if run.spec.name in stats]
         for run, mean in stepped:
             name = run.spec.name
-            if run.leads:
+            if run.is_lead:
                 run.stepped(stats[name], mean.loss)
                 self._listen(Stepped(name, run.progress, stats[name], mean.loss, run.summary(mean.metrics)))
         for run in sorted((run for run, _ in stepped), key=self._numel, reverse=True):  # the longest to write ends first
@@ -266,9 +266,9 @@ class Engine:
 
     def _advance(self, run: JobRun, *, offered: bool = False) -> None:
         """Start what follows when a job has joined, or a batch or evaluation of its own is through. `offered`: its next batch is known.
-        Away from the home rank, that is the next batch until the home rank says otherwise.
+        Away from the lead rank, that is the next batch until the lead rank says otherwise.
         """
-        if not run.leads:
+        if not run.is_lead:
             if not (offered or run.exhausted):
                 self._offer(run)
         elif (end := self.decisions.end(run.spec.name, self._due_end(run))) is not None:
@@ -300,7 +300,7 @@ class Engine:
         self._budget.room_came()
         self._exchange.leave(name, reason if status == "failed" else "")
         self._pipeline.leave(name)
-        if not run.leads:
+        if not run.is_lead:
             self.model.leave(name)
             return
         self._listen(Ended(name, run.progress, status, reason, self.model.leave(name)))

@@ -64,8 +64,8 @@ class Exchange(Protocol):
 
     The order is fixed because sums of floating-point numbers follow from it: a job's bytes are then the same on any number of GPUs, and on
     each of those that compute it. Each of them takes the sum and makes the optimizer step, so no rank waits for new weights. The rank that
-    computes a job's first replica is its home, which publishes the state that the job begins with. Nothing here waits for another rank,
-    nor for a device.
+    computes a job's first replica is its lead rank, which publishes the state that the job begins with. Nothing here waits for another
+    rank, nor for a device.
     """
 
     def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:
@@ -89,11 +89,11 @@ class Exchange(Protocol):
         ...
 
     def publish(self, job_id: str, state: AdapterState) -> None:
-        """Publish the job's initial state; called on its home rank."""
+        """Publish the job's initial state; called on its lead rank."""
         ...
 
     def fetch(self, job_id: str, state: AdapterState) -> bool:
-        """Whether the job's initial state has come; it is then in `state`. Called away from the home rank."""
+        """Whether the job's initial state has come; it is then in `state`. Called away from the lead rank."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class Exchange(Protocol):
         ...
 
     def leave(self, job_id: str, failed: str = "") -> None:
-        """The job has left this rank's group; away from home perhaps because it `failed`, which others must learn."""
+        """The job has left this rank's group; elsewhere than on its lead rank perhaps because it `failed`, which others must learn."""
         ...
 
 

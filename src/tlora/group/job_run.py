@@ -125,7 +125,7 @@ class JobRun:
     # -- of several replicas -------------------------------------------------------------------------------------------
 
     @property
-    def leads(self) -> bool:
+    def is_lead(self) -> bool:
         """Whether reports, evaluations and checkpoints are this process's."""
         return 0 in self.here
 
@@ -144,7 +144,7 @@ class JobRun:
         self._is_sent = True
 
     def follow(self, step: int) -> None:
-        """Begin the job after `step` steps, away from its home rank. Offers what this process computes, if any step is left."""
+        """Begin the job after `step` steps, away from its lead rank. Offers what this process computes, if any step is left."""
         self.progress = replace(self.progress, step=step)
         if not self.exhausted:
             self.offer()
@@ -283,7 +283,7 @@ class JobRun:
     @property
     def goes_straight_on(self) -> bool:
         """Whether the next global batch follows regardless of the last step's outcome: no evaluation, no checkpoint and no end is due."""
-        return not (self.needs_evaluation or self.exhausted or (self.leads and self.due(self.spec.save_steps)))
+        return not (self.needs_evaluation or self.exhausted or (self.is_lead and self.due(self.spec.save_steps)))
 
     def stepped(self, stats: StepStats, loss: float) -> None:
         """Record the outcome of the optimizer step, and the loss per trained token of its batch."""

@@ -52,7 +52,7 @@ class WholeGradients:
         return is_whole or self._attempted(run, self._end_replica)
 
     def begin_away(self, run: JobRun) -> None:
-        """Begin a job whose home is another rank, if its initial state has come."""
+        """Begin a job whose lead rank is another, if its initial state has come."""
         self._attempted(run, self._begin_away)
 
     def completed_elsewhere(self) -> list[JobRun]:
@@ -62,7 +62,7 @@ class WholeGradients:
         through = [run for run in tried if self._attempted(run, again[run.spec.name]) and again[run.spec.name] != self._begin_away]
         news = [name for name in self._exchange.news() if name not in self._again]
         for run in [self._runs[name] for name in news if name in self._runs]:
-            if not run.leads:
+            if not run.is_lead:
                 self._attempted(run, self._begin_away)
         waiting = [run for name, run in self._runs.items() if run.awaiting and run not in tried and (run.unsent or name in news)]
         return through + [run for run in waiting if self._attempted(run, self._take_whole)]
@@ -107,7 +107,7 @@ class WholeGradients:
             return False
         self._state_read.add(name)
         self._model.rewrite(name)
-        self._engine.set_reference(run)  # its home rank has written it before it published
+        self._engine.set_reference(run)  # its lead rank has written it before it published
         self._state_read.discard(name)
         run.follow(self._model.state(name).step)
         return True

@@ -114,7 +114,7 @@ def read_run(run_dir: Path) -> RunView:
 
 
 def _parts_on(spec: JsonObject, name: str) -> tuple[int, ...]:
-    """GPUs other than its home that compute replicas of a job."""
+    """GPUs other than its lead that compute replicas of a job."""
     spans = spec.get("spans")
     span = spans.get(name) if isinstance(spans, dict) else None
     gpus = span.get("gpus") if isinstance(span, dict) else None

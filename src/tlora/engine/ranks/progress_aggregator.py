@@ -41,7 +41,7 @@ class ProgressAggregator:
         self._view.place(job, self._gpus(rank, job))
 
     def show(self, rank: int, progress: RunProgress, rates: Mapping[str, float]) -> None:
-        """`rates`: tokens per second of jobs that have their home elsewhere."""
+        """`rates`: tokens per second of jobs that are led elsewhere."""
         self._view.measure(rank, progress.tokens_per_second, progress.padding, progress.stage, rates)
         for job in progress.jobs:
             if job.name not in self.results and not job.has_ended:  # results report ends

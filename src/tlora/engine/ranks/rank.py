@@ -224,9 +224,9 @@ class RankOfRun:
         self._assigned_jobs, self._stages = assign.jobs, assign.stages
         self._find_others(assign)
         sharing = self._meet("base") if assign.shared else None
-        follows = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
+        peer_jobs = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
         stage = assign.stages[self._number] if assign.stages else None
-        return Assignment(assign.run, assign.jobs, sharing, assign.spans, follows, stage)
+        return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, stage)
 
     def _meet(self, about: str) -> Sharing:
         assert self._store is not None, "no store was assigned"
@@ -243,7 +243,7 @@ class RankOfRun:
         return SpanExchange(self._number, spans, self._line.send, mailbox)
 
     def _show(self, progress: RunProgress) -> None:
-        """Of its own jobs; of those that have their home elsewhere, only the rates."""
+        """Of its own jobs; of those that are led elsewhere, only the rates."""
         here = self._session.here if self._session is not None else self._assigned_jobs
         rates = {job.name: job.tokens_per_second for job in progress.jobs if job.name not in here and job.tokens_per_second}
         self._line.send(Shown(replace(progress, jobs=tuple(job for job in progress.jobs if job.name in here)), rates))

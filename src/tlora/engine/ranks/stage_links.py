@@ -1,6 +1,6 @@
 """What connects the stages of a base: hidden states one way, their gradients the other, adapters' weights and gradients to and fro.
 
-Rank r has stage r. The last rank has norm, head and losses besides its layers: the jobs are at home there.
+Rank r has stage r. The last rank has norm, head and losses besides its layers: the jobs are led there.
 """
 
 from __future__ import annotations
