@@ -260,6 +260,8 @@ def test_what_concerns_all_is_one_error(world: World, tmp_path: Path) -> None:
         world.train(tmp_path, policy="chess")
     with pytest.raises(ConfigError, match="do not make it faster"):
         world.train(tmp_path, policy="residual_capacity-growth")
+    with pytest.raises(ConfigError, match="layout: stages is for `tlora train`"):
+        train_on_cluster(run_spec(world.base, tmp_path, world.orders, layout="stages"), gpus=2, device="cpu")
     assert world.train(tmp_path / "out", world.orders[1:2]).status == "done"
     other = save_base(tmp_path / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=2)
     with pytest.raises((ModelError, ConfigError)):

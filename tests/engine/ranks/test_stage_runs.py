@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import OPTConfig, OPTForCausalLM
 
 import tlora
+from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.conftest import save_base
 from tests.engine.ranks.worlds import fork_children, record_ranks
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sentence, train, write_rows
 from tlora.engine.ranks import rank_group
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
+from tlora.errors import ConfigError, ModelError
 from tlora.link.supervisor import SupervisedProcess
 
 NAMES = ("dropout", "evaluates", "long", "dpo", "kto", "replicas")
@@ -82,6 +85,27 @@ def test_stages_give_the_bytes_of_one_process(world: World, tmp_path: Path, stag
     assert results.status == "done", ({result.name: result.reason for result in results.values()}, lines)
     world.same_bytes(tmp_path / "out")
     assert any(line.startswith("layout: stages: GPU 0: layers 0 to ") for line in lines)
+
+
+def test_more_stages_than_layers_are_refused(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a decoder layer for each GPU, and the base has 4 for 5. Take --gpus 4"):
+        world.train(tmp_path / "out", 5)
+
+
+def test_a_base_that_cannot_be_cut_is_refused(world: World, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make_tokenizer(CHATML).save_pretrained(base)
+    config = OPTConfig(hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32, vocab_size=400)
+    OPTForCausalLM(config).save_pretrained(base)
+    with pytest.raises(ModelError, match="OPTForCausalLM cannot be cut into stages"):
+        tlora.train(run_spec(base, tmp_path / "out", world.orders[:1], layout="stages"), device="cpu", gpus=2)
+
+
+def test_stages_on_one_gpu_are_said(world: World, tmp_path: Path) -> None:
+    lines: list[str] = []
+    orders = [{**world.orders[0], "max_steps": 1}]
+    results = tlora.train(run_spec(world.base, tmp_path / "out", orders, layout="stages"), device="cpu", watcher=Watcher(note=lines.append))
+    assert results.status == "done" and any("layout: stages is of several GPUs, and here is one" in line for line in lines)
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
