@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.kernels.interpreter import INTERPRETED_ALONE, interpret
 from tests.tiny import make_model, make_samples
 from tlora.adapters.state import AdapterState, init_state
-from tlora.errors import ModelError
+from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
 from tlora.shape.stages import LayerRange
-from tlora.supermodel import supermodel
+from tlora.supermodel import plain_path, supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import outline
 from tlora.supermodel.stage import StagePass
@@ -162,6 +162,13 @@ def test_a_stage_holds_its_own_weights_alone(precision: str, tmp_path: Path) -> 
             stage.join(job_id, lora, TRAIN, state=part_of(state, stage))
     alike = zip(whole.evaluate(batch_of(None)).values(), stages[-1].evaluate(batch_of(None)).values(), strict=True)
     assert all(torch.equal(a.loss_sum, b.loss_sum) for a, b in alike)
+
+
+def test_a_gpu_without_fused_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(plain_path, "groups_on", lambda *_: True)
+    with pytest.raises(ConfigError, match="a base in stages needs the fused kernels on a GPU, and this test takes the plain path"):
+        load(tmp_path, False, LayerRange(0, 1, 2))
 
 
 def test_a_base_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:

@@ -73,8 +73,10 @@ class SuperModel(nn.Module):
         self.context = Context()
         self._linears = inject(base.model, linears, self.context)
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
-        if why_not_fused(base, self._linears, weight.device, deterministic) is None:
+        if (why := why_not_fused(base, self._linears, weight.device, deterministic)) is None:
             self.fast_path = FastPath(base, self._linears, self.context, deterministic)
+        elif base.stage is not None and self.plain_path.grouped:  # it lays tokens out anew, which hidden states of another stage do not
+            raise ConfigError(f"a base in stages needs the fused kernels on a GPU, and {why}. Take one GPU, or GPUs that hold it otherwise")
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
         self.passes = PartPasses(base, self._path, base_weights(self._linears), self.bank, self.references, self._dropout_of)
