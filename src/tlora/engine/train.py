@@ -76,9 +76,7 @@ def train(
     run, watcher = resolve_run(jobs, settings), watcher or Watcher()
     open_caches(watcher.note)
     ranks = rank_devices(rank_group.count if rank_group is not None and gpus is None else gpus, device)
-    if run.layout in ("shared", "stages") and len(ranks) < 2:
-        watcher.note(f"layout: {run.layout} is of several GPUs, and here is one: the base lies as with layout: auto")
-    order = _settle(run, ranks[0] if ranks else device, resume, overwrite, watcher)
+    order = _settle(run, ranks or [device], resume, overwrite, watcher)
     if len(order.ended) == len(run.jobs):
         return _nothing_to_train(order)
     if len(ranks) > 1:
@@ -116,14 +114,16 @@ def train(
     return results
 
 
-def _settle(run: RunSpec, device: str | None, resume: bool, overwrite: bool, watcher: Watcher) -> CheckedRun:
+def _settle(run: RunSpec, devices: Sequence[str | None], resume: bool, overwrite: bool, watcher: Watcher) -> CheckedRun:
     """The run with all that an earlier launch or the device decides; its base's files are there then."""
     if resume:
         restore_run_file(run, watcher.note)
+    if run.layout in ("shared", "stages") and len(devices) < 2:
+        watcher.note(f"layout: {run.layout} is of several GPUs, and here is one: the base lies as with layout: auto")
     digest = digest_of(run)
     if scheduled := sorted({field for job in run.jobs for field in job.model_fields_set & set(SCHEDULED)}):
         watcher.note(f"{', '.join(scheduled)}: has a meaning for `tlora cluster` alone; here all jobs begin as soon as there is room")
-    run = pin_dtype(pin_base(run, resume), device, resume, watcher.note)
+    run = pin_dtype(pin_base(run, resume), devices[0], resume, watcher.note)
     run = pin_data(run) if resume else run
     check_trackers(list(run.report_to))
     check_run_directory(run, resume, overwrite)

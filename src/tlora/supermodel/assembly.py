@@ -15,7 +15,7 @@ from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.inject import find_linears
-from tlora.supermodel.packed_format import Format, without_packing
+from tlora.supermodel.packed_format import Format, PackedTensor, without_packing
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
 from tlora.supermodel.weight_files import find_safetensors, refuse_incomplete
 
@@ -53,10 +53,7 @@ def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, 
     for name, linear in find_linears(model).items():
         key = keys.pop(linear.weight.data_ptr(), None)  # type: ignore[union-attr]
         if key is not None:
-            weight = packed[key].read(dtype)
-            tensors = {part: tensor.to(device) for part, tensor in weight.tensors.items()}
-            bias = None if linear.bias is None else linear.bias.detach()
-            _replace(model, name, HeldLinear(replace(weight, **tensors), bias))
+            hold_tensor(model, name, packed[key], dtype, device)
     if keys:
         raise ModelError(
             f"base_model {base_model}: {len(keys)} of its packed tensors are no linear layer's by themselves, {min(keys.values())} first. "
@@ -65,9 +62,13 @@ def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, 
     return model
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def hold_tensor(model: nn.Module, name: str, tensor: PackedTensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the linear `name` of `model` by one that holds `tensor`, read onto `device`."""
+    weight = tensor.read(dtype)
+    weight = replace(weight, **{part: values.to(device) for part, values in weight.tensors.items()})
+    bias: Tensor | None = model.get_submodule(name).bias  # type: ignore[assignment]
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+    setattr(model.get_submodule(parent), child, HeldLinear(weight, None if bias is None else bias.detach()))
 
 
 _GROUPED = getattr(torch, "_grouped_mm", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.shape.stages import LayerRange
-from tlora.supermodel.assembly import assemble, stand_in
-from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
+from tlora.supermodel.assembly import assemble, hold_tensor, stand_in
+from tlora.supermodel.held_linear import check_precision, hold
 from tlora.supermodel.inject import expert_modules, find_linears
 from tlora.supermodel.load import Base, decoder_of, hidden_states, layers_of, load_config, make_base, outline, pick_dtype
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
@@ -43,7 +42,7 @@ def load_stage(base_model: str, dtype: str, device: torch.device, base_precision
     own = _own_linears(model, base_model, layers)
     for name in own if form is not None else ():
         if isinstance(tensor := tensors.get(name), PackedTensor):
-            _hold_packed(model, name, tensor, wanted, device)
+            hold_tensor(model, name, tensor, wanted, device)
     stage = _cut(model, base_model, layers, wanted, device)
     if base_precision is not None and form is None:
         hold(model, own, device, base_precision, stored_dtype)
@@ -143,14 +142,6 @@ def _own_modules(model: Any, name: str, layers: LayerRange) -> list[str]:
 def _own_linears(model: Any, name: str, layers: LayerRange) -> list[str]:
     own = tuple(_own_modules(model, name, layers))
     return [linear for linear in find_linears(model) if linear.startswith(own)]
-
-
-def _hold_packed(model: Any, name: str, tensor: PackedTensor, dtype: torch.dtype, device: torch.device) -> None:
-    weight = tensor.read(dtype)
-    weight = replace(weight, **{part: values.to(device) for part, values in weight.tensors.items()})
-    parent, _, child = name.rpartition(".")
-    bias = model.get_submodule(name).bias
-    setattr(model.get_submodule(parent), child, HeldLinear(weight, None if bias is None else bias.detach()))
 
 
 def _cut(model: Any, name: str, layers: LayerRange, dtype: torch.dtype, device: torch.device) -> Stage:
