@@ -79,9 +79,12 @@ def choose_form(
     )
 
 
-def fixed_to(run: RunSpec, plan: RunPlan) -> RunSpec:
-    """`run` with the budget and the recomputed layers of `plan`, where it leaves them open."""
+def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:
+    """`run` as stages get it: what it leaves open of the budget and the recomputed layers is that of `plan`, and the links go through the
+    host's memory where GPUs cannot read each other's.
+    """
     chosen = {"token_budget": plan.token_budget, "recompute": plan.recompute.most_layers or "auto"}
+    chosen |= {} if reads_peers else {"links": "host"}
     return run.model_copy(update={key: value for key, value in chosen.items() if getattr(run, key) == "auto"})
 
 

@@ -172,7 +172,7 @@ class Coordinator:
             raise CapacityError(f"{form.refused[0]} does not fit on {self._rank_group.count} GPU{'s' * (self._rank_group.count > 1)}")
         self.shared, self._stages = form.shared, form.stages
         # No stage by itself knows what the others have room for.
-        self._assigned = fixed_to(self.run, form.plan) if form.stages else self.run
+        self._assigned = fixed_to(self.run, form.plan, reads_peers) if form.stages else self.run
         self._order.watcher.note(form.why)
 
     @property

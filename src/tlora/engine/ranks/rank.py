@@ -136,6 +136,7 @@ class RankOfRun:
         self._store: Store | None = None  # by which ranks find each other
         self._links: StageLinks | None = None  # with the stages before
         self._stages: tuple[LayerRange, ...] = ()
+        self._through_host = False  # hidden states between stages
 
     def hear(self, command: ToRank | None) -> None:
         self._guard.hear(command)
@@ -165,7 +166,7 @@ class RankOfRun:
             return self._train_early_stage(assigned.assign, place)
         exchange = self._connect(loaded, place)
         if self._stages:
-            self._links = meet_early_stages(Peers(self._meet("stages")), loaded, place, run.links == "host")
+            self._links = meet_early_stages(Peers(self._meet("stages")), loaded, place, self._through_host)
         run = with_plans(run, [job.spec for job in loaded.plan.jobs])
         run = run.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
@@ -206,7 +207,7 @@ class RankOfRun:
             torch.cuda.set_device(place)
         layers = assign.stages[self._number]
         model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, layers)
-        links, threads = meet_last_stage(Peers(self._meet("stages")), model, run.links == "host")
+        links, threads = meet_last_stage(Peers(self._meet("stages")), model, self._through_host)
         facts = {"device": name_of(place), "token_budget": links.sizes.tokens, "recomputed_layers": 0, "recomputed_by_tokens": []}
         self._line.send(Ready(facts, threads, (), f"layers {layers.first} to {layers.stop - 1} of {layers.count}"))
         self._next(BaseFacts)
@@ -216,6 +217,7 @@ class RankOfRun:
 
     def _find_others(self, assign: Assign) -> None:
         self._store, self._spans = FileStore(assign.store, self._count) if assign.store else None, dict(assign.spans)
+        self._through_host = assign.run.links == "host"
 
     def _assigned(self) -> Assignment:
         assign: Assign = self._next(Assign)
