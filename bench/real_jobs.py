@@ -7,6 +7,7 @@
     python -m bench.real_jobs --shape llama-3-8b --case nf4 --steps 24 --jobs 4 --set memory_limit=12GiB --out FILE
     python -m bench.real_jobs --shape qwen3-1.7b --case plain-path --steps 24 --rivals trl --out FILE
     python -m bench.real_jobs --shape llama-3-8b --gpus 2 --launches plain:cold,shared:cold,stages-host:cold,stages:warm --out FILE
+    python -m bench.real_jobs --shape llama-3-8b --work heterogeneous --steps 12 --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
 A launch is KIND or CASE:KIND. cold: all caches are new and empty (this program's, compiled kernels included, and CUDA's). warm: with the
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 import yaml
 
-from bench import launch, machine, rivals
+from bench import launch, machine, rivals, summaries
 from bench.base_files import make_base
 from bench.shapes import SHAPES
 from tlora.kernels.device import FORCED
@@ -74,6 +75,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--case", choices=CASES, default="plain", help="of launches that name none")
+    parser.add_argument("--work", choices=("real", *summaries.WORKS), default="real", help="the file's jobs, or those of bench.summaries")
     parser.add_argument("--jobs", help="names of the file's jobs, with commas, or how many of the first; default: all")
     parser.add_argument("--launches", default="cold,warm", help="[CASE:]cold|warm|sigterm, in their order")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
@@ -98,6 +100,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.jobs and (unknown := [name for name in options.jobs.split(",") if name not in known]):
         parser.error(f"--jobs: {unknown[0]!r} is none of {', '.join(known)}")
     options.rivals = [name for name in options.rivals.split(",") if name]
+    if options.work != "real" and (options.jobs or options.rivals):
+        parser.error(f"--work {options.work}: --jobs and --rivals are of the real jobs")
     if unknown := [name for name in options.rivals if name not in rivals.RIVALS]:
         parser.error(f"--rivals: {unknown[0]!r} is none of {', '.join(rivals.RIVALS)}")
     begins_warm = options.orders[0].kind != "cold"
@@ -127,6 +131,8 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings, "jobs_file": JOBS_FILE.name} | base
         setup |= {"jobs": options.jobs} if options.jobs else {}
         setup |= {"gpus": options.gpus} if options.gpus else {}
+        options.jobs_file, lengths = _jobs_file(options, directory)
+        setup |= lengths
         found: dict[str, Any] = {"benchmark": "real_jobs", **facts, "setup": setup, "launches": []}
         print(format_head(found), flush=True)
         for order in options.orders:
@@ -158,7 +164,7 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
         "bench.train_with_peaks",
         str(peaks),
         "train",
-        str(_jobs_file(options, output_dir.parent)),
+        str(options.jobs_file),
         "--output-dir",
         str(output_dir),
         "--device",
@@ -202,15 +208,19 @@ def _memory(peaks: Path, lines: Sequence[str]) -> dict[str, float] | None:
     }
 
 
-def _jobs_file(options: argparse.Namespace, directory: Path) -> Path:
-    """The file of all jobs, or one of those that were asked for."""
+def _jobs_file(options: argparse.Namespace, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The file of all jobs, or one of those that were asked for; and what is to be known of jobs that are no real ones."""
+    if options.work != "real":
+        path, lengths = summaries.write_jobs(options.work, options.steps, SHAPES[options.shape].vocab_size, directory)
+        published = summaries.PUBLISHED.get(options.shape, {}).get(options.work)
+        return path, {"jobs_file": path.name, "samples": lengths, "published_tokens_per_second": published}
     if not options.jobs:
-        return JOBS_FILE
+        return JOBS_FILE, {}
     content, wanted = yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8")), options.jobs.split(",")
     content["jobs"] = [job | {"data": str(JOBS_FILE.parent / job["data"])} for job in content["jobs"] if job["name"] in wanted]
     file = directory / "jobs.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return file
+    return file, {}
 
 
 def _figures(steps: list[launch.Step], of_run: list[dict[str, Any]], ended: launch.Ended, output_dir: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 DEMO_BASE = Path(__file__).parent.parent / "demo" / "base"
 
@@ -71,6 +71,19 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_key_value_heads=8,
         max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    ),
+    "qwen2.5-32b": Qwen2Config(
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        initializer_range=0.01,  # as above
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
         tie_word_embeddings=False,
         pad_token_id=0,
     ),
