@@ -2,8 +2,8 @@
 
     python -m bench.stage_parts --base DIRECTORY --stages 2 --tokens 4096,8192 --out FILE
 
-Where there is one GPU no pipeline can be timed. What two would make of these parts is computed, and says so: the slowest stage's seconds
-set the pace of a full pipeline, to which a boundary adds what it takes longer, as each direction has a link of its own.
+Where there is one GPU no pipeline can be timed. What two would make of these parts is computed, and says so: the slowest stage sets the pace
+of a full pipeline, with its copies, which are queued between the products: hidden states one way, their gradient the other.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ def compute(whole: Sequence[dict[str, Any]], stages: Sequence[Sequence[dict[str,
     rows = list[dict[str, Any]]()
     for number, alone in enumerate(whole):
         slowest = max(stage[number]["seconds"] for stage in stages)
-        boundary = link["bytes_per_token"] * alone["tokens"] * sum(1 / link[f"{way}_bytes_per_second"] for way in ("to_host", "from_host"))
+        copies = link["bytes_per_token"] * alone["tokens"] * sum(1 / link[f"{way}_bytes_per_second"] for way in ("to_host", "from_host"))
         rows.append(
             {
                 "tokens": alone["tokens"],
                 "computed_not_measured": True,
-                "boundary_seconds_one_way": boundary,
+                "copy_seconds": copies,
                 "seconds_of_slowest_stage": slowest,
-                "over_gpus_alone": alone["seconds"] / len(stages) / max(slowest, boundary),
+                "over_gpus_alone": alone["seconds"] / len(stages) / (slowest + copies),
             }
         )
     return rows

@@ -11,13 +11,12 @@ from bench import stage_parts
 from bench.base_files import make_base_here
 
 
-def test_the_slowest_stage_or_its_boundary_sets_the_pace() -> None:
+def test_the_slowest_stage_and_its_copies_set_the_pace() -> None:
     whole, stages = [{"tokens": 100, "seconds": 2.0}], [[{"seconds": 0.9}], [{"seconds": 1.25}]]
-    link = {"bytes_per_token": 10, "to_host_bytes_per_second": 1000.0, "from_host_bytes_per_second": 1000.0}
+    link = {"bytes_per_token": 10, "to_host_bytes_per_second": 5e3, "from_host_bytes_per_second": 1e4}
     (row,) = stage_parts.compute(whole, stages, link)
-    assert row["over_gpus_alone"] == pytest.approx(2.0 / 2 / 1.25) and row["computed_not_measured"]
-    (row,) = stage_parts.compute(whole, stages, link | {"to_host_bytes_per_second": 500.0})
-    assert row["boundary_seconds_one_way"] == pytest.approx(3.0) and row["over_gpus_alone"] == pytest.approx(1 / 3)
+    assert row["copy_seconds"] == pytest.approx(0.2 + 0.1) and row["computed_not_measured"]
+    assert row["over_gpus_alone"] == pytest.approx(2.0 / 2 / (1.25 + 0.3))
 
 
 def test_stages_of_a_tiny_base_are_timed(tmp_path: Path) -> None:
