@@ -2,8 +2,8 @@
 
     python -m bench.stage_parts --base DIRECTORY --stages 2 --tokens 4096,8192 --out FILE
 
-Where there is one GPU no pipeline can be timed. What two would make of these parts is computed, and says so: the slowest stage sets the pace
-of a full pipeline, with its copies, which are queued between the products: hidden states one way, their gradient the other.
+Where there is one GPU no pipeline can be timed. What two would make of these parts is computed, and says so: the slowest stage sets the
+pace of a full pipeline, with its copies, which are queued between the products: hidden states one way, their gradient the other.
 """
 
 from __future__ import annotations
