@@ -28,8 +28,9 @@ from bench.shared_models import random_rows
 from tlora.job import LoraConfig, TrainConfig
 from tlora.planning.allocator import tighten_allocator
 from tlora.registry import BASE_PRECISIONS
-from tlora.sharing.host_memory import Alone, Streaming, measure_link
+from tlora.sharing.host_memory import Alone, Streaming
 from tlora.sharing.layout import lay_out
+from tlora.sharing.link_speed import measure_link
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears

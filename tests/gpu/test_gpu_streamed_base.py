@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 import tlora
 from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, write_rows
 from tlora.kernels.device import capability_of, class_of
-from tlora.sharing.host_memory import HostMemory, Streaming, measure_link
+from tlora.sharing.host_memory import HostMemory, Streaming
+from tlora.sharing.link_speed import measure_link
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

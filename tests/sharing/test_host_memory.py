@@ -13,9 +13,10 @@ from bench.shared_models import random_rows
 from tlora.errors import CapacityError, ConfigError
 from tlora.kernels.frozen import PlainWeight
 from tlora.sharing import host_memory
-from tlora.sharing.host_memory import Alone, HostMemory, Streaming, free_host_bytes, measure_link
+from tlora.sharing.host_memory import Alone, HostMemory, Streaming, free_host_bytes
 from tlora.sharing.layer_stream import LayerStream
 from tlora.sharing.layout import lay_out
+from tlora.sharing.link_speed import measure_link
 from tlora.sharing.shards import fill
 
 CPU = torch.device("cpu")

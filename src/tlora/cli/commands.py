@@ -238,7 +238,27 @@ def tune(
     _print_tuned(open_console(), tune_tiles(base_model, dtype, device, out, note))
 
 
-for _command in (check, plan, train, cluster, generate, report, tune):
+def calibrate(
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda:N", help="Which GPU to measure; by default the first.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write, instead of a file here with the GPU's name.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure this machine's GPU in up to 3 minutes, and write the file that `tlora plan --device-spec` and `tlora check --gpu` read."""
+    with keep_interrupts():
+        _load_libraries()
+        from tlora.engine.calibrate import calibrate as measure_gpu
+
+    found = measure_gpu(device, out, note)
+    console = open_console()
+    for warning in found.warnings:
+        note(f"warning: {warning}")
+    console.print(f"in {found.seconds:.0f} s; for `tlora plan --device-spec`: {path_text(found.path)}", soft_wrap=True)
+
+
+for _command in (check, plan, train, cluster, generate, report, tune, calibrate):
     add_command(app, _command)
 app.command()(worker)  # which has no --debug
 _PANELS = {

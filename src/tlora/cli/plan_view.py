@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.job import RunSpec
-from tlora.planning.gpu_models import rated_as
+from tlora.planning.gpu_models import speeds_of
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.layout_units import Device
 from tlora.planning.layouts import LayoutPlan, LayoutPlans
@@ -66,7 +66,7 @@ def explained(each: LayoutPlan, best: LayoutPlan, devices: Sequence[Device]) -> 
 
 
 def _rated(devices: Sequence[Device]) -> str:
-    each = dict.fromkeys(rated_as(device.gpu.name, device.gpu.flops, True) for device in devices)
+    each = dict.fromkeys(speeds_of(device.gpu) for device in devices)
     return f"Speeds are {', and '.join(each)}."
 
 

@@ -42,7 +42,7 @@ from tlora.worker_protocol import Load, Measured
 PROBES = (128, 512, 2048, 8192)  # tokens of one job's micro-batch, about
 MEMBERS = 4  # of the group whose micro-batch has the tokens of the second probe
 MOST_SECONDS = {"cuda": 10.0, "cpu": 2.0}  # that the next probe may take by estimate; else it is left out
-_SAMPLE_TOKENS = 127  # no multiple of 64: its attention is that of mixed lengths
+SAMPLE_TOKENS = 127  # no multiple of 64: its attention is that of mixed lengths
 _WARM_UP = {"cuda": 3, "cpu": 1}  # micro-batches
 _TIMED = {"cuda": 5, "cpu": 3}
 _MOST_TURNS = {"cuda": 6, "cpu": 1}  # of as many timed ones, as long as each turn is faster than the one before
@@ -109,7 +109,7 @@ class MadeUpJobs:
     """Jobs over random tokens, for measurements. Their files lie in `directory`; no job of a user can have their names."""
 
     def __init__(self, model: SuperModel, directory: Path) -> None:
-        limits = (_SAMPLE_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
+        limits = (SAMPLE_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
         self._length = min(limit for limit in limits if limit)
         self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
 
@@ -209,7 +209,7 @@ def key_of(load: Load, device: str) -> str:
     """
     files = sorted(path for path in find_directory(load.base_model).iterdir() if path.is_file())
     what: list[Any] = [
-        [PROBES, _SAMPLE_TOKENS, _MOST_TURNS],
+        [PROBES, SAMPLE_TOKENS, _MOST_TURNS],
         load.base_model,
         device,
         load.dtype,

@@ -22,7 +22,7 @@ from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, LayoutSetting, RunSpec
 from tlora.kernels.device import as_if_on, name_of
 from tlora.planning.base_placement import choose_form
-from tlora.planning.gpu_models import AS_AN_H200, GpuModel, find_gpu, rated_as
+from tlora.planning.gpu_models import AS_AN_H200, GpuModel, find_gpu, rated_as, speeds_of
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.memory_probe import probe_key, recall
@@ -31,6 +31,7 @@ from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, re
 from tlora.planning.streaming import Machine, StreamPlan, choose_layout, this_machine
 from tlora.planning.work import flops_here, predicted_seconds
 from tlora.shape.token_cost import StreamCost
+from tlora.shape.work import TrainingRate
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
@@ -133,7 +134,7 @@ def check(
         ranks = rank_devices(gpus, device)
         return _check(run, watcher or Watcher(), _Devices(pick_device(ranks[0] if ranks else device), len(ranks)))
     model = find_gpu(gpu)
-    with as_if_on(model.name, model.capability, model.limit_bytes):
+    with as_if_on(model.name, model.capability, model.limit_bytes, model.fixed_work):
         where = _Devices(torch.device("cuda"), count_elsewhere(gpus, device, gpu), model)
         return _check(run, watcher or Watcher(), where)
 
@@ -147,19 +148,19 @@ class _Devices:
     elsewhere: GpuModel | None = None
 
     @property
-    def flops(self) -> float | None:
-        return self.elsewhere.flops if self.elsewhere is not None else flops_here(self.place)
+    def rate(self) -> TrainingRate:
+        return self.elsewhere.rate if self.elsewhere is not None else TrainingRate(flops_here(self.place))
 
     @property
     def rated_as(self) -> str:
         """What predicted speeds are those of."""
         if self.elsewhere is not None:
-            return rated_as(self.elsewhere.name, self.flops, elsewhere=True)
-        return rated_as(name_of(self.place), self.flops, elsewhere=False) if self.place.type == "cuda" else AS_AN_H200
+            return speeds_of(self.elsewhere)
+        return rated_as(name_of(self.place), self.rate.flops, elsewhere=False) if self.place.type == "cuda" else AS_AN_H200
 
     def machine(self, layout: LayoutSetting) -> Machine:
         gpu = self.elsewhere
-        return Machine(lambda: gpu.link_gb_per_second * 1e9, gpu.flops, True) if gpu is not None else this_machine(self.place, layout)
+        return Machine(lambda: gpu.link_gb_per_second * 1e9, gpu.rate, True) if gpu is not None else this_machine(self.place, layout)
 
 
 def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
@@ -182,7 +183,7 @@ def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
     if known is not None:
         plan = settle(run, plan, known, place)
     plan, streamed = _layout(run, plan, model, where, problems)
-    seconds = predicted_seconds(plan.jobs, model, place, where.flops)
+    seconds = predicted_seconds(plan.jobs, model, place, where.rate)
     on_gpus: dict[str, Any]
     if where.count > 1:
         on_gpus = _on_gpus(run, plan, model, where, seconds, problems)

@@ -27,17 +27,19 @@ class _Elsewhere(NamedTuple):
     name: str
     capability: int
     limit_bytes: int | None
+    fixed_work: float | None
 
 
 _elsewhere: ContextVar[_Elsewhere | None] = ContextVar("a GPU that is not here", default=None)
 
 
 @contextmanager
-def as_if_on(name: str, capability: int, limit_bytes: int | None = None) -> Iterator[None]:
+def as_if_on(name: str, capability: int, limit_bytes: int | None = None, fixed_work: float | None = None) -> Iterator[None]:
     """Within it, a plan for a GPU is for one called `name`, of `capability` (89 for 8.9), in place of this machine's. Nothing is launched
-    there. `limit_bytes`: what a run may plan with.
+    there. `limit_bytes`: what a run may plan with. `fixed_work`: tokens times weights of a layer that a micro-batch costs it besides its
+    own, where that was measured.
     """
-    token = _elsewhere.set(_Elsewhere(name, capability, limit_bytes))
+    token = _elsewhere.set(_Elsewhere(name, capability, limit_bytes, fixed_work))
     try:
         yield
     finally:
@@ -161,6 +163,12 @@ def limit_elsewhere() -> int | None:
     """Bytes that a run may plan with on a GPU that is not here; None for one that is."""
     gpu = _elsewhere.get()
     return gpu.limit_bytes if gpu is not None else None
+
+
+def fixed_work_elsewhere() -> float | None:
+    """What was measured of a GPU that is not here; None where it is not known."""
+    gpu = _elsewhere.get()
+    return gpu.fixed_work if gpu is not None else None
 
 
 def capability_of(device: torch.device) -> int:

@@ -1,8 +1,8 @@
 """GPUs by the names that people have for them, for a plan where none is at hand. Does not import torch.
 
 Bytes are those that nvidia-smi shows (with ECC where that is the maker's default); compute capability, the rate of dense products of
-16-bit floats, summed in fp32, and the generation of PCI Express are the maker's (data sheets and architecture white papers). Nothing here
-was measured.
+16-bit floats, summed in fp32, and the generation of PCI Express are the maker's (data sheets and architecture white papers). Nothing in the
+table was measured; a file may hold what `tlora calibrate` has measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,7 @@ from tlora.errors import ConfigError, cut
 from tlora.json_file import read_object
 from tlora.kernels.cards import CardClass, class_of_capability
 from tlora.shape import GPU_SHARE
+from tlora.shape.work import FP8_GAIN, TrainingRate
 
 # What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/benchmarks-history.md).
 # Where tiles are loaded by pointer, products alone make about 0.8 of the rate, and a step about 0.8 of theirs.
@@ -36,7 +37,9 @@ _OLDER_INSTRUCTIONS = 0.5
 @dataclass(frozen=True)
 class GpuModel:
     """`capability` 89 is 8.9; `tflops`: 10^12 floating-point operations a second; `link_gb_per_second`: from the host's memory;
-    `peer_gb_per_second`: from the other GPUs' of its host, 0 where it cannot read theirs.
+    `peer_gb_per_second`: from the other GPUs' of its host, 0 where it cannot read theirs. What follows is measured, or None:
+    `link_back_gb_per_second`, to the host's memory; `training_tflops`, what training makes of `tflops`; `gain_in_8_bits`, how many times as
+    fast it is with weights in 8 bits; `layer_seconds`, that a micro-batch takes each layer however few its tokens are.
     """
 
     name: str
@@ -45,10 +48,16 @@ class GpuModel:
     tflops: float
     link_gb_per_second: float
     peer_gb_per_second: float = 0.0
+    link_back_gb_per_second: float | None = None
+    training_tflops: float | None = None
+    gain_in_8_bits: float | None = None
+    layer_seconds: float | None = None
 
     @property
     def flops(self) -> float | None:
-        """What training makes of `tflops`, extrapolated; None on the plain path, where nothing follows from them."""
+        """What training makes of `tflops`, measured or extrapolated; None on the plain path, where nothing follows from them."""
+        if self.training_tflops is not None:
+            return self.training_tflops * 1e12
         card = class_of_capability(self.capability)
         return self.flops_by(card) if card is not None else None
 
@@ -57,6 +66,20 @@ class GpuModel:
         own = class_of_capability(self.capability)
         older = own is not None and own.loads == "descriptor" and card.loads == "pointers"
         return _SHARES[card.loads] * self.tflops * 1e12 * (_OLDER_INSTRUCTIONS if older else 1.0)
+
+    @property
+    def rate(self) -> TrainingRate:
+        return TrainingRate(self.flops, self.gain_in_8_bits or FP8_GAIN)
+
+    @property
+    def fixed_work(self) -> float | None:
+        """Tokens times weights of a layer that are multiplied, forwards and back, in `layer_seconds`."""
+        return None if self.layer_seconds is None or self.flops is None else self.layer_seconds * self.flops / 4
+
+    @property
+    def slower_link_gb_per_second(self) -> float:
+        """Of the two directions between the host's memory and this GPU."""
+        return min(self.link_gb_per_second, self.link_back_gb_per_second or self.link_gb_per_second)
 
     @property
     def limit_bytes(self) -> int:
@@ -74,6 +97,11 @@ def rated_as(name: str, flops: float | None, elsewhere: bool) -> str:
     return f"{AS_AN_H200}, for {name} takes the plain path" if elsewhere else AS_AN_H200
 
 
+def speeds_of(gpu: GpuModel) -> str:
+    """The same of a GPU that a plan is for."""
+    return f"measured on {gpu.name}" if gpu.training_tflops is not None else rated_as(gpu.name, gpu.flops, elsewhere=True)
+
+
 class _GpuFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -83,6 +111,11 @@ class _GpuFile(BaseModel):
     tflops: Annotated[float, Field(gt=0, le=1e6)]
     link_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] = _GEN4
     peer_gb_per_second: Annotated[float, Field(ge=0, le=1e4)] = 0.0
+    link_back_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    training_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    gain_in_8_bits: Annotated[float, Field(gt=0, le=10)] | None = None
+    layer_seconds: Annotated[float, Field(ge=0, le=10)] | None = None
+    measured: dict[str, Any] | None = None  # by `tlora calibrate`, and how; nothing is predicted with it
 
 
 def _table(*rows: tuple[str, int, int, float, float, float]) -> dict[str, GpuModel]:
@@ -156,6 +189,5 @@ def _described(path: Path, option: str) -> GpuModel:
         raise ConfigError(f"{option} {path}: {key}: {first['msg']}. Write such as {example}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {path}: {error}. Write such as {example}") from None
-    return GpuModel(
-        given.name, given.memory, round(10 * given.compute_capability), given.tflops, given.link_gb_per_second, given.peer_gb_per_second
-    )
+    figures = given.model_dump(exclude={"name", "memory", "compute_capability", "measured"})
+    return GpuModel(given.name, given.memory, round(10 * given.compute_capability), **figures)

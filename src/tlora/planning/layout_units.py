@@ -29,7 +29,6 @@ from tlora.shape.base_parts import BaseParts
 from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import cut_layers
 from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers
-from tlora.shape.work import multiply_adds_per_second
 from tlora.wording.numbers import gib
 
 
@@ -44,7 +43,7 @@ class Device:
     @property
     def rate(self) -> float:
         """Multiply-adds a second."""
-        return multiply_adds_per_second("cuda", self.gpu.flops, self.parts.in_8_bits)
+        return self.gpu.rate.multiply_adds_per_second("cuda", self.parts.in_8_bits)
 
     @property
     def token_seconds(self) -> float:
@@ -52,7 +51,7 @@ class Device:
         return 2 * self.parts.weights / self.rate
 
     def cost(self, memory: MemoryModel, link_tokens: float = 0.0) -> TokenCost:
-        return token_cost_on("cuda", class_of_capability(self.gpu.capability), memory, link_tokens)
+        return token_cost_on("cuda", class_of_capability(self.gpu.capability), memory, link_tokens, self.gpu.fixed_work)
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,7 @@ class Pipeline:
 def link_rate(one: GpuModel, other: GpuModel) -> float:
     """Bytes a second between two GPUs: peers' copies, else through pinned memory of the host."""
     peer = min(one.peer_gb_per_second, other.peer_gb_per_second)
-    return 1e9 * (peer or min(one.link_gb_per_second, other.link_gb_per_second))
+    return 1e9 * (peer or min(one.slower_link_gb_per_second, other.slower_link_gb_per_second))
 
 
 def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipeline:

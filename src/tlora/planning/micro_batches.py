@@ -79,11 +79,15 @@ def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
     return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
 
 
-def token_cost_on(device_type: str, card: CardClass | None, memory: MemoryModel, link_tokens: float = 0.0) -> TokenCost:
-    """Of the base of `memory` on a GPU of class `card`, or a CPU. `link_tokens`: of one that is streamed."""
+def token_cost_on(
+    device_type: str, card: CardClass | None, memory: MemoryModel, link_tokens: float = 0.0, fixed_work: float | None = None
+) -> TokenCost:
+    """Of the base of `memory` on a GPU of class `card`, or a CPU. `link_tokens`: of one that is streamed. `fixed_work`: tokens times
+    weights of a layer that each layer costs besides, where that was measured.
+    """
     full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device_type == "cuda" else CPU_BUDGET_CAP
-    fixed = _FIXED_WORK * (card or HOPPER).smallest_rows / max(memory.layer_weights, 1)
-    return TokenCost(full, memory.num_layers, fixed, link_tokens)
+    work = _FIXED_WORK * (card or HOPPER).smallest_rows if fixed_work is None else fixed_work
+    return TokenCost(full, memory.num_layers, work / max(memory.layer_weights, 1), link_tokens)
 
 
 def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:

@@ -7,7 +7,7 @@ a slower link. Several GPUs hold a base in parts instead (`base_placement.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,7 +22,9 @@ from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.planning.work import flops_here, multiplied_weights, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import StreamCost, fetched_layers
-from tlora.sharing.host_memory import Streaming, host_problem, measure_link
+from tlora.shape.work import TrainingRate
+from tlora.sharing.host_memory import Streaming, host_problem
+from tlora.sharing.link_speed import measure_link
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
@@ -34,18 +36,18 @@ _JOBS_TO_COME, _TOKENS_TO_COME = 4, 8192  # what a worker keeps room for: jobs o
 
 @dataclass(frozen=True)
 class Machine:
-    """What streaming depends on. `link`: bytes a second from the host's memory, asked for once and only where it matters; `flops` as of
-    `predicted_seconds`. `elsewhere`: in another machine, whose host's memory is not known.
+    """What streaming depends on. `link`: bytes a second from the host's memory, asked for once and only where it matters. `elsewhere`: in
+    another machine, whose host's memory is not known.
     """
 
     link: Callable[[], float]
-    flops: float | None = None
+    rate: TrainingRate = field(default_factory=TrainingRate)
     elsewhere: bool = False
 
 
 def this_machine(device: torch.device, layout: LayoutSetting) -> Machine:
     """The link is measured when it is asked for; other GPUs than those of the table count as an H200."""
-    return Machine(partial(measure_link, device, layout == "streamed"), flops_here(device))
+    return Machine(partial(measure_link, device, layout == "streamed"), TrainingRate(flops_here(device)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def choose_layout(
         if ordered or not whole_fits:
             raise
         return plan, None
-    token_seconds = 2 * multiplied_weights(model) / rate_of(model, device, machine.flops)
+    token_seconds = 2 * multiplied_weights(model) / rate_of(model, device, machine.rate)
     most = 2 if device.type != "cuda" or (ordered and whole_fits) else max(2, sizes.num_layers - 1)
     streamed = _fastest(run, plan, sizes, device, token_seconds * link / FASTER_PRODUCTS, min(most, most_slots or most))
     why = "the jobs file orders it" if ordered else _why_streamed(run, plan, streamed, device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
 # 2,048 (docs/benchmarks-history.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
 _RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
-_FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 8 bits (docs/benchmarks-history.md; one H200)
+FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 8 bits (docs/benchmarks-history.md; one H200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,17 @@ class JobWork:
         return trained + self.evaluated_tokens * weights
 
 
-def multiply_adds_per_second(device_type: str, flops: float | None, in_8_bits: bool) -> float:
-    """That are predicted with. `flops`: what training makes of a GPU's floating-point operations a second; None: those of an H200."""
-    if device_type != "cuda":
-        return _RATES["cpu"]
-    return (flops / 2 if flops else _RATES["cuda"]) * (_FP8_GAIN if in_8_bits else 1.0)
+@dataclass(frozen=True, slots=True)
+class TrainingRate:
+    """`flops`: what training makes of a GPU's floating-point operations a second, with weights in 16 bits; None: those of an H200.
+    `gain_in_8_bits`: how many times as many with weights in 8 bits.
+    """
+
+    flops: float | None = None
+    gain_in_8_bits: float = FP8_GAIN
+
+    def multiply_adds_per_second(self, device_type: str, in_8_bits: bool) -> float:
+        """That are predicted with."""
+        if device_type != "cuda":
+            return _RATES["cpu"]
+        return (self.flops / 2 if self.flops else _RATES["cuda"]) * (self.gain_in_8_bits if in_8_bits else 1.0)

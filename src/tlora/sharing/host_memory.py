@@ -1,4 +1,4 @@
-"""Decoder layers in the host's memory, from which one process streams them to its device, and how fast the link between them is.
+"""Decoder layers in the host's memory, from which one process streams them to its device.
 
 Next to a GPU the memory is pinned, so that copies run by themselves. On a CPU it is plain memory under the same interface.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from tlora.processes import control_groups
 _MOST_OF_FREE = 0.9  # of the host's free memory; the rest is for blocks that are read, data and checkpoints
 _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}  # by the groups' version
 _ANOTHER_FIT = "take a base, a base_precision or a GPU with which the base fits there"
-_PROBE_BYTES, _PROBES = 128 << 20, 3  # of a copy that measures the link: some milliseconds
 
 
 @dataclass(frozen=True)
@@ -117,25 +115,6 @@ def _left_by(directory: Path, limit: str, usage: str) -> float:
         return max(0, int(most) - taken + files)
     except (OSError, ValueError):
         return math.inf
-
-
-def measure_link(device: torch.device, ordered: bool = False) -> float:
-    """Bytes a second from the host's memory to `device`: the best of a few copies. Raises CapacityError as `HostMemory` does."""
-    memory = HostMemory(_PROBE_BYTES if device.type == "cuda" else _PROBE_BYTES >> 4, device, ordered)
-    target = torch.empty(memory.own.numel(), dtype=torch.uint8, device=device)
-    best = math.inf
-    for _ in range(1 + _PROBES):  # the first one also brings up the copy engine
-        _wait(device)
-        before = time.perf_counter()
-        memory.read(0, 0, target)
-        _wait(device)
-        best = min(best, time.perf_counter() - before)
-    return target.numel() / best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def pin(memory: Tensor, device: torch.device) -> None:

@@ -1,0 +1,131 @@
+"""`tlora calibrate`: a tiny machine measured on a CPU, the file that plans read, and what it says where it cannot measure."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.tiny_runs import job, run_spec
+from tlora.engine import calibrate as calibrating
+from tlora.engine.calibrate import Measurements, calibrate, measure, spec_of
+from tlora.engine.calibration import SAMPLE_TOKENS, CalibrationError
+from tlora.engine.check import check
+from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers, speed_of
+from tlora.errors import ConfigError
+from tlora.planning.gpu_models import find_gpu, speeds_of
+from tlora.planning.layout_units import link_rate
+from tlora.planning.micro_batches import token_cost_on
+from tlora.shape.memory import MemoryModel
+from tlora.shape.work import FP8_GAIN
+from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat
+
+CPU = torch.device("cpu")
+TINY = MadeUpBase(hidden_size=64, intermediate_size=96, heads=4, key_value_heads=2, vocab_size=512, depths=(1, 5), samples=(1, 2))
+LAYERS = MadeUpBase()
+
+
+def measured(**changes: object) -> Measurements:
+    link = LinkSpeed(50e9, 40e9, 30e9, 0.01)
+    given = {"training": LayerSpeed(500e12, 300e-6, {2032: 2e-3, 8128: 7e-3}), "gain_in_8_bits": 1.5, "peer_bytes": None, "unsteady": ()}
+    return Measurements("bfloat16", 700e12, 2.4e12, 4e-6, link, **(given | changes))  # type: ignore[arg-type]
+
+
+def test_a_whole_machine_is_measured_and_its_file_is_read(tmp_path: Path) -> None:
+    lines: list[str] = []
+    found = measure(CPU, torch.float32, TINY, [CPU, CPU], lines.append, deadline=time.monotonic() + 60)
+    assert len(lines) == 7 and lines[-1].startswith("training over an 8B's layers in float32: ")
+    assert found.product_flops > 1e8 and found.peer_bytes is not None and found.peer_bytes > 0 and found.gain_in_8_bits is None
+    assert sorted(found.training.seconds) == [SAMPLE_TOKENS, 2 * SAMPLE_TOKENS] and found.training.flops > 1e6
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(spec_of("CPU", 1 << 34, 80, found.peer_bytes, found)))
+    gpu = find_gpu(str(file))
+    assert gpu.flops == pytest.approx(found.training.flops, rel=1e-3) and gpu.memory_bytes == 1 << 34
+    assert gpu.link_gb_per_second == pytest.approx(found.link.to_device / 1e9, rel=1e-3)
+    assert gpu.peer_gb_per_second == pytest.approx(found.peer_bytes / 1e9, rel=1e-3)
+    assert speeds_of(gpu) == "measured on CPU"
+
+
+def test_layers_in_fewer_bits_are_timed_too() -> None:
+    found = measure_layers(CPU, torch.float32, TINY, "nf4")
+    assert found.flops > 1e6 and len(found.seconds) == 2
+
+
+def test_seconds_that_follow_the_formula_give_its_constants() -> None:
+    """A layer takes 300 us, and each token its multiply-adds at 500 TFLOP/s."""
+    token = 2 * (2 * LAYERS.layer_weights + 3 * 4096 * SAMPLE_TOKENS) / 500e12
+    found = speed_of({tokens: 300e-6 + token * tokens for tokens in (2032, 8128)}, LAYERS)
+    assert (found.flops, found.layer_seconds) == pytest.approx((500e12, 300e-6))
+    alone = speed_of({8128: token * 8128}, LAYERS)
+    assert alone.flops == pytest.approx(500e12) and alone.layer_seconds is None
+    assert LAYERS.layer_weights == 218_103_808
+
+
+@pytest.mark.parametrize("many", [1e-3, 2e-3, 9e-3])
+def test_times_that_show_no_fixed_part_have_none(many: float) -> None:
+    found = speed_of({2032: 2e-3, 8128: many}, LAYERS)
+    assert found.layer_seconds == 0.0 and math.isfinite(found.flops)
+
+
+@pytest.mark.parametrize("seconds", [{}, {2032: -1e-6}, {2032: 0.0, 8128: 1e-3}])
+def test_more_layers_that_take_no_longer_are_no_measurement(seconds: dict[int, float]) -> None:
+    with pytest.raises(CalibrationError, match="the GPU is busy"):
+        speed_of(seconds, LAYERS)
+
+
+def test_what_was_measured_is_what_is_predicted_with(tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text(json.dumps(spec_of("X", 80 << 30, 90, 300e9, measured())))
+    gpu = find_gpu(str(tmp_path / "gpu.json"))
+    assert gpu.rate.multiply_adds_per_second("cuda", False) == 250e12
+    assert gpu.rate.multiply_adds_per_second("cuda", True) == pytest.approx(1.5 * 250e12)
+    memory = MemoryModel(1, (), 32, 2, 4, layer_weights=218_000_000)
+    fixed = token_cost_on("cuda", None, memory, fixed_work=gpu.fixed_work).fixed_tokens
+    assert fixed * 2 * 218e6 / 250e12 == pytest.approx(300e-6), "tokens that take as long as a layer takes besides"
+    assert link_rate(gpu, gpu) == 300e9
+    (tmp_path / "apart.json").write_text(json.dumps(spec_of("X", 80 << 30, 90, 0.0, measured(gain_in_8_bits=None))))
+    apart = find_gpu(str(tmp_path / "apart.json"))
+    assert link_rate(apart, apart) == 40e9, "by the slower direction"
+    assert apart.rate.gain_in_8_bits == FP8_GAIN
+
+
+def test_check_predicts_with_the_file(base: Path, data: Path, tmp_path: Path) -> None:
+    run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"))], dtype="bfloat16")
+    rates: list[float] = []
+    for flops, seconds in ((500e12, None), (250e12, None), (500e12, 1.0)):
+        training = LayerSpeed(flops, seconds, {8128: 7e-3})
+        (tmp_path / "gpu.json").write_text(json.dumps(spec_of("X", 80 << 30, 90, 0.0, measured(training=training))))
+        checked = check(run, gpu=str(tmp_path / "gpu.json"))
+        assert checked.rated_as == "measured on X"
+        rates.append(checked.tokens_per_second)
+    assert rates[0] == pytest.approx(2 * rates[1]) and rates[2] < rates[0] / 10
+
+
+def test_a_gpu_that_is_busy_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = iter([Repeated(1.0, 1.3), Repeated(1.2, 1.2)])
+    monkeypatch.setattr(calibrating, "_measure_product", lambda *_: next(products))
+    found = measure(CPU, torch.float32, TINY, [CPU], lambda _: None, deadline=0.0)
+    (line,) = found.unsteady
+    assert "products of one kind differ by 30%" in line and "products before and after training of one kind differ by 20%" in line
+    assert line.endswith("the GPU has other work to do, or is short of power or cooling")
+
+
+def test_without_a_gpu_it_says_where_to_run_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="calibrate measures a GPU, and the device here is cpu. Run it on the machine that has the GPU"):
+        calibrate("cpu", tmp_path / "gpu.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_copies_have_rates() -> None:
+    link = measure_both_ways(CPU)
+    assert min(link.to_device, link.to_host, link.both) > 0 and link.spread >= 0
+    assert measure_copies(CPU) > 0 and measure_peers([CPU] * 3) > 0
+
+
+def test_the_first_repeat_is_not_counted() -> None:
+    taken = iter([0.2, 0.0, 0.0, 0.0])
+    found = repeat(lambda: time.sleep(next(taken)), [CPU], 3)
+    assert found.best <= found.median < 0.1
