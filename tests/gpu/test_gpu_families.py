@@ -61,8 +61,9 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek-v3": (transformers.DeepseekV3Config, {**LATENT, **GROUPED, "num_experts_per_tok": 3, "moe_intermediate_size": 96}),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (transformers.Qwen3MoeConfig, {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}),
+    "gpt-oss": (transformers.GptOssConfig, {**ALTERNATING, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-ON_A_CPU = ("llama", "gemma4", "gemma4-shared", "qwen3-moe", "deepseek-v3")  # in every run; all of them in `make soak`
+ON_A_CPU = ("llama", "gemma4", "gemma4-shared", "qwen3-moe", "deepseek-v3", "gpt-oss")  # in every run; all of them in `make soak`
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CASES = [
     *(pytest.param(family, "cuda", marks=NEEDS_GPU) for family in FAMILIES),

@@ -60,7 +60,10 @@ def test_every_kernel_of_a_plan_is_in_the_cache_afterwards(tmp_path: Path, monke
 
 
 def test_an_order_survives_its_way_to_the_process() -> None:
-    for order in (ORDER, replace(ORDER, attentions=(WINDOWED, WINDOWED), head=HeadRequest(500, True), packed=PACKED)):
+    for order in (
+        ORDER,
+        replace(ORDER, attentions=(WINDOWED, replace(WINDOWED, sinks="bfloat16")), head=HeadRequest(500, True), packed=PACKED),
+    ):
         assert compile_ahead.read_order(json.dumps(asdict(order))) == order
 
 

@@ -22,8 +22,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> Tensor:
     """In `packed_attention`'s shapes."""
     heads = (t[0].transpose(0, 1) for t in (q, k, v))
-    window, softcap = options.get("sliding_window"), options.get("softcap")
-    return attend_samples(*heads, lay_out_samples(lengths, CPU), 0.3, window, softcap)[None]
+    window, softcap, sinks = (options.get(name) for name in ("sliding_window", "softcap", "sinks"))
+    sinks_H = None if sinks is None else torch.tensor(sinks, dtype=q.dtype)
+    return attend_samples(*heads, lay_out_samples(lengths, CPU), 0.3, window, softcap, sinks_H)[None]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -95,8 +96,9 @@ def test_which_kernel_runs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    heads: Any = (torch.empty(1, 1, n, dtype=dtype, device="meta") for n in (size, value_size))
+    heads: Any = [torch.empty(1, 1, n, dtype=dtype, device="meta") for n in (size, value_size)]
     assert kind_for(*heads, CUDA, softcap) == kind
+    assert kind_for(*heads, CUDA, softcap, sinks=True) == "padded", "the library's kernels have no sinks"
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert kind_for(*(torch.empty(1, 1, 128, dtype=dtype) for _ in range(2)), CUDA, None) == "padded"
     assert kind_for(*(torch.empty(1, 1, 128, dtype=dtype) for _ in range(2)), CPU, None) == "padded"

@@ -129,20 +129,21 @@ def test_empty_samples_change_no_bit() -> None:
         ({"dtype": torch.float16}, True),
         ({"size": 20}, False),
         ({"size": 136}, False),
+        ({"sinks": True}, False),
     ],
     ids=str,
 )
 def test_cudnn_takes_what_it_can_compute(kind: str, change: dict[str, object], other_takes_it: bool) -> None:
-    wanted = {"window": 0, "softcap": 0.0, "dtype": torch.bfloat16, "size": 128, **change}
+    wanted = {"window": 0, "softcap": 0.0, "sinks": False, "dtype": torch.bfloat16, "size": 128, **change}
     q = torch.zeros(59, 4, wanted["size"], dtype=wanted["dtype"])  # type: ignore[call-overload]
-    found = packed_attention._kind(q, made(kind), wanted["window"], wanted["softcap"])  # type: ignore[arg-type]
+    found = packed_attention._kind(q, made(kind), wanted["window"], wanted["softcap"], wanted["sinks"])  # type: ignore[arg-type]
     assert found == (kind if other_takes_it else "own")
 
 
 def test_no_window_and_no_cap_are_handed_on_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zero would be a window that sees nothing, and a cap at nothing."""
     handed: list[tuple[object, ...]] = []
-    monkeypatch.setattr(varlen_attention, "varlen_attention_forward", lambda *args: handed.append(args[-2:]) or args[:2])
+    monkeypatch.setattr(varlen_attention, "varlen_attention_forward", lambda *args: handed.append(args[5:7]) or args[:2])
     monkeypatch.setattr(varlen_attention, "varlen_attention_backward", lambda *args: handed.append(args[-2:]) or args[:3])
     q, k, v, dout = operands(59, 4, 2, 16, torch.float32)
     for window, softcap in ((0, 0.0), (7, 5.0)):

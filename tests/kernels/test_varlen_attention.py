@@ -41,6 +41,7 @@ class Case:
     softcap: float | None = None
     dtype: torch.dtype = torch.float32
     scale: float = 0.3
+    sinks: tuple[float, ...] | None = None
 
     @property
     def options(self) -> tuple[float, int | None, float | None]:
@@ -59,8 +60,12 @@ def computed(case: Case, tensors: list[Tensor]) -> list[Tensor]:
     """out, lse, dq, dk, dv."""
     q, k, v, dout = tensors
     plan = list_tiles(case.lengths, DEVICE)
-    out, lse = varlen_attention.varlen_attention_forward(q, k, v, plan, *case.options)
+    out, lse = varlen_attention.varlen_attention_forward(q, k, v, plan, *case.options, sinks_of(case))
     return [out, lse, *varlen_attention.varlen_attention_backward(dout, q, k, v, out, lse, plan, *case.options)]
+
+
+def sinks_of(case: Case) -> Tensor | None:
+    return None if case.sinks is None else torch.tensor(case.sinks, dtype=case.dtype, device=DEVICE)
 
 
 def true(case: Case, tensors: list[Tensor]) -> list[Tensor]:
@@ -75,7 +80,10 @@ def true(case: Case, tensors: list[Tensor]) -> list[Tensor]:
         i = torch.arange(len(qs), device=DEVICE)
         distance = i[:, None] - i[None, :]
         scores = scores.masked_fill((distance < 0) | (distance >= (case.window or math.inf)), -math.inf)
-        outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), vs))
+        if case.sinks is not None:
+            sinks = torch.tensor(case.sinks, dtype=torch.float64, device=DEVICE)
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(qs), 1)], -1)
+        outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(qs)], vs))
         lses.append(scores.logsumexp(-1))
     out = torch.cat(outs)
     return [out, torch.cat(lses, 1), *torch.autograd.grad(out, (q, k, v), tensors[3].double())]
@@ -106,6 +114,9 @@ def assert_true(case: Case, found: list[Tensor], tensors: list[Tensor]) -> None:
         Case(softcap=500.0),
         Case(softcap=3.0, window=40, lengths=(90, 1)),
         Case(lengths=(0, 5, 0, 34, 0)),
+        Case(sinks=(1.5, -1.0)),
+        Case(sinks=(400.0, -400.0), lengths=(40, 3)),
+        Case(sinks=(0.5, 3.0, -2.0, 1.0), heads=4, kv_heads=2, window=20, softcap=2.0, lengths=(66, 2)),
     ],
     ids=str,
 )
@@ -147,7 +158,9 @@ def of_sample(case: Case, found: list[Tensor], index: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"window": 20, "softcap": 2.0}, pytest.param({"dtype": torch.float16}, marks=pytest.mark.soak)], ids=str
+    "change",
+    [{}, {"window": 20, "softcap": 2.0, "sinks": (1.0, -1.0)}, pytest.param({"dtype": torch.float16}, marks=pytest.mark.soak)],
+    ids=str,
 )
 def test_nan_next_door_changes_no_bit(change: dict[str, object]) -> None:
     case = replace(Case(lengths=(33, 1, 40)), **change)
@@ -164,7 +177,7 @@ def test_nan_next_door_changes_no_bit(change: dict[str, object]) -> None:
                 assert torch.equal(x, y) and y.isfinite().all(), f"{name} of sample {own}"
 
 
-@pytest.mark.parametrize("change", [{"size": 80}, {"window": 20, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("change", [{"size": 80}, {"window": 20, "softcap": 2.0, "sinks": (1.0, -1.0)}], ids=str)
 def test_a_sample_has_the_same_bits_wherever_it_lies(change: dict[str, object]) -> None:
     case = replace(Case(lengths=(13, 70, 1, 45)), **change)
     tensors = case.draw()
@@ -238,13 +251,14 @@ def test_a_plan_lists_every_tile_once_and_the_longest_work_first() -> None:
         ({"heads": 3, "kv_heads": 2}, "3 heads"),
         ({"window": -1}, "makes no sense"),
         ({"scale": 0.0}, "makes no sense"),
+        ({"sinks": (1.0,)}, "sinks"),
     ],
 )
 def test_what_the_kernels_cannot_do_is_refused(change: dict[str, object], message: str) -> None:
     case = replace(Case(lengths=(2,)), **change)
     q, k, v, _ = case.draw()
     with pytest.raises(AssertionError, match=message):
-        varlen_attention.varlen_attention_forward(q, k, v, list_tiles(case.lengths, DEVICE), *case.options)
+        varlen_attention.varlen_attention_forward(q, k, v, list_tiles(case.lengths, DEVICE), *case.options, sinks_of(case))
 
 
 def test_tokens_outside_the_plan_are_refused() -> None:
@@ -254,12 +268,14 @@ def test_tokens_outside_the_plan_are_refused() -> None:
 
 
 RULES = ({}, {"window": 200}, {"softcap": 5.0}, {"softcap": 5.0, "window": 130})
+SINKS = {"sinks": (0.0, 1.0, -1.0, 4.0, -4.0, 30.0, -30.0, 2.0)}
 # Each is compiled anew: all head sizes, all rules where a head fills its tile, and in other dtypes the simplest rule and the fullest.
 ON_THE_GPU = (
     *((size, torch.bfloat16, {}) for size in (80, 96, 192)),
     *((size, torch.bfloat16, rule) for size in (64, 128, 256) for rule in RULES),
     *((size, dtype, rule) for size in (64, 128) for dtype in (torch.float16, torch.float32) for rule in (RULES[0], RULES[-1])),
     (80, torch.float32, RULES[-1]),
+    *((64, dtype, SINKS | rule) for dtype in (torch.bfloat16, torch.float32) for rule in (RULES[0], RULES[1])),  # gpt-oss: heads of 64
 )
 
 

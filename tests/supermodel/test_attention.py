@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,14 @@ from tlora.errors import ModelError
 from tlora.supermodel.attention import packed_attention
 
 LENGTHS = (3, 3, 1, 9, 1, 1, 12)
-OPTIONS = {"plain": {}, "window": {"sliding_window": 4}, "softcap": {"softcap": 2.0}, "both": {"sliding_window": 4, "softcap": 2.0}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 4},
+    "softcap": {"softcap": 2.0},
+    "both": {"sliding_window": 4, "softcap": 2.0},
+    "sinks": {"sinks": (1.5, -1.0, 0.25, 40.0)},
+    "all": {"sliding_window": 4, "softcap": 2.0, "sinks": (0.5, -1.0, 2.0, -40.0)},
+}
 MODULE = nn.Identity()
 
 
@@ -25,8 +31,16 @@ def operands(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2) -> list[Tens
     return [torch.randn(1, h, total, 8, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)]
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int | None = None, softcap: float | None = None) -> Tensor:
-    """One dense score matrix per head with everything invisible at minus infinity."""
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: tuple[float, ...] | None = None,
+) -> Tensor:
+    """One dense score matrix per head with everything invisible at minus infinity, and one column more for a head's sink."""
     total, repeat = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     owner = torch.repeat_interleave(torch.tensor(LENGTHS))
@@ -36,10 +50,13 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, scaling: float, sliding_window: int 
         visible &= distance < sliding_window
     scores = q @ k.transpose(2, 3) * scaling
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    return (scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(1, 2)
+    scores = scores.masked_fill(~visible, -math.inf)
+    columns = [scores] if sinks is None else [scores, torch.tensor(sinks).to(q).view(1, -1, 1, 1).expand(1, -1, total, 1)]
+    return (torch.cat(columns, -1).softmax(-1)[..., :total] @ v).transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: tuple[float, ...] | None = None, **options: Any) -> Tensor:
+    options["s_aux"] = None if sinks is None else torch.tensor(sinks, dtype=q.dtype)
     return packed_attention(MODULE, q, k, v, None, scaling=0.3, sequence_lengths=LENGTHS, **options)[0]
 
 
@@ -80,8 +97,3 @@ def test_a_bad_sample_leaks_nowhere(bad: float, options: dict[str, Any]) -> None
 def test_without_lengths_it_refuses() -> None:
     with pytest.raises(ModelError, match="Identity .*keyword arguments"):
         packed_attention(MODULE, *operands(torch.float32), None)
-
-
-def test_sinks_are_refused() -> None:
-    with pytest.raises(ModelError, match="uses attention sinks"):
-        packed_attention(MODULE, *operands(torch.float32), None, sequence_lengths=LENGTHS, s_aux=SimpleNamespace())

@@ -53,7 +53,6 @@ def test_each_family_is_taken_and_frozen(family: str) -> None:
             transformers.BambaConfig(**SHAPE, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1]),
             "other logits than single ones",
         ),
-        (transformers.GptOssConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2), "uses attention sinks"),
         (transformers.StableLmConfig(**SHAPE), "does not hand keyword arguments to its attention"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import SHAPE, make_samples
 from tests.tolerances import assert_close
+from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel import supermodel
+from tlora.kernels.library_attention import attend_batch
+from tlora.supermodel import attention, supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.structure import find_attentions
@@ -35,6 +37,7 @@ FAMILIES: dict[str, Any] = {
     "mixtral": transformers.MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": transformers.Qwen3MoeConfig(**SIZE, head_dim=64, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=96),
     "deepseek-v3": transformers.DeepseekV3Config(**SIZE | LATENT, **GROUPED, num_experts_per_tok=3, moe_intermediate_size=96),
+    "gpt-oss": transformers.GptOssConfig(**SIZE, head_dim=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
 TARGETS = {"deepseek-v3": ["kv_b_proj", "o_proj"]}
 RANKS, DROPOUT = {"a": 4, "b": 16, "c": 64}, {"b": 0.1}
@@ -48,6 +51,9 @@ def make_shared(family: str, dtype: torch.dtype, device: str, deterministic: boo
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=dtype)
+        for name, p in model.named_parameters():
+            if name.endswith("sinks"):  # as strong as a score; at 0.02 a path that forgets them would nearly pass
+                nn.init.normal_(p, std=2.0)
     return SuperModel(make_base(model.to(device), family), deterministic)
 
 
@@ -129,6 +135,33 @@ def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path
     dense.save_pretrained(tmp_path)
     [attention] = find_attentions(outline(str(tmp_path)))
     assert [tuple(t.shape) for t in attention[:3]] == [(2, 4, 64)] * 3
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@MARKS[0]
+def test_sinks_on_the_kernels_as_on_the_plain_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a path that forgets them is refused at load. What is compiled ahead knows of them."""
+    found = []
+    with torch.compiler.set_stance("force_eager"):
+        for fast in (True, False):
+            with monkeypatch.context() as patch:
+                if fast:
+                    interpret(patch)
+                else:
+                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
+                shared = make_shared("gpt-oss", torch.float32, DEVICE.type, deterministic=False)
+                assert (shared.fast_path is not None) == fast
+                lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
+                shared.join("a", lora, TrainConfig(lr_scheduler_type="constant", seed=1))
+                loss = shared.forward_backward(batch_of("a", 0, DEVICE.type))["a"].mean
+                found.append((loss, shared.bank.take_grad("a")))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert_close(found[0][1], found[1][1], 1e-4)
+    with monkeypatch.context() as patch, pytest.raises(ModelError, match="other logits than single ones"):
+        patch.setattr(attention, "attend_batch", lambda q, k, v, *rule: attend_batch(q, k, v, *rule[:3]))
+        make_shared("gpt-oss", torch.float32, "cpu", deterministic=True)
+    FAMILIES["gpt-oss"].save_pretrained(tmp_path)
+    assert [args[-1].shape for args in find_attentions(outline(str(tmp_path)))] == [(4,), (4,)]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

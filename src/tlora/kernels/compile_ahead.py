@@ -62,13 +62,14 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Attention of some layers: query heads, kv heads, their size, a window or 0, and whether scores are capped."""
+    """Attention of some layers: query heads, kv heads, their size, a window or 0, whether scores are capped, the sinks' dtype."""
 
     heads: int
     kv_heads: int
     head_size: int
     window: int
     softcap: bool
+    sinks: str | None = None
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,8 @@ def _compile_attention(dtype: torch.dtype, order: AttentionRequest, card: CardCl
     saved = Saved(empty(shape), q, k, v, empty(shape), lse)
     match name:
         case "forward":
-            varlen_attention.launch_forward(q, k, v, plan, rule, tiles.forward)
+            sinks = None if order.sinks is None else torch.empty(order.heads, dtype=getattr(torch, order.sinks), device=META)
+            varlen_attention.launch_forward(q, k, v, plan, rule, tiles.forward, sinks)
         case "dq":
             varlen_attention.launch_dq(saved, plan, rule, tiles.dq)
         case "dkv":

@@ -79,10 +79,10 @@ def _padded(length: int) -> int:
     return size
 
 
-def kind_for(q: Tensor, v: Tensor, device: torch.device, softcap: float | None) -> Kind:
+def kind_for(q: Tensor, v: Tensor, device: torch.device, softcap: float | None, sinks: bool = False) -> Kind:
     """What runs attention of these heads, [..., D], on `device`."""
     size, alike = q.shape[-1], q.shape[-1] == v.shape[-1]
-    if softcap or device.type != "cuda" or torch.version.hip or q.dtype == torch.float64 or size % 8 or v.shape[-1] % 8:
+    if softcap or sinks or device.type != "cuda" or torch.version.hip or q.dtype == torch.float64 or size % 8 or v.shape[-1] % 8:
         return "padded"
     half, since = q.dtype != torch.float32, likely_capability(device)
     if half and since >= 80 and size <= _FLASH_HEAD and alike and torch.backends.cuda.is_flash_attention_available():
@@ -91,11 +91,12 @@ def kind_for(q: Tensor, v: Tensor, device: torch.device, softcap: float | None) 
 
 
 def attend_samples(
-    q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, layout: SampleLayout, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+    q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, layout: SampleLayout, scale: float, window: int | None, softcap: float | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of each sample by itself: out [T, H, E]. `window`: keys that a query sees, itself included."""
     window = window if window is not None and window < layout.longest else None
-    kind = kind_for(q_THD, v_TGE, layout.device, softcap)
+    kind = kind_for(q_THD, v_TGE, layout.device, softcap, sinks_H is not None)
     if kind == "flash":
         return _Flash.apply(q_THD, k_TGD, v_TGE, layout, scale, window)  # type: ignore[no-any-return]
     repeat = q_THD.shape[1] // k_TGD.shape[1]
@@ -106,24 +107,33 @@ def attend_samples(
     parts: list[Tensor] = []
     for size, rows in layout.batches:
         q, k, v = (t_THD.index_select(0, rows).unflatten(0, (-1, size)).transpose(1, 2) for t_THD in (q_THD, k_TGD, v_TGE))
-        parts.append(attend_batch(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
+        parts.append(attend_batch(q, k, v, scale, window, softcap, sinks_H).transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).index_select(0, layout.places)
 
 
-def attend_batch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float | None) -> Tensor:
-    """Causal attention of samples of one length: q [n, H, L, D], k and v with as many heads."""
+def attend_batch(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float | None, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Causal attention of samples of one length: q [n, H, L, D], k and v with as many heads.
+
+    `sinks_H` are scores of one key more for each head, neither scaled nor capped, whose v is 0 (gpt-oss).
+    """
     length = q.shape[2]
     windowed = window is not None and length > window
-    if not softcap and not windowed:
+    if not softcap and not windowed and sinks_H is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None, :]
     visible_LL = (distance >= 0) & (distance < window) if windowed and window is not None else distance >= 0
-    if not softcap:
+    if not softcap and sinks_H is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible_LL, scale=scale)
     scores = (q @ k.transpose(2, 3)) * (scale if scale is not None else q.shape[-1] ** -0.5)
-    scores = torch.tanh(scores / softcap) * softcap
-    weights = scores.masked_fill(~visible_LL, float("-inf")).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return weights.to(q.dtype) @ v
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible_LL, float("-inf"))
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.to(q.dtype)[None, :, None, None].expand(len(q), -1, length, 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(q.dtype)[..., :length] @ v
 
 
 class _Flash(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Which attention a packed micro-batch takes on a GPU: the fastest that computes what the layer asks for, by measurement on one H200.
 
-cuDNN for samples of one length, and our own kernel for mixed lengths, soft caps, sliding windows, fp32, and wherever bits must repeat:
+cuDNN for samples of one length, and our own kernel for mixed lengths, soft caps, windows, sinks, fp32, and wherever bits must repeat:
 cuDNN sums dQ with atomics. Forward and backward of 8,192 tokens of chat lengths, 32 heads of 128, take ours 0.71 ms and
 FlashAttention-2 1.09; of 4 x 2048 cuDNN 1.14, ours 1.43 and FlashAttention-2 1.99 (`bench/attention.py`).
 """
@@ -60,11 +60,12 @@ def attention_shape(lengths: Sequence[int], device: torch.device, deterministic:
 
 
 def attend(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor]:
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: AttentionPlan, scale: float, window: int, softcap: float,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out [T, H, D], and what backward needs of the softmax, [H, T] in fp32."""
-    if _kind(q_THD, plan, window, softcap) == "own":
-        return varlen_attention.varlen_attention_forward(q_THD, k_TGD, v_TGD, plan.own, scale, window or None, softcap or None)
+    if _kind(q_THD, plan, window, softcap, sinks_H is not None) == "own":
+        return varlen_attention.varlen_attention_forward(q_THD, k_TGD, v_TGD, plan.own, scale, window or None, softcap or None, sinks_H)
     q, k, v = (_batched(t, plan) for t in (q_THD, k_TGD, v_TGD))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
     return _flat(out), lse.reshape(q_THD.shape[1], q_THD.shape[0])  # its own order of elements, which only its backward reads
@@ -72,10 +73,10 @@ def attend(
 
 def attend_backward(
     dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, plan: AttentionPlan,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, sinks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q [T, H, D], k and v [T, G, D]."""
-    if _kind(q_THD, plan, window, softcap) == "own":
+    """Gradients of q [T, H, D], k and v [T, G, D]. `sinks`: forward had some."""
+    if _kind(q_THD, plan, window, softcap, sinks) == "own":
         return varlen_attention.varlen_attention_backward(
             dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_HT, plan.own, scale, window or None, softcap or None
         )
@@ -88,8 +89,8 @@ def attend_backward(
     return _flat(dq), _flat(dk), _flat(dv)
 
 
-def _kind(q_THD: Tensor, plan: AttentionPlan, window: int, softcap: float) -> Kind:
-    plain = not softcap and not 0 < window < plan.length
+def _kind(q_THD: Tensor, plan: AttentionPlan, window: int, softcap: float, sinks: bool) -> Kind:
+    plain = not softcap and not sinks and not 0 < window < plan.length
     fits = q_THD.element_size() == 2 and q_THD.shape[2] <= 128 and q_THD.shape[2] % 8 == 0
     return plan.kind if plain and fits else "own"
 

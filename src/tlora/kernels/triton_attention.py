@@ -123,11 +123,15 @@ def _attend_blocks(acc, total, top, q, k_ptr, v_ptr, i, begin, end, length, stri
 
 
 @triton.jit(do_not_specialize=NO_SPECIAL_CASE)
-def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tiles_ptr, num_tokens, inner, factor,
+def forward_kernel(q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tiles_ptr, num_tokens, inner, factor,
                    stride_qt, stride_qh, stride_kt, stride_kg, stride_vt, stride_vg,
                    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """out and lse of one tile of queries of one head. Heads run fastest: those of a group share k and v in L2."""
+    """out and lse of one tile of queries of one head. Heads run fastest: those of a group share k and v in L2.
+
+    A head's sink (`sinks_ptr`, or None) is one key more that every query sees, of a given score and with v = 0. Backward needs no more than
+    an lse with the sink in it.
+    """
     head = (tl.program_id(0) % H).to(tl.int64)  # of a whole row of heads, an offset may pass 2^31
     start, length, first = _tile(tiles_ptr, tl.program_id(0) // H)
     q = _load_rows(q_ptr + start * stride_qt + head * stride_qh, first, length, stride_qt, BM, D, BD, True)
@@ -145,6 +149,13 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, tiles_ptr, num_tokens,
     if WINDOW > 0:
         acc, total, top = _attend_blocks(acc, total, top, q, k_ptr, v_ptr, i, begin, full, length, stride_kt, stride_vt, inner, factor,
                                          BN, D, BD, WINDOW, SOFTCAP, True, EXACT)  # fmt: skip
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        decay = tl.exp2(top - higher)
+        total = total * decay + tl.exp2(sink - higher)
+        acc = acc * decay[:, None]
+        top = higher
     _store_rows(out_ptr + start * (H * D) + head * D, acc / total[:, None], first, length, H * D, BM, D, BD)
     tl.store(lse_ptr + head * num_tokens + start + i, (top + tl.log2(total)) / LOG2E, mask=i < length)
 

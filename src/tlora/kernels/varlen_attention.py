@@ -150,24 +150,27 @@ def padded(head_size: int) -> int:
 
 
 def varlen_attention_forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: TileLists, scale: float, window: int | None = None, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: TileLists, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(cap(q k^T scale)) v of each sample by itself: out [T, H, D], and log-sum-exp of its scores, fp32 [H, T], for backward.
 
     H is a multiple of G; query head h reads kv head h // (H / G). Query i of a sample sees its keys j with 0 <= i - j < `window`.
+    `sinks_H` are scores of one key more for each head, neither scaled nor capped, whose v is 0 (gpt-oss); lse has them in it.
     Any strides of T and of heads. bf16 and fp16 are multiplied as they are and summed in fp32; fp32 as `triton_dot` says.
     Raises AssertionError for other dtypes, heads over 256, and tokens that the plan does not cover.
     """
     rule = Rule(scale, window or 0, softcap or 0.0)
-    return launch_forward(_rows(q_THD), _rows(k_TGD), _rows(v_TGD), plan, rule, _tiles(q_THD).forward)
+    return launch_forward(_rows(q_THD), _rows(k_TGD), _rows(v_TGD), plan, rule, _tiles(q_THD).forward, sinks_H)
 
 
 def varlen_attention_backward(
     dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, plan: TileLists,
     scale: float, window: int | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq [T, H, D], dk and dv [T, G, D], given what forward took and gave. With p = exp(s - lse) and delta = sum of out * dout:
+    """dq [T, H, D], dk and dv [T, G, D], given what forward took and gave; sinks are in `out` and `lse`.
 
+    With p = exp(s - lse) and delta = sum of out * dout:
     dv = p^T dout,  ds = p (dout v^T - delta) (1 - (s / cap)²),  dq = scale ds k,  dk = scale ds^T q  (FlashAttention-2, section 3.1).
     """
     rule, tiles = Rule(scale, window or 0, softcap or 0.0), _tiles(q_THD)
@@ -193,17 +196,18 @@ class Saved:
 
 
 def launch_forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: TileLists, rule: Rule, tile: Tile
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: TileLists, rule: Rule, tile: Tile, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out [T, H, D] and lse [H, T] with the tiles given."""
     _check(q_THD, k_TGD, v_TGD, plan)
+    assert sinks_H is None or (sinks_H.shape == q_THD.shape[1:2] and sinks_H.is_contiguous()), f"sinks {sinks_H.shape} for {q_THD.shape}"
     num_tokens, heads = q_THD.shape[:2]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     lse_HT = torch.empty(heads, num_tokens, dtype=torch.float32, device=q_THD.device)
     table = plan.queries[tile.rows]
     if len(table):  # a grid may not be empty
         forward_kernel[(len(table) * heads,)](
-            q_THD, k_TGD, v_TGD, out_THD, lse_HT, table, num_tokens, *rule.factors,
+            q_THD, k_TGD, v_TGD, sinks_H, out_THD, lse_HT, table, num_tokens, *rule.factors,
             *(t.stride(axis) for t in (q_THD, k_TGD, v_TGD) for axis in (0, 1)),
             BM=tile.rows, BN=tile.block, **_constants(q_THD, k_TGD, rule, tile),
         )  # fmt: skip

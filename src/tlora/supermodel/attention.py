@@ -40,29 +40,28 @@ def packed_attention(
     softcap: float | None = None,
     sequence_lengths: tuple[int, ...] | SampleLayout | None = None,
     pass_number: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each sequence by itself. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    `sequence_lengths` add up to T. Equal neighbours in length run as one batch; a layout of samples takes the library's kernels for mixed
-    lengths. The pass behind `pass_number` knows its own lengths, and has kernels.
+    `s_aux` [Hq] are a layer's sinks, by transformers' name. `sequence_lengths` add up to T. Equal neighbours in length run as one batch; a
+    layout of samples takes the library's kernels for mixed lengths. The pass behind `pass_number` knows its own lengths, and has kernels.
     """
-    if unused.get("s_aux") is not None:
-        raise ModelError(f"{type(module).__name__} uses attention sinks, which packed attention does not have yet")
     if pass_number is not None:
         size = value.shape[-1]
         if size < query.shape[-1]:  # as latent attention has them
             value = F.pad(value, (0, query.shape[-1] - size))
         q_THD, k_TGD, v_TGD = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        out_THD, _ = torch.ops.tlora.packed_attention(q_THD, k_TGD, v_TGD, pass_number, scale, sliding_window or 0, softcap or 0.0)
+        out_THD, _ = torch.ops.tlora.packed_attention(q_THD, k_TGD, v_TGD, pass_number, scale, sliding_window or 0, softcap or 0.0, s_aux)
         return out_THD[None, ..., :size], None
     if sequence_lengths is None:
         raise ModelError(f"{type(module).__name__} does not hand keyword arguments to its attention, so samples cannot be packed for it")
     if isinstance(sequence_lengths, SampleLayout):
         q_THD, k_TGD, v_TGE = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return attend_samples(q_THD, k_TGD, v_TGE, sequence_lengths, scale, sliding_window, softcap)[None], None
+        return attend_samples(q_THD, k_TGD, v_TGE, sequence_lengths, scale, sliding_window, softcap, s_aux)[None], None
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
@@ -72,6 +71,6 @@ def packed_attention(
     outputs: list[Tensor] = []
     for (length, count), *qkv in zip(runs, *parts, strict=True):
         q, k, v = (t_HtD.unflatten(1, (count, length)).transpose(0, 1) for t_HtD in qkv)
-        out_nHLD = attend_batch(q, k, v, scaling, sliding_window, softcap)
+        out_nHLD = attend_batch(q, k, v, scaling, sliding_window, softcap, s_aux)
         outputs.append(out_nHLD.transpose(1, 2).reshape(count * length, *out_nHLD.shape[1::2]))
     return torch.cat(outputs)[None], None

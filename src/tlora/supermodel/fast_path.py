@@ -270,8 +270,10 @@ def compile_ahead(
     except Exception:  # of a family whose attention takes no such pass: the run itself will say so, or needs none
         arguments = []
     attentions = [
-        AttentionRequest(q.shape[1], k.shape[1], q.shape[2], window, softcap > 0)
-        for q, k, _, _, _, window, softcap in arguments
+        AttentionRequest(
+            q.shape[1], k.shape[1], q.shape[2], window, softcap > 0, None if sinks is None else str(sinks.dtype).removeprefix("torch.")
+        )
+        for q, k, _, _, _, window, softcap, sinks in arguments
         if q.shape[2] <= LARGEST_HEAD
     ]
     forms = [linear.form for linear in linears.values()]
