@@ -56,10 +56,10 @@ def job(name: str, batches: Iterator[list[int]], weight: float = 1.0, kind: Kind
     return made
 
 
-def run(jobs: list[Job], budget: int, count: int, *, in_order: bool) -> list[MicroBatch]:
+def run(jobs: list[Job], budget: int, count: int, *, in_order: bool, stages: int = 1) -> list[MicroBatch]:
     made: list[MicroBatch] = []
     while len(made) < count:
-        batch = pack([job.flow for job in jobs], budget, in_order=in_order)
+        batch = pack([job.flow for job in jobs], budget, in_order=in_order, stages=stages)
         if batch is None:
             break
         made.append(batch)
@@ -390,3 +390,59 @@ def test_the_default_budget_holds_the_longest_sample(longest: int, batches: list
     budget = auto_token_budget(longest, batches, cap, filled=filled)
     assert budget % 128 == 0 and budget >= longest
     assert budget <= cap or budget < longest + 128
+
+
+# --- over several stages ----------------------------------------------------------------------------------------------
+
+
+def test_with_stages_a_batch_that_has_begun_is_finished_first():
+    short, long = Flow("short"), Flow("long")
+    short.offer([Item(k, 10) for k in range(4)])
+    long.offer([Item(k, 10) for k in range(8)])
+    made = [pack([short, long], 20, in_order=True, stages=2) for _ in range(6)]
+    assert [Counter(row.job_id for row in batch.rows) for batch in made if batch] == [{"short": 2}] * 2 + [{"long": 2}] * 4
+
+
+def test_with_stages_of_begun_batches_the_one_with_less_left_goes_first():
+    nearly, far = Flow("nearly"), Flow("far")
+    far.offer([Item(k, 10) for k in range(8)])
+    nearly.offer([Item(k, 10) for k in range(4)])
+    far.take(0), nearly.take(0)
+    batch = pack([far, nearly], 30, in_order=True, stages=4)
+    assert batch is not None and {row.job_id for row in batch.rows} == {"nearly"}
+
+
+def tokens_over_stages(jobs: list[Job], budget: int, count: int, *, stages: int, latency: int) -> Counter[str]:
+    """A batch leaves when `latency` more micro-batches have been packed."""
+    made: list[MicroBatch | None] = []
+    for _ in range(count):
+        made.append(pack([each.flow for each in jobs], budget, in_order=False, stages=stages))
+        in_flight = {row.job_id for batch in made[-latency:] if batch for row in batch.rows}
+        for each in jobs:
+            if each.flow.complete and each.flow.job_id not in in_flight:
+                each.offer()
+    return tokens_by_job([batch for batch in made if batch])
+
+
+def test_with_stages_equal_jobs_still_get_equal_shares():
+    tokens = tokens_over_stages([job(f"job{n}", endless(n, 8, 100)) for n in range(4)], 1024, 1500, stages=3, latency=3)
+    assert max(tokens.values()) <= 1.1 * min(tokens.values())
+
+
+def test_with_stages_a_small_batch_does_not_wait_for_large_ones():
+    sizes = {"small": 2, "large": 32, "larger": 32, "largest": 32}
+    shares: list[float] = []
+    for stages in (1, 3):
+        jobs = [job(name, endless(n, size, 100)) for n, (name, size) in enumerate(sizes.items())]
+        tokens = tokens_over_stages(jobs, 1024, 600, stages=stages, latency=3)
+        shares.append(tokens["small"] / tokens.total())
+    assert shares[1] >= 0.8 * shares[0]
+
+
+@BOTH_ORDERS
+def test_with_stages_a_long_sample_is_a_micro_batch_by_itself(in_order: bool):
+    flow, other = Flow("long"), Flow("short")
+    flow.offer([Item(0, 50)])
+    other.offer([Item(0, 10)])
+    made = [pack([flow, other], 30, in_order=in_order, stages=2) for _ in range(2)]
+    assert [(batch.tokens, batch.budget) for batch in made if batch] == [(50, 50), (10, 30)]

@@ -34,7 +34,8 @@ class Flow:
         self.kind: Kind = kind
         self.virtual_time = 0.0
         self.pending_tokens = 0
-        self.longest_tokens = 0  # of the current global batch
+        self.batch_tokens = 0  # of the current global batch
+        self.longest_tokens = 0  # likewise
         self._pending: list[Item] = []
         self._offered = False
         self._waits_for_entry = False  # offered since the last `enter`
@@ -50,6 +51,11 @@ class Flow:
         return bool(self._pending)
 
     @property
+    def begun(self) -> bool:
+        """Some of the current global batch is taken, and not all."""
+        return 0 < self.pending_tokens < self.batch_tokens
+
+    @property
     def complete(self) -> bool:
         """A global batch was offered and all of it is taken: when that micro-batch has left, the optimizer may step."""
         return self._offered and not self._pending
@@ -60,7 +66,7 @@ class Flow:
         assert items, f"flow of {self.job_id}: an empty global batch"
         assert all(item.tokens > 0 for item in items), f"flow of {self.job_id}: a sample without tokens"
         self._pending = list(items)
-        self.pending_tokens = sum(item.tokens for item in items)
+        self.pending_tokens = self.batch_tokens = sum(item.tokens for item in items)
         self.longest_tokens = max(item.tokens for item in items)
         self._waits_for_entry = True
 

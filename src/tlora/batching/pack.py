@@ -53,13 +53,16 @@ class _Plan:
     level: float  # virtual time that the line has reached
 
 
-def pack(flows: Sequence[Flow], budget: int, *, in_order: bool) -> MicroBatch | None:
+def pack(flows: Sequence[Flow], budget: int, *, in_order: bool, stages: int = 1) -> MicroBatch | None:
     """Take the next micro-batch of at most `budget` tokens from `flows` (in order of joining); None if nothing is pending. A sample of
     more tokens is a micro-batch by itself when its turn comes, so that shorter ones do not share what it costs.
 
     It is all train or all eval, as the flow with the least virtual time is. Flows are served by least virtual time; the
     space left at the end goes to the samples that fill it best. With `in_order` a job's samples enter in the order of its
     cursor (the choice is among flows only), without it the filling may choose any sample of a flow's current global batch.
+
+    With several `stages` jobs' batches take turns. A batch is followed by the job's next one when its last micro-batch has come back
+    through all stages: where the batches of all jobs advance in step, none is left to enter meanwhile (docs/adr/044-packing.md).
     """
     enter_line(flows, lead_tokens=2 * max([budget, *(flow.longest_tokens for flow in flows)]))
     runnable = [flow for flow in flows if flow.runnable]
@@ -67,8 +70,13 @@ def pack(flows: Sequence[Flow], budget: int, *, in_order: bool) -> MicroBatch | 
         return None
     kind = min(runnable, key=lambda flow: flow.virtual_time).kind  # min takes the first of equals
     runnable = [flow for flow in runnable if flow.kind == kind]
-    budget = max(budget, min(runnable, key=lambda flow: flow.virtual_time).pending[0].tokens)  # served first, it leaves no space
-    plan = _serve_fairly(runnable, budget)
+    if stages > 1:
+        order = _batches_in_turn(runnable, budget)
+        budget = max(budget, runnable[order[0]].pending[0].tokens)
+        plan = _serve_batches(runnable, order, budget)
+    else:
+        budget = max(budget, min(runnable, key=lambda flow: flow.virtual_time).pending[0].tokens)  # served first, it leaves no space
+        plan = _serve_fairly(runnable, budget)
     if any(count < len(flow.pending) for count, flow in zip(plan.counts, runnable, strict=True)):
         plan = _fill_up(runnable, plan, budget, in_order)
     return _take(runnable, plan, budget)
@@ -82,6 +90,35 @@ def _take(flows: Sequence[Flow], plan: _Plan, budget: int) -> MicroBatch:
         rows += [Row(flow.job_id, item.sample, item.tokens) for item in reversed(items)]
     assert 0 < plan.tokens == sum(row.tokens for row in rows) <= budget, f"packed {plan.tokens} tokens into {budget}"
     return MicroBatch(flows[0].kind, tuple(rows), plan.tokens, budget)
+
+
+def _batches_in_turn(flows: Sequence[Flow], budget: int) -> list[int]:
+    """Numbers of `flows` as several stages serve their batches: what has begun, the fewest tokens left first, then the least virtual time.
+
+    Before these, by virtual time, whole batches of flows that are further behind than any of which a batch has begun: where large batches
+    take turns, a small one need not wait for them.
+    """
+    begun = [number for number, flow in enumerate(flows) if flow.begun]
+    level = min((flows[number].virtual_time for number in begun), default=-math.inf)
+    rest = sorted((n for n in range(len(flows)) if not flows[n].begun), key=lambda number: flows[number].virtual_time)
+    behind = [number for number in rest if flows[number].virtual_time < level and flows[number].pending_tokens <= budget]
+    begun.sort(key=lambda number: flows[number].pending_tokens)
+    return [*behind, *begun, *(number for number in rest if number not in behind)]
+
+
+def _serve_batches(flows: Sequence[Flow], order: Sequence[int], budget: int) -> _Plan:
+    """Give each flow in turn all that is left of its batch, until a sample does not fit."""
+    plan = _Plan([], 0, [flow.virtual_time for flow in flows], [0] * len(flows), min(flow.virtual_time for flow in flows))
+    for number in order:
+        flow = flows[number]
+        for item in flow.pending:
+            if plan.tokens + item.tokens > budget:
+                return plan
+            plan.picks.append((number, plan.counts[number]))
+            plan.tokens += item.tokens
+            plan.counts[number] += 1
+            plan.virtual_times[number] += item.tokens / flow.weight
+    return plan
 
 
 def _serve_fairly(flows: Sequence[Flow], budget: int) -> _Plan:

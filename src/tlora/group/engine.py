@@ -180,7 +180,8 @@ class Engine:
         return packed
 
     def _pack(self) -> MicroBatch | None:
-        return pack([run.flow for run in self.runs.values()], self.token_budget, in_order=self.model.deterministic)
+        flows = [run.flow for run in self.runs.values()]
+        return pack(flows, self.token_budget, in_order=self.model.deterministic, stages=self._pipeline.depth)
 
     def _drain(self) -> None:
         """Compute all micro-batches that are announced, at all stages: a job that joins may move what they read."""
