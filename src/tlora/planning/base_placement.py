@@ -81,9 +81,9 @@ def choose_form(
 
 def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:
     """`run` as stages get it: what it leaves open of the budget and the recomputed layers is that of `plan`, and the links go through the
-    host's memory where GPUs cannot read each other's.
+    host's memory where GPUs cannot read each other's. All micro-batches recompute what the largest must.
     """
-    chosen = {"token_budget": plan.token_budget, "recompute": plan.recompute.most_layers or "auto"}
+    chosen: dict[str, object] = {"token_budget": plan.token_budget, "recompute": plan.recomputed_layers or "none"}
     chosen |= {} if reads_peers else {"links": "host"}
     return run.model_copy(update={key: value for key, value in chosen.items() if getattr(run, key) == "auto"})
 
@@ -106,15 +106,15 @@ def _in_stages(
         )
     # Stage s keeps the activations of as many micro-batches as stages follow, itself included. All take what the tightest can.
     memories = [parts.stage_memory(cut.first, cut.stop, gpus - rank) for rank, cut in enumerate(ranges)]
-    tightest = min(memories, key=lambda memory: _room(plan_memory(run, jobs, model, memory, device, limit)))
-    plan = plan_memory(run, jobs, model, tightest, device, limit)
+    tightest = min((plan_memory(run, jobs, model, memory, device, limit, stages=gpus) for memory in memories), key=_room)
+    plan = plan_memory(run, jobs, model, tightest.memory, device, limit, stages=gpus)  # what is wrong with jobs is that of the last plan
     each = "; ".join(f"GPU {rank}: layers {cut.first} to {cut.stop - 1}, {gib(sizes[rank])}" for rank, cut in enumerate(ranges))
     return BasePlacement(False, f"{reason}: {each}", plan, tuple(ranges))
 
 
-def _room(plan: RunPlan) -> tuple[int, int]:
+def _room(plan: RunPlan) -> tuple[int, int, int]:
     """By which plans of stages are compared: first of all how many jobs they have room for."""
-    return -len(_refused(plan)), plan.token_budget
+    return -len(_refused(plan)), plan.token_budget, -plan.recomputed_layers
 
 
 def _refused(plan: RunPlan) -> list[str]:

@@ -19,8 +19,8 @@ from tlora.planning.micro_batches import (
     MicroBatches,
     choose,
     cost_of,
+    in_stages,
     largest_micro_batch,
-    replica_batch,
     sample_lengths,
     token_cost_on,
 )
@@ -195,12 +195,12 @@ class Pipeline:
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
         """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""
-        count, offered = len(self.cuts), tuple(replica_batch(job)[0] for job in jobs if job.data is not None)
+        count = len(self.cuts)
         fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
         for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
             memory = device.parts.stage_memory(first, end, in_flight=count - stage)
             here = [job.within(device.parts, first, end) for job in jobs]
-            cost = replace(device.cost(memory), stages=count, offered_tokens=offered)
+            cost = in_stages(device.cost(memory), count, jobs)
             try:
                 fits.append((_fit(run, here, memory, device, cost), cost, here))
             except DoesNotFitError as error:

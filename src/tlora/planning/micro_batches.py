@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -88,6 +88,11 @@ def token_cost_on(
     full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device_type == "cuda" else CPU_BUDGET_CAP
     work = _FIXED_WORK * (card or HOPPER).smallest_rows if fixed_work is None else fixed_work
     return TokenCost(full, memory.num_layers, work / max(memory.layer_weights, 1), link_tokens)
+
+
+def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob]) -> TokenCost:
+    """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait."""
+    return replace(cost, stages=stages, offered_tokens=tuple([replica_batch(job)[0] for job in jobs if job.data is not None]))
 
 
 def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:

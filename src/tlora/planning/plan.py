@@ -21,7 +21,7 @@ from tlora.kernels.lora_tables import rank_width
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import ACTIVATION_RANK, bytes_in, measure, memory_limit, more_memory
-from tlora.planning.micro_batches import MicroBatches, choose, fastest_budget, largest_micro_batch
+from tlora.planning.micro_batches import MicroBatches, choose, fastest_budget, in_stages, largest_micro_batch
 from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
@@ -45,6 +45,7 @@ class RunPlan:
     here: frozenset[str] | None = None  # names of the jobs that begin on this device, where others begin elsewhere; None: all
     streaming: Streaming | None = None  # of a base whose layers lie in the host's memory (`streaming.py`)
     link_tokens: float = 0.0  # likewise, as of `TokenCost`
+    stages: int = 1  # that a micro-batch passes through
     more_memory: str = "raise memory_limit"  # the remedy where the limit does not do
 
     @property
@@ -144,9 +145,10 @@ def plan_memory(
     device: torch.device,
     limit: int,
     here: frozenset[str] | None = None,
+    stages: int = 1,
 ) -> RunPlan:
     """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at. `base`: its bytes there,
-    or, of a stage, what it takes.
+    or, of one of `stages`, what it takes.
     """
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
     memory = measure(model, base, device, rank) if isinstance(base, int) else base
@@ -158,7 +160,7 @@ def plan_memory(
     bytes_of = {precision: bytes_in(precision, model, base_bytes) for precision in others}
     other_bytes = dict(sorted(bytes_of.items(), key=lambda item: -item[1]))
     more = more_memory(device, limit, run.memory_limit)
-    plan = RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here, more_memory=more)
+    plan = RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here, stages=stages, more_memory=more)
     return settle(run, plan, memory, device)
 
 
@@ -177,8 +179,9 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
 def fit(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:
     """As `settle`, of jobs whose problems stay as they are."""
     memory = counting_jobs(memory, plan.jobs, run.deterministic)
-    cost = token_cost(memory, device, plan.link_tokens)
-    budget, recompute = choose(run, fitted_jobs(run, plan), plan.longest, memory, plan.limit_bytes, cost)
+    jobs = fitted_jobs(run, plan)
+    cost = in_stages(token_cost(memory, device, plan.link_tokens), plan.stages, jobs)
+    budget, recompute = choose(run, jobs, plan.longest, memory, plan.limit_bytes, cost)
     return replace(plan, memory=memory, token_budget=budget, recompute=recompute)
 
 
