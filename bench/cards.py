@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from bench.base_files import DATA, write_tokenizer
 from bench.machine import facts, write
@@ -49,9 +49,14 @@ BASES = {
 
 
 def make_base(name: str, directory: Path) -> Path:
+    """As `outline_base`, of one of `BASES`."""
+    return outline_base(BASES[name], directory)
+
+
+def outline_base(shape: PretrainedConfig, directory: Path) -> Path:
     """A directory as `save_pretrained` makes it, with holes for weights."""
     directory.mkdir()
-    config = copy.deepcopy(BASES[name])
+    config = copy.deepcopy(shape)
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
