@@ -36,6 +36,7 @@ class Flow:
         self.pending_tokens = 0
         self.batch_tokens = 0  # of the current global batch
         self.longest_tokens = 0  # likewise
+        self.slices = 0  # that what is pending is cut into (`nano_batches.py`); 0: none were chosen since it was offered
         self._pending: list[Item] = []
         self._offered = False
         self._waits_for_entry = False  # offered since the last `enter`
@@ -68,7 +69,7 @@ class Flow:
         self._pending = list(items)
         self.pending_tokens = self.batch_tokens = sum(item.tokens for item in items)
         self.longest_tokens = max(item.tokens for item in items)
-        self._waits_for_entry = True
+        self._waits_for_entry, self.slices = True, 0
 
     def take(self, index: int) -> Item:
         """Remove and return `pending[index]`; its tokens move this flow back in the line."""

@@ -71,7 +71,7 @@ def pack(flows: Sequence[Flow], budget: int, *, in_order: bool, stages: int = 1)
     kind = min(runnable, key=lambda flow: flow.virtual_time).kind  # min takes the first of equals
     runnable = [flow for flow in runnable if flow.kind == kind]
     if stages > 1:
-        order = _batches_in_turn(runnable, budget)
+        order = batches_in_turn(runnable, budget)
         budget = max(budget, runnable[order[0]].pending[0].tokens)
         plan = _serve_batches(runnable, order, budget)
     else:
@@ -92,7 +92,7 @@ def _take(flows: Sequence[Flow], plan: _Plan, budget: int) -> MicroBatch:
     return MicroBatch(flows[0].kind, tuple(rows), plan.tokens, budget)
 
 
-def _batches_in_turn(flows: Sequence[Flow], budget: int) -> list[int]:
+def batches_in_turn(flows: Sequence[Flow], budget: int) -> list[int]:
     """Numbers of `flows` as several stages serve their batches: what has begun, the fewest tokens left first, then the least virtual time.
 
     Before these, by virtual time, whole batches of flows that are further behind than any of which a batch has begun: where large batches

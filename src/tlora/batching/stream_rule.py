@@ -1,4 +1,4 @@
-"""What must hold of every stream of micro-batches, checked as it flows: a job's global batch g + 1 enters when its batch g has left.
+"""What must hold of every stream of micro-batches, checked as it flows: a job's global batch g + 1 enters when all of its batch g has left.
 
 Several micro-batches of one global batch are in flight at a time, where a base has stages. Pure; each event costs microseconds.
 """
@@ -62,14 +62,15 @@ class StreamRule:
             if job_id in self._jobs:
                 self._jobs[job_id].in_flight -= 1
 
-    def leaves(self, job_id: str, step: int) -> None:
-        """The gradient of the job's batch is whole, and its optimizer step is taken."""
+    def leaves(self, job_id: str, step: int, samples: int) -> None:
+        """The gradient of the job's batch is whole, and its optimizer step is taken. `samples`: of it that this process computes."""
         job = self._jobs[job_id]
         assert not job.in_flight, f"{job_id}: batch {step} leaves with {job.in_flight} micro-batches in flight"
         if job.has_left:  # of a batch of which this process computes nothing
             assert step > job.step, f"{job_id}: a second step for batch {step}"
-            job.step = step
+            job.step, job.samples = step, set()
         assert step == job.step, f"{job_id}: a step for batch {step}, and batch {job.step} is in the stream"
+        assert len(job.samples) == samples, f"{job_id}: batch {step} leaves after {len(job.samples)} of {samples} samples"
         job.has_left = True
 
     def leave(self, job_id: str) -> None:

@@ -13,11 +13,12 @@ from dataclasses import replace
 from itertools import groupby
 
 from tlora.adapters.state import AdapterState
-from tlora.batching.pack import MicroBatch, pack
+from tlora.batching.pack import MicroBatch
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.group.exchange import Decisions, End, Exchange, RunningSums
 from tlora.group.isolation import Failure, is_out_of_memory, try_call
 from tlora.group.job_run import QUARANTINE_AFTER, BatchLosses, JobRun, Losses, Stepping
+from tlora.group.nano_batching import NanoBatching
 from tlora.group.pipeline import Pipeline, StageFailure
 from tlora.group.reports import CheckpointDue, Computed, Ended, Evaluated, Listener, Noted, Status, Stepped
 from tlora.group.stream import Stream
@@ -54,6 +55,7 @@ class Engine:
         self._exchange: Exchange = exchange or RunningSums()
         self._pipeline = pipeline or Pipeline()
         self.stream = Stream(model, self._pipeline, self.runs)
+        self.nano_batching = NanoBatching(model, self._pipeline, self.runs, lambda line: listen(Noted(line)))
         own = EngineCalls(self._lower_budget, lambda run, reason: self._end(run, "failed", reason), self._set_reference)
         self._gradients = WholeGradients(model, self._exchange, self.runs, own, in_stages=self._pipeline.depth > 1)
 
@@ -148,7 +150,7 @@ class Engine:
         """
         if (failure := self._pipeline.failure) is not None:
             self._recover(failure)
-        while packs and self.stream.ahead < self._pipeline.depth and (offered := self._pack()) is not None:
+        while packs and self.stream.ahead < self._pipeline.depth and (offered := self.nano_batching.pack(self.token_budget)) is not None:
             self.stream.announce(offered, self.token_budget)
         if not self.stream.ahead:
             self._settle()
@@ -166,6 +168,7 @@ class Engine:
                 self._find_culprit(packed, losses.error)
             return packed
         self._see_calm()
+        self.nano_batching.computed(packed)
         self._listen(Computed(packed, computed, left_tokens=sum(run.flow.pending_tokens for run in self.runs.values())))
         for name, loss in losses.items():
             if name in self.runs:
@@ -178,10 +181,6 @@ class Engine:
             whole += [run for run in through if self._gradients.through(run)]
         self._step(whole)
         return packed
-
-    def _pack(self) -> MicroBatch | None:
-        flows = [run.flow for run in self.runs.values()]
-        return pack(flows, self.token_budget, in_order=self.model.deterministic, stages=self._pipeline.depth)
 
     def _drain(self) -> None:
         """Compute all micro-batches that are announced, at all stages: a job that joins may move what they read."""
@@ -225,9 +224,10 @@ class Engine:
             if (error := steps.errors.get(run.spec.name)) is not None:
                 self._end(run, "failed", Failure(error).reason)
             else:
-                self.stream.rule.leaves(run.spec.name, run.progress.step)
+                self.stream.rule.leaves(run.spec.name, run.progress.step, run.samples_here)
                 run.step_queued()
         stepping = [run for run in through if run.spec.name not in steps.errors]
+        self.nano_batching.stepped([run.spec.name for run in stepping])
         offered = not steps.done and all(run.goes_straight_on for run in stepping)
         self._stepping = Stepping(through, steps, losses, offered)
         if not offered:
@@ -333,6 +333,7 @@ class Engine:
     def _forget(self, names: list[str]) -> None:
         """Drop what has been computed of the batches on offer."""
         self.stream.begin_anew(names)
+        self.nano_batching.forget_time()
         for name in names:
             self.model.zero_grad_of(name)
             self._exchange.forget(name)

@@ -102,6 +102,7 @@ class JobRun:
         self._offered: tuple[Dataset, Sequence[int]] = (train, ())
         self.shared_among: Sequence[int] = ()  # replicas that have samples of the global batch on offer, anywhere
         self._shares: list[tuple[int, Sequence[int]]] = []  # of the replicas here, but for those that were on offer
+        self.samples_here = 0  # of what is on offer, in all replicas here
         self.replica = 0  # that is on offer now
         self.awaiting = False  # all replicas of this process are through, and others are not
         self._is_sent = False  # and the other processes know
@@ -232,6 +233,7 @@ class JobRun:
             shares = [[samples[position] for position in positions] for positions in cuts]
         self.shared_among = [replica for replica, share in enumerate(shares) if share]
         self._shares = [(replica, share) for replica, share in enumerate(shares) if share and (replica in self.here or kind == "eval")]
+        self.samples_here = sum(len(share) for _, share in self._shares)
         if self.flow.kind != kind or self.flow.runnable:  # a new kind of work, or one that starts over
             before, self.flow = self.flow, Flow(self.spec.name, self.spec.weight, kind)
             self.flow.virtual_time = before.virtual_time

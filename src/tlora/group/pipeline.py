@@ -56,6 +56,10 @@ class Pipeline:
     def settle(self) -> None:
         """Return when all that was announced is computed everywhere. Raises what that raises."""
 
+    def seconds(self) -> float:
+        """By the clock of the last stage, by which nano-batches are chosen; 0 where there is no other stage."""
+        return 0.0
+
     @property
     def failure(self) -> StageFailure | None:
         """Of another stage; after it all must `begin_anew`."""

@@ -39,6 +39,8 @@ class TrainingProgress:
     skipped_steps: int = 0  # that changed nothing, because their loss or gradient was not finite
     first_skipped: int = -1
     finished: bool = False
+    nano_batches: int = 0  # that a global batch of all jobs is cut into over stages; 0: not found yet
+    nano_batches_of: str = ""  # stages and jobs that it was found for
     data: str = ""  # which tokenized set the steps were taken on
     eval_data: str = ""  # and the evaluations
 

@@ -19,13 +19,14 @@ from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, fit, fitted_jobs, is_sound, plan_memory, settle
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
-from tlora.planning.work import flops_here, multiplied_weights, rate_of, token_cost
+from tlora.planning.work import flops_here, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import StreamCost, fetched_layers
 from tlora.shape.work import TrainingRate
 from tlora.sharing.host_memory import Streaming, host_problem
 from tlora.sharing.link_speed import measure_link
 from tlora.supermodel.inject import expert_modules
+from tlora.supermodel.multiply_adds import multiplied_weights
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Load

@@ -14,8 +14,8 @@ from tlora.planning.micro_batches import token_cost_on
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import TokenCost
 from tlora.shape.work import TrainingRate
-from tlora.supermodel.load import layers_of
 from tlora.supermodel.lora_linear import LoraLinear
+from tlora.supermodel.multiply_adds import multiplied_weights, width_of_layers
 from tlora.supermodel.supermodel import SuperModel
 
 _H200 = TrainingRate()
@@ -23,14 +23,8 @@ _H200 = TrainingRate()
 
 def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: torch.device, rate: TrainingRate = _H200) -> dict[str, float]:
     """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device."""
-    weights, per_second = multiplied_weights(model), rate_of(model, device, rate)
-    width = max(1, len(layers_of(model.base.decoder))) * model.base.head.weight_VH.shape[1]
+    weights, width, per_second = multiplied_weights(model), width_of_layers(model), rate_of(model, device, rate)
     return {job.spec.name: multiply_adds(job, weights, width) / per_second for job in jobs}
-
-
-def multiplied_weights(model: SuperModel) -> int:
-    """Weights that each token is multiplied with, in forward and again in backward. `model` may lie on the meta device."""
-    return sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
 
 
 def rate_of(model: SuperModel, device: torch.device, rate: TrainingRate = _H200) -> float:

@@ -11,6 +11,25 @@ FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 
 
 
 @dataclass(frozen=True, slots=True)
+class SampleWork:
+    """Multiply-adds of a job's sample of n tokens: n * (per_token + n * per_square)."""
+
+    per_token: float
+    per_square: float
+
+    def of(self, tokens: float) -> float:
+        return tokens * (self.per_token + self.per_square * tokens)
+
+
+def sample_work(weights: int, width: int, forwards: int, adapter: int = 0) -> SampleWork:
+    """Each token is multiplied with the weights in forward and in backward (frozen weights have no gradient of their own), and with the
+    `adapter`'s, which have one, once more; causal attention takes half the sample's length twice (scores, values) in forward and twice that
+    in backward. `width`: of the hidden states of all layers; `forwards`: those and the backward, of what the job's objective computes.
+    """
+    return SampleWork(forwards * weights + (forwards + 1) * adapter, 3 * width)
+
+
+@dataclass(frozen=True, slots=True)
 class JobWork:
     """Tokens that a job trains on, and on average those of the sample that a token is in; forwards of each, with those beside the one that
     trains; and tokens of all its evaluations.
@@ -22,11 +41,9 @@ class JobWork:
     evaluated_tokens: float
 
     def multiply_adds(self, weights: int, width: int) -> float:
-        """Of each token: the weights in forward and in backward (frozen weights have no gradient of their own), and of causal attention
-        half the sample's length twice (scores, values) in forward and twice that in backward. Evaluations are forward only. `width`: of
-        the hidden states of all layers.
-        """
-        trained = self.trained_tokens * (self.forwards * weights + 3 * width * self.mean_sample_tokens)
+        """As `sample_work`, without the adapter. Evaluations are forward only."""
+        each = sample_work(weights, width, self.forwards)
+        trained = self.trained_tokens * (each.per_token + each.per_square * self.mean_sample_tokens)
         return trained + self.evaluated_tokens * weights
 
 

@@ -106,6 +106,7 @@ class EarlyStage:
         if self._waiting:
             self._waiting.popleft()
         if isinstance(order, StageBatch):
+            self._at, self._begun = self._begun, self._begun + 1  # before anything of it can fail
             self._go_forward(order)
         elif isinstance(order, StageChange) and order.epoch > links.epoch:
             self._resume(order)
@@ -127,7 +128,6 @@ class EarlyStage:
             for row in order.rows
         ]
         batch = collate(rows, self._model.device, order.pad_to, order.most_tokens)
-        self._at, self._begun = self._begun, self._begun + 1
         opened = _Open(self._at, frozenset(row.job_id for row in order.rows), order.through, deque())
         for each in self._model.stage_passes(batch, order.compared, order.trains):
             hidden_TH, back = each.run()

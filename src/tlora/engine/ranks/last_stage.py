@@ -132,6 +132,9 @@ class StagePipeline(Pipeline):
         with self._telling():
             self._links.wait_through(self._announced)
 
+    def seconds(self) -> float:
+        return time.monotonic()
+
     @property
     def failure(self) -> StageFailure | None:
         failed = self._links.failed

@@ -1,0 +1,182 @@
+"""A lone job over two stages on two CPU cores: the seconds of a step by the number of nano-batches, and the number that is found.
+
+    python -m bench.nano_batches [--rounds 20] [--searches 5] [--json FILE]
+
+A job of rank 16 with 8 samples of 32 to 95 tokens a step, over a Llama of 6 layers 256 wide. Each stage is a process with one thread;
+hidden states go through memory that both map, as with `links: host`. Every round takes one step with each fixed number, in another order;
+searches are made between the rounds. Seconds are medians, of a step of average work. No other program should want the two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import FileStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench import machine
+from tlora.batching.slice_count import SliceCount
+from tlora.data.dataset import Dataset, Sample, Writer
+from tlora.engine.messages import StageOrder, Stop
+from tlora.engine.ranks.early_stage import EarlyStage
+from tlora.engine.ranks.last_stage import StageExchange, StagePipeline
+from tlora.engine.ranks.stage_links import StageLinks, StageSizes
+from tlora.group.engine import Engine
+from tlora.group.job_run import JobRun
+from tlora.job import JobSpec
+from tlora.shape.stages import LayerRange, cut_layers
+from tlora.sharing.peers import Peers, Sharing
+from tlora.supermodel.multiply_adds import work_of_samples
+from tlora.supermodel.supermodel import SuperModel
+
+STAGES, LAYERS, WIDTH, VOCABULARY = 2, 6, 256, 2048
+SAMPLES, LENGTHS, BUDGET = 8, (32, 96), 1024
+HEAD_LAYERS = VOCABULARY / (12 * WIDTH)  # the head's products, in those of a layer
+WARM_STEPS = 4
+
+
+def make_base(directory: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, int] = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)).save_pretrained(directory)  # type: ignore[arg-type]
+
+
+def make_data(directory: Path) -> Dataset:
+    rng, writer = np.random.default_rng(1), Writer(directory)
+    for _ in range(8 * SAMPLES):
+        ids = rng.integers(5, VOCABULARY, rng.integers(*LENGTHS)).astype(np.int32)
+        writer.add(Sample(ids, np.ones(len(ids), np.float32)))
+    writer.finish({})
+    return Dataset(directory)
+
+
+def ranges() -> list[LayerRange]:
+    return [LayerRange(first, stop, LAYERS) for first, stop in cut_layers([1.0] * LAYERS, HEAD_LAYERS, [1.0] * STAGES)]
+
+
+def open_stage(rank: int, base: Path, store: Path) -> tuple[SuperModel, StageLinks]:
+    torch.set_num_threads(1)
+    model = SuperModel.from_pretrained(str(base), "float32", shared=ranges()[rank])
+    peers = Peers(Sharing(FileStore(str(store), STAGES), rank, STAGES, timeout_seconds=120))
+    sizes = StageSizes(BUDGET + 128, WIDTH, 1 << 20, torch.float32, torch.float32)
+    return model, StageLinks(peers, sizes, torch.device("cpu"), through_host=True)
+
+
+def train_first_stage(base: Path, store: Path, inbox: Any) -> None:
+    model, links = open_stage(0, base, store)
+    EarlyStage(model, links, inbox).run()
+
+
+class LoneJob:
+    """The last stage, whose group has one job that never ends."""
+
+    def __init__(self, base: Path, store: Path, data: Dataset, send: Any) -> None:
+        model, links = open_stage(STAGES - 1, base, store)
+        pipeline = StagePipeline(model, links, ranges(), send)
+        self.engine = Engine(model, BUDGET, lambda _: None, exchange=StageExchange(pipeline), pipeline=pipeline)
+        spec = {"name": "lone", "data": "-", "r": 16, "batch_size": SAMPLES, "max_steps": 1 << 20, "learning_rate": 1e-4}
+        self.run = JobRun(JobSpec(**spec), data, None)
+        self.engine.join(self.run)
+        self._nano = self.engine.nano_batching
+        self._sample = work_of_samples(model, self.run.spec)
+
+    def cut_by(self, choice: SliceCount) -> None:
+        """From the next step on."""
+        self._nano._choice = choice
+        self._nano.forget_time()
+
+    def step(self) -> float:
+        """Seconds of a step, in proportion to a batch of average work."""
+        work = sum(self._sample.of(item.tokens) for item in self.run.flow.pending)
+        before, begun = self.run.progress.step, time.perf_counter()
+        while self.run.progress.step == before:
+            self.engine.run_micro_batch()
+        return (time.perf_counter() - begun) * self._nano._all_work / work
+
+    def search(self) -> tuple[SliceCount, int]:
+        """What was found, and after how many steps."""
+        choice, steps = SliceCount(SAMPLES, STAGES), 0
+        self.cut_by(choice)
+        while not choice.settled:
+            self.step()
+            steps += 1
+        return choice, steps
+
+
+@contextmanager
+def lone_job(directory: Path) -> Iterator[LoneJob]:
+    base, store = directory / "base", directory / "store"
+    make_base(base)
+    context = multiprocessing.get_context("spawn")
+    inbox: Any = context.SimpleQueue()
+    first = context.Process(target=train_first_stage, args=(base, store, inbox), daemon=True)
+    first.start()
+
+    def send(order: StageOrder) -> None:
+        inbox.put(order)
+
+    try:
+        yield LoneJob(base, store, make_data(directory / "data"), send)
+    finally:
+        inbox.put(Stop())
+        first.join(30)
+        first.kill()
+
+
+def measure(job: LoneJob, rounds: int, searches: int) -> dict[str, Any]:
+    rng, counts = random.Random(0), range(1, SAMPLES + 1)
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    found: list[dict[str, Any]] = []
+    for _ in range(WARM_STEPS):
+        job.step()
+    for number in range(rounds):
+        for count in rng.sample(counts, len(counts)):
+            job.cut_by(SliceCount(SAMPLES, count, trials=0))
+            seconds[count].append(job.step())
+        if number * searches // rounds != (number + 1) * searches // rounds:
+            choice, steps = job.search()
+            found.append({"slices": choice.count, "steps": steps, "tried": choice.tried})
+    medians = {count: statistics.median(of) for count, of in seconds.items()}
+    best, own = min(medians, key=medians.__getitem__), [medians[each["slices"]] for each in found]
+    return {
+        "step_seconds": {count: {"median": medians[count], "quartiles": statistics.quantiles(seconds[count])[::2]} for count in counts},
+        "best_slices": best,
+        "searches": found,
+        "found_over_best": {"median": medians[best] / statistics.median(own), "worst": medians[best] / max(own)},
+        "found_over_two": {"median": medians[2] / statistics.median(own), "worst": medians[2] / max(own)},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--searches", type=int, default=5)
+    parser.add_argument("--commit", help="what to call this code where there is no git")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    if args.rounds < 2 or not 1 <= args.searches <= args.rounds:
+        parser.error(f"{args.searches} searches in {args.rounds} rounds. Give 2 rounds or more, and no more searches than rounds")
+    with tempfile.TemporaryDirectory() as name, lone_job(Path(name)) as job:
+        measured = measure(job, args.rounds, args.searches)
+    for count, of in measured["step_seconds"].items():
+        print(f"{count} slices: {of['median']:.3f} s ({of['quartiles'][0]:.3f} to {of['quartiles'][1]:.3f})")
+    for each in measured["searches"]:
+        print(f"found {each['slices']} in {each['steps']} steps: " + ", ".join(f"{count}: {s:.3f}" for count, s in each["tried"].items()))
+    speeds = {name: measured[f"found_over_{name}"] for name in ("best", "two")}
+    print(", ".join(f"found over {name}: {of['median']:.3f} (worst {of['worst']:.3f})" for name, of in speeds.items()))
+    machine.write(args.json, {"benchmark": "nano_batches", **machine.facts(torch.device("cpu"), args.commit), **measured})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""What tokens are multiplied with in a model, by which seconds are predicted. The model may lie on the meta device, or be a stage of it."""
+
+from __future__ import annotations
+
+from tlora.job import JobSpec
+from tlora.registry import OBJECTIVES
+from tlora.shape.work import SampleWork, sample_work
+from tlora.supermodel.load import layers_of
+from tlora.supermodel.supermodel import SuperModel
+
+
+def multiplied_weights(model: SuperModel) -> int:
+    """Weights that each token is multiplied with, in forward and again in backward; of all stages."""
+    return sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
+
+
+def width_of_layers(model: SuperModel) -> int:
+    """Of the hidden states of all layers, one beside the other."""
+    return max(1, len(layers_of(model.base.decoder))) * model.base.head.weight_VH.shape[1]
+
+
+def work_of_samples(model: SuperModel, spec: JobSpec) -> SampleWork:
+    """Multiply-adds of the job's samples, by their length and its rank; of all stages."""
+    forwards, adapter = 2 + OBJECTIVES[spec.objective].forwards_beside, model.layout(spec).numel
+    return sample_work(multiplied_weights(model), width_of_layers(model), forwards, adapter)
