@@ -30,6 +30,9 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
     ("1 H100", "eight mixed jobs over real texts, 8B; one run", (
         ("tlora", "h100_6a3054d_real_8b.json", SECOND),
         ("tlora with an A100's kernels", "h100_6a3054d_sm80_real_8b.json", SECOND))),
+    ("1 H100", "four jobs in LoRAFusion's setting, 8B", (
+        ("tlora, caches empty", "h100_470af3c_lorafusion_heterogeneous_8b.json", FIRST),
+        ("LoRAFusion, as published", "h100_470af3c_lorafusion_heterogeneous_8b.json", "setup.published_tokens_per_second"))),
     ("1 H100", "eight mixed jobs over real texts, 1.7B", (
         ("tlora", "h100_6a3054d_real_1.7b.json", SECOND),
         ("tlora with an A100's kernels", "h100_6a3054d_sm80_real_1.7b.json", SECOND),
@@ -72,6 +75,9 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
     ("2 H200", "one job over both, 8B", (
         ("tlora", "h200x2_f911a0b_many_gpus.json", "rows[row=spanning].together.steady_tokens_per_second"),
         ("FSDP2, PEFT, Liger, compiled", "h200x2_f911a0b_fsdp_8b.json", FSDP.format(4)))),
+    ("2 H200", "eight mixed jobs over real texts, 8B; one machine", (
+        ("tlora, the whole base on each", "h200x2_f960408_stages_8b.json", FIRST),
+        ("tlora, in stages, links through the host's memory", "h200x2_f960408_stages_8b.json", SECOND))),
     ("4 H200", "one job over all four, 8B; one machine", (
         ("tlora", "h200x4_e232b2f_many_gpus.json", SPANNING),
         ("FSDP2, PEFT, Liger, compiled", "h200x4_e232b2f_fsdp_8b.json", FSDP.format(4)))),
