@@ -93,6 +93,19 @@ def test_what_is_no_preference_is_let_through(value: dict[str, Any]) -> None:
     assert format_of(row(ROWS["chat"] | value), "auto") == "chat"
 
 
+@pytest.mark.parametrize("name", ["chat", "alpaca", "preference"])
+@pytest.mark.parametrize(
+    ("column", "value"), [("images", ["a.png"]), ("image", {"path": "a.png"}), ("videos", ["a.mp4"]), ("audio", "a.wav")]
+)
+def test_rows_with_images_or_sound_are_refused(name: str, column: str, value: object) -> None:
+    rows: Any = "pairs" if name == "preference" else "samples"
+    with pytest.raises(DataError, match=f"x.jsonl, line 3: column '{column}': only text is read"):
+        format_of(row({**ROWS[name], column: value}), "auto", rows)
+    for empty in (None, [], ""):
+        assert format_of(row({**ROWS[name], column: empty}), "auto", rows) == name
+    assert format_of(row({"text": "a", column: value}), "auto") == "text", "of a plain text it is but one more fact"
+
+
 @pytest.mark.parametrize("name", ["text", "tokenized"])
 def test_without_an_answer_a_label_is_a_class(name: str) -> None:
     value = row(ROWS[name] | {"label": 1})

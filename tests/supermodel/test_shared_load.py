@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed import FileStore
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from tests.kernels.interpreter import INTERPRETED_ALONE
 from tests.sharing.ranks import Ranks, start_ranks, store_path
@@ -154,7 +154,7 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
 class NoLayers(torch.nn.Module):
     """A model that is one linear and a head."""
 
-    base_model_prefix = "model"
+    base_model_prefix, config = "model", LlamaConfig(**SHAPE)
 
     def __init__(self) -> None:
         super().__init__()

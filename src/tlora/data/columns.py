@@ -30,6 +30,7 @@ OPTIONAL: dict[Format, tuple[str, ...]] = {
     "preference": ("prompt", "conversations", *_OF_CHATS),
 }
 _TOKENIZERS_OWN = ("special_tokens_mask", "token_type_ids")  # which tokenizers write; they say nothing of the loss
+_OTHER_MODALITIES = ("image", "images", "video", "videos", "audio", "audios")
 _OF_A_TREE = ("message_tree_id", "parent_id")  # of Open Assistant's single messages
 
 
@@ -37,6 +38,17 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
     """The format to read `row` by. Raises DataError for columns of no format, and for columns that say which answers are wanted if
     `rows` does not learn from them.
     """
+    row_format = _format_of(row, data_format, rows)
+    seen = [column for column in _OTHER_MODALITIES if not is_empty(row.value.get(column))]
+    if seen and row_format not in ("text", "segments", "tokenized"):  # of a plain text, an image's address is but one more fact
+        raise DataError(
+            f"{row.place}: {_named(seen)}: only text is read, and the answer may be to what is seen or heard there. Take out such rows, or "
+            "remove the column to train on their text alone"
+        )
+    return row_format
+
+
+def _format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows) -> Format:
     if rows == "pairs":
         if answer_columns(row) is None:
             others = " or ".join(f"{wanted!r} and {unwanted!r}" for wanted, unwanted in ANSWERS[1:] if wanted)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
 
 from tlora.errors import ModelError
 from tlora.job import split_revision
@@ -17,6 +16,7 @@ from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import Format, PackedTensor, without_packing
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.text_model import leave_out_other_modalities, model_class
 from tlora.supermodel.weight_files import find_safetensors, refuse_incomplete
 
 
@@ -27,10 +27,17 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def assemble(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], name: str) -> Any:
     """The causal LM of `config` in `dtype` with the weights `tensors`, under their names in files; none is copied. Raises ModelError."""
+    model = _assemble_whole(config, dtype, tensors, name)
+    leave_out_other_modalities(model)
+    return model
+
+
+def _assemble_whole(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], name: str) -> Any:
     try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         plain = without_packing(config)
-        model, info = model_class.from_pretrained(None, config=plain, state_dict=dict(tensors), dtype=dtype, output_loading_info=True)
+        model, info = model_class(config).from_pretrained(
+            None, config=plain, state_dict=dict(tensors), dtype=dtype, output_loading_info=True
+        )
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {name}: cannot be loaded: {' '.join(str(error).split())[:400]}. Copy the model again") from None
     refuse_incomplete(info, name)
@@ -48,11 +55,12 @@ def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, 
     taken = {name for tensor in packed.values() for name in tensor.names}
     stand_ins = {key: stand_in(tensor.shape, dtype) for key, tensor in packed.items()}
     plain = {name: tensor.map() for name, tensor in stored.items() if name not in taken}
-    model = assemble(config, dtype, plain | stand_ins, base_model)
+    model = _assemble_whole(config, dtype, plain | stand_ins, base_model)
     keys = {tensor.data_ptr(): key for key, tensor in stand_ins.items()}
-    for name, linear in find_linears(model).items():
-        key = keys.pop(linear.weight.data_ptr(), None)  # type: ignore[union-attr]
-        if key is not None:
+    found = {name: keys.pop(linear.weight.data_ptr(), None) for name, linear in find_linears(model).items()}  # type: ignore[union-attr]
+    leave_out_other_modalities(model)
+    for name in find_linears(model):
+        if (key := found[name]) is not None:
             hold_tensor(model, name, packed[key], dtype, device)
     if keys:
         raise ModelError(

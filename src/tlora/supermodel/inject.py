@@ -14,11 +14,13 @@ from tlora.supermodel.lora_linear import BaseLinear, Context, LoraLinear, Stream
 
 
 def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
-    """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them."""
+    """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them. Those of other modalities
+    than text, which have no weights, are none.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     linears: dict[str, BaseLinear] = {}
     for name, m in model.named_modules():
-        if (type(m) is nn.Linear or type(m) is HeldLinear or type(m) is StreamedLinear) and m is not head:
+        if ((type(m) is nn.Linear and m.weight is not None) or type(m) is HeldLinear or type(m) is StreamedLinear) and m is not head:
             linears[name] = m
     if not linears:
         raise ModelError(f"{type(model).__name__} has no nn.Linear layer to adapt. Use a base model that is made of linear layers")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from tlora.data.base_files import located, snapshot
@@ -32,6 +32,7 @@ from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
+from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
 _LARGE = 1 << 20  # numbers; what is smaller is moved one by one
@@ -119,7 +120,7 @@ def load_config(base_model: str) -> Any:
                 "Use a version of it for a model class of transformers (such versions often end in -hf), or another base"
             ) from None
         raise ModelError(f"base_model {base_model}: cannot be read: {_told(error)}. Is it a whole model directory?") from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if auto_class(config) is None:
         raise ModelError(f"base_model {base_model}: {type(config).__name__} is no causal language model. Choose one with a causal head")
     _refuse_config(config, base_model)
     return config
@@ -193,13 +194,14 @@ def load_weights(base_model: str, dtype: str = "auto", device: torch.device | No
     name, revision = located(base_model, weights=True)
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             name, revision=revision, dtype=wanted, output_loading_info=True, trust_remote_code=False
         )
         model, loading_info = loaded
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}. Copy the model again") from None
     refuse_incomplete(loading_info, base_model)
+    leave_out_other_modalities(model)
     return model
 
 
@@ -234,11 +236,12 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     attention.register()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers: refused below
-            model: Any = AutoModelForCausalLM.from_config(
+            model: Any = auto_class(config).from_config(
                 without_packing(config), dtype=wanted, attn_implementation=attention.NAME, trust_remote_code=False
             )
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {_told(error)}. {_COMPARE}") from None
+    leave_out_other_modalities(model)
     empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
     if empty is not None:
         raise ModelError(f"base_model {base_model}: by its config.json, {empty} has no numbers. {_COMPARE}")
@@ -255,6 +258,8 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
 
 def decoder_of(model: Any, name: str) -> Any:
     """The part that ends at the last norm. Llama 4's text model names a prefix that it does not have. Raises ModelError."""
+    if has_other_modalities(model.config):
+        return decoder_of_text(model)
     decoder = getattr(model, model.base_model_prefix, None) or getattr(model, "model", None)
     if decoder is None:
         raise ModelError(f"base_model {name}: {type(model).__name__} keeps its decoder in no {model.base_model_prefix!r}. Use another base")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -19,6 +18,7 @@ from tlora.errors import ModelError
 from tlora.job import UnusedWeights, split_revision
 from tlora.supermodel.packed_format import format_of, without_packing
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.text_model import model_class, other_parameters
 
 # In the order in which transformers looks for them.
 _WHOLE_OR_INDEX = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -71,7 +71,7 @@ def check_unused(
         )
     ignored = tensors.keys() - model.state_dict().keys() - set(loading_info["unexpected_keys"])
     ignored = {name for name in ignored if _matches(model._keys_to_ignore_on_load_unexpected, name) and not _BUFFER.search(name)}
-    left = sorted(beyond | ignored)
+    left = sorted(beyond | ignored | set(other_parameters(model)))
     return [f"{len(left)} tensors of {base_model} are not part of the model that is used, {left[0]} first"] if left else []
 
 
@@ -191,8 +191,7 @@ def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[
     and fuses.
     """
     try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
-        model, loading_info = model_class.from_pretrained(
+        model, loading_info = model_class(config).from_pretrained(
             None,
             config=without_packing(config),
             state_dict=tensors,

@@ -1,0 +1,61 @@
+"""The text model of a checkpoint with several modalities: its class, its decoder, and what of it is left out.
+
+Rows are text, so towers for images and sound are never run. Modules keep their names, by which adapters are saved and PEFT finds them;
+their weights are let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes the model of `config`, under whose names its adapters are saved; None for a model without a causal
+    head. A checkpoint of several modalities is made whole.
+    """
+    if has_other_modalities(config) and type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else None
+
+
+def model_class(config: Any) -> Any:
+    """The class itself, of a config that has one."""
+    return auto_class(config)._model_mapping[type(config)]
+
+
+def has_other_modalities(config: Any) -> bool:
+    """Whether the text model's config is a part of `config`."""
+    return config.get_text_config() is not config
+
+
+def decoder_of_text(model: Any) -> Any:
+    """Of a model with other modalities: the part that ends at the last norm."""
+    decoder = model.get_decoder()
+    return decoder.model if decoder.get_output_embeddings() is not None else decoder  # Llama 4 wraps a model with a head
+
+
+def leave_out_other_modalities(model: Any) -> None:
+    """Let go of all weights but those of the text's decoder and head."""
+    for module, name in list(_beside_text(model)):
+        (module._parameters if name in module._parameters else module._buffers)[name] = None
+
+
+def other_parameters(model: Any) -> list[str]:
+    """Names of the weights that `leave_out_other_modalities` lets go."""
+    names = {module: name for name, module in model.named_modules()}
+    return [f"{names[module]}.{name}".lstrip(".") for module, name in _beside_text(model) if name in module._parameters]
+
+
+def _beside_text(model: Any) -> Iterator[tuple[nn.Module, str]]:
+    """Each module that is no part of decoder or head, with the name of each tensor of its own."""
+    if not has_other_modalities(model.config):
+        return
+    kept = {*decoder_of_text(model).modules(), model.get_output_embeddings()}
+    for module in model.modules():
+        if module not in kept:
+            tensors = {**module._parameters, **module._buffers}
+            yield from ((module, name) for name, tensor in tensors.items() if tensor is not None)

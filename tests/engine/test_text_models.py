@@ -1,0 +1,85 @@
+"""Bases with other modalities: their text model is trained, its adapters have the names of the whole model, and PEFT loads them into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.data.chat_templates import CHATML, make_tokenizer
+from tests.engine.test_train import our_logits
+from tests.engine.tiny_runs import job, train, write_rows
+from tests.tiny import SHAPE
+from tlora.supermodel.load import load_base, load_config, outline
+from tlora.supermodel.text_model import other_parameters
+from tlora.supermodel.weight_files import check_unused
+
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+FAMILIES: dict[str, Any] = {
+    "gemma3": lambda text: transformers.Gemma3Config(text_config=text, vision_config=TOWER, mm_tokens_per_image=4, image_token_index=5),
+    "gemma4": lambda text: transformers.Gemma4Config(
+        text_config={**text, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": text["vocab_size"]},
+        vision_config={**TOWER, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "mistral3": lambda text: transformers.Mistral3Config(
+        text_config={"model_type": "mistral", **text}, vision_config={"model_type": "pixtral", **TOWER, "head_dim": 16}
+    ),
+    "qwen3-vl": lambda text: transformers.Qwen3VLConfig(
+        text_config={**text, "rope_parameters": ROPE}, vision_config={**SMALL_TOWER, "deepstack_visual_indexes": [0]}
+    ),
+    "qwen2.5-vl": lambda text: transformers.Qwen2_5_VLConfig(text_config={**text, "rope_parameters": ROPE}, vision_config=SMALL_TOWER),
+}
+IN_EVERY_RUN = ("gemma3", "mistral3")
+
+
+def save_base(directory: Path, family: str) -> Path:
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.save_pretrained(directory)
+    config = FAMILIES[family]({**SHAPE, "vocab_size": len(tokenizer) + 3, "head_dim": 16})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(3) if p.ndim > 1 else p.add_(torch.randn_like(p) * 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES])
+def test_the_text_model_is_trained_and_peft_loads_its_adapters_into_the_whole(family: str, tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", family)
+    rows = str(write_rows(tmp_path / "rows.jsonl", 8))
+    jobs = [job("all", rows, max_steps=3, target_modules="all-linear"), job("two", rows, max_steps=3, target_modules=["q_proj", "v_proj"])]
+    assert all(result.status == "done" for result in train(base, tmp_path / "out", jobs).values())
+    ids = torch.arange(10, 40)
+    for name in ("all", "two"):
+        tensors = load_file(tmp_path / "out" / name / "adapter_model.safetensors")
+        assert tensors and all(key.startswith("base_model.model.model.language_model.") for key in tensors)
+        whole = transformers.AutoModelForImageTextToText.from_pretrained(base)
+        with torch.no_grad():
+            plain = whole(input_ids=ids[None]).logits[0]
+            adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "out" / name)
+            logits = adapted(input_ids=ids[None]).logits[0]
+        assert {key for key in adapted.state_dict() if "lora_" in key} == {key.replace(".weight", ".default.weight") for key in tensors}
+        torch.testing.assert_close(our_logits(base, tmp_path / "out" / name, ids), logits, rtol=1e-4, atol=1e-4)
+        assert float((logits - plain).norm()) > 1e-2 * float(plain.norm())
+
+
+def test_weights_of_other_modalities_are_let_go_and_said(tmp_path: Path) -> None:
+    base = save_base(tmp_path, "gemma3")
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(base)
+    for model in (load_base(str(base)).model, outline(str(base)).model):
+        left = {name for name, _ in model.named_parameters()}
+        assert left and all(name.startswith(("model.language_model.", "lm_head.")) for name in left)
+        assert {name for name, _ in whole.named_parameters()} - left == set(other_parameters(whole))
+        assert {name for name, _ in model.named_modules()} == {name for name, _ in whole.named_modules()}, "names that PEFT would match"
+    [line] = check_unused(str(base), load_config(str(base)), "refuse")
+    assert f"{len(other_parameters(whole))} tensors of" in line and "model.multi_modal_projector." in line
