@@ -226,7 +226,7 @@ def test_too_little_for_one_layer_says_what_would_fit(run: RunSpec) -> None:
 def test_one_small_gpu_is_told_of_more(run: RunSpec) -> None:
     jobs, one = sketched(run), devices_of(run, RTX_4090)
     least = min(each.least_bytes for each in plan_layouts(run, jobs, limited(one, 1)).refused)
-    for limit in range(least, 8 * least, max(1, least // 8)):
+    for limit in (round(least * 1.25**step) for step in range(20)):
         tight = limited(one, limit)
         plans = plan_layouts(run, jobs, tight)
         if plans.feasible:
