@@ -201,12 +201,14 @@ class Measured:
 @message
 class Memory:
     """How many bytes may be taken on each of the sender's GPUs, in their order, as it found before it loaded the base. A rank of a run also
-    says what they are, and whether they read the memory of the others.
+    says what its device is, whether it reads the memory of the others, and the floating-point operations a second that training makes
+    there, by the table of GPUs or a product that was timed; 0 of a CPU.
     """
 
     limit_bytes: tuple[int, ...]
     device: str = ""
     reads_peers: bool = True
+    flops: float = 0.0
 
 
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused

@@ -161,3 +161,29 @@ def test_gpus_of_other_speeds_have_jobs_in_proportion(seed: int) -> None:
 def test_a_job_over_gpus_of_other_speeds_ends_on_all_at_once() -> None:
     found = place({"a": 12.0}, 2, {"a": 2}, speeds=[1.0, 3.0])
     assert found.seconds == (3.0, 3.0) and found.excess == 0.0
+
+
+def test_a_job_over_gpus_of_other_speeds_has_replicas_of_other_weights() -> None:
+    span = place({"a": 12.0}, 2, {"a": 3}, speeds=[1.0, 3.0]).spans["a"]
+    assert sum(span.weights) == pytest.approx(1) and span.part(1) == pytest.approx(0.75) and span.part(0) == pytest.approx(0.25)
+    assert place({"a": 12.0}, 2, {"a": 3}, speeds=[3.0, 3.0]).spans["a"].weights == ()
+
+
+def test_a_job_spans_gpus_of_one_kind_where_it_must() -> None:
+    found = place({"a": 12.0, "b": 12.0}, 4, {"a": 2, "b": 2}, [1.0, 3.0, 1.0, 3.0], kinds=["old", "new", "old", "new"])
+    for span in found.spans.values():
+        assert {rank % 2 for rank in span.ranks} in ({0}, {1}) and span.weights == ()
+    assert place({"a": 1.0}, 2, {"a": 2}, kinds=["old", "new"]).spans == {}, "one of each: it lies on one"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_jobs_are_only_where_there_is_memory_for_them(seed: int) -> None:
+    rng = random.Random(seed)
+    gpus = rng.randint(2, 4)
+    seconds = {f"j{i}": rng.choice([1.0, 2.0, 5.0, 13.0]) for i in range(rng.randint(1, 9))}
+    holds = {name: rng.sample(range(gpus), rng.randint(1, gpus)) for name in seconds if rng.random() < 0.5}
+    replicas = {name: 2 for name in seconds if rng.random() < 0.3}
+    found = place(seconds, gpus, replicas, [rng.choice([0.5, 1.0]) for _ in range(gpus)], holds)
+    for gpu, names in enumerate(found.jobs):
+        assert all(gpu in holds.get(name, [gpu]) for name in (*names, *found.parts(gpu)))
+    assert sorted(name for names in found.jobs for name in names) == sorted(seconds)

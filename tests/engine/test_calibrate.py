@@ -16,6 +16,7 @@ from tlora.engine.calibrate import Measurements, calibrate, measure, spec_of
 from tlora.engine.calibration import SAMPLE_TOKENS, CalibrationError
 from tlora.engine.check import check
 from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers, speed_of
+from tlora.engine.product_speed import ProductSpeed
 from tlora.errors import ConfigError
 from tlora.planning.gpu_models import find_gpu, speeds_of
 from tlora.planning.layout_units import link_rate
@@ -105,8 +106,8 @@ def test_check_predicts_with_the_file(base: Path, data: Path, tmp_path: Path) ->
 
 
 def test_a_gpu_that_is_busy_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    products = iter([Repeated(1.0, 1.3), Repeated(1.2, 1.2)])
-    monkeypatch.setattr(calibrating, "_measure_product", lambda *_: next(products))
+    products = iter([ProductSpeed(1.2, Repeated(1.0, 1.3)), ProductSpeed(1.0, Repeated(1.2, 1.2))])
+    monkeypatch.setattr(calibrating, "measure_product", lambda *_: next(products))
     found = measure(CPU, torch.float32, TINY, [CPU], lambda _: None, deadline=0.0)
     (line,) = found.unsteady
     assert "products of one kind differ by 30%" in line and "products before and after training of one kind differ by 20%" in line

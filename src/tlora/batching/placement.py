@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tlora.batching.dispatch import Rank, dispatch
-from tlora.batching.replicas import ReplicaPlacement
+from tlora.batching.replicas import ReplicaPlacement, weights_of
 from tlora.wording.numbers import duration_text
 
 MOVE_SECONDS = 10.0  # a job's checkpoint, its load elsewhere, and the steps that neither GPU takes meanwhile
@@ -44,33 +44,66 @@ class Placement:
         return f"{self.excess:.0%} above what no placement can beat" if self.excess >= 0.005 else "no placement can be shorter"
 
 
-def place(seconds: Mapping[str, float], gpus: int, replicas: Mapping[str, int] | None = None, speeds: Sequence[float] = ()) -> Placement:
+def place(
+    seconds: Mapping[str, float],
+    gpus: int,
+    replicas: Mapping[str, int] | None = None,
+    speeds: Sequence[float] = (),
+    holds: Mapping[str, Collection[int]] | None = None,
+    kinds: Sequence[str] = (),
+) -> Placement:
     """By `dispatch`, the longest job first; then single moves and swaps while they shorten the longest GPU.
 
     Jobs of several `replicas` come before the others: each is spread over as many GPUs, or all where there are fewer. Evaluations are
     the lead rank's, so they alternate. The lower bound is the larger of the longest job that does not span and an equal
     share of all: no GPU ends before its longest job, nor all of them before the average. Ties go to the first GPU and the first job, so
     that every rank finds the same placement. `speeds`: of GPUs that differ, against that which `seconds` are of; a job that spans them
-    has a part on each by its speed.
+    has a part on each by its speed. `holds`: of a job that not all GPUs have memory for, those that do. `kinds`: what each GPU is, where a
+    job may span GPUs of one kind only. Raises CapacityError for a job that no GPU holds.
     """
     speeds = tuple(speeds) or (1.0,) * gpus
     assert gpus == len(speeds) >= 1, (gpus, speeds)
-    order = {name: i for i, name in enumerate(seconds)}
-    spans, fixed = _spread(seconds, speeds, replicas or {})
+    order, able = {name: i for i, name in enumerate(seconds)}, _Able(gpus, holds or {}, tuple(kinds))
+    spans, fixed = _spread(seconds, speeds, replicas or {}, able)
     narrow = {name: value for name, value in seconds.items() if name not in spans}
-    names, given = (
-        list(narrow),
-        dispatch(list(narrow.values()), [Rank(speed, busy_seconds=ahead) for speed, ahead in zip(speeds, fixed, strict=True)]),
-    )
+    names = list(narrow)
+    ranks = [Rank(speeds[gpu], able.items(names, gpu), busy_seconds=fixed[gpu]) for gpu in range(gpus)]
+    given = dispatch(list(narrow.values()), ranks)
     led = [sorted([names[item] for item in items], key=narrow.__getitem__, reverse=True) for items in given.items]
     loads = list(given.ends)
-    while (better := _improvement(led, loads, narrow, fixed, speeds)) is not None:
+    while (better := _improvement(led, loads, narrow, ranks, able)) is not None:
         led, loads = better
     spans = {name: spans[name] for name in seconds if name in spans}
     first = [[name for name, span in spans.items() if span.lead_rank == gpu] for gpu in range(gpus)]
     bound = max([sum(seconds.values()) / sum(speeds), *(own / max(speeds) for own in narrow.values())], default=0.0)
     jobs = tuple((*ahead, *sorted(own, key=order.__getitem__)) for ahead, own in zip(first, led, strict=True))
     return Placement(jobs, tuple(loads), bound, spans)
+
+
+@dataclass(frozen=True)
+class _Able:
+    """Which GPUs may have which job, as of `place`."""
+
+    gpus: int
+    holds: Mapping[str, Collection[int]]
+    kinds: tuple[str, ...]
+
+    def of(self, name: str) -> list[int]:
+        """Those with memory for it."""
+        return [gpu for gpu in range(self.gpus) if gpu in self.holds.get(name, range(self.gpus))]
+
+    def items(self, names: Sequence[str], gpu: int) -> Collection[int] | None:
+        """Positions of the jobs that a GPU holds; None: all."""
+        found = frozenset(item for item, name in enumerate(names) if gpu in self.holds.get(name, (gpu,)))
+        return None if len(found) == len(names) else found
+
+    def together(self, name: str) -> list[list[int]]:
+        """GPUs that it may span, by kind."""
+        if not self.kinds:
+            return [self.of(name)]
+        return [
+            [gpu for gpu in self.of(name) if self.kinds[gpu] == kind] for kind in dict.fromkeys(self.kinds[gpu] for gpu in self.of(name))
+        ]
 
 
 def at_last_stage(seconds: Mapping[str, float], stages: int) -> Placement:
@@ -80,25 +113,31 @@ def at_last_stage(seconds: Mapping[str, float], stages: int) -> Placement:
 
 
 def _spread(
-    seconds: Mapping[str, float], speeds: Sequence[float], replicas: Mapping[str, int]
+    seconds: Mapping[str, float], speeds: Sequence[float], replicas: Mapping[str, int], able: _Able
 ) -> tuple[dict[str, ReplicaPlacement], list[float]]:
     """Where the jobs of several replicas lie, and the seconds that each GPU computes of them."""
-    gpus, unequal = len(speeds), len(set(speeds)) > 1
+    gpus = len(speeds)
     spans: dict[str, ReplicaPlacement] = {}
     fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that it leads, on any rank
-    wide = [name for name in seconds if replicas.get(name, 1) > 1 and gpus > 1]
-    for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
-        count = replicas[name]
-        ranks = sorted(range(gpus), key=fixed.__getitem__)[: min(count, gpus)]
+    wide = [name for name in seconds if replicas.get(name, 1) > 1]
+
+    def span_on(group: list[int], count: int) -> ReplicaPlacement:
+        ranks = sorted(group, key=fixed.__getitem__)[: min(count, len(group))]
         uneven = count % len(ranks) > 0  # the lead rank then computes a replica more than the last: it is the GPU with the least to do
         ranks.sort(key=lambda gpu: (fixed[gpu], at_home[gpu]) if uneven else (at_home[gpu], fixed[gpu]))
-        span = spans[name] = ReplicaPlacement(count, tuple(ranks))
+        return ReplicaPlacement(count, tuple(ranks), weights_of(count, ranks, speeds))
+
+    def ends(span: ReplicaPlacement, name: str) -> dict[int, float]:
+        return {rank: fixed[rank] + seconds[name] * span.part(rank) / speeds[rank] for rank in span.ranks}
+
+    for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
+        tried = [span_on(group, replicas[name]) for group in able.together(name) if len(group) > 1]
+        if not tried:
+            continue
+        span = spans[name] = min(tried, key=lambda span: max(ends(span, name).values()))
         at_home[span.lead_rank] += seconds[name]
-        for rank in ranks:
-            if unequal:  # a part by each one's speed, so that all take equally long
-                fixed[rank] += seconds[name] / sum(speeds[one] for one in ranks)
-            else:
-                fixed[rank] += seconds[name] * span.part(rank) / speeds[rank]
+        for rank, end in ends(span, name).items():
+            fixed[rank] = end
     return spans, fixed
 
 
@@ -112,7 +151,7 @@ def describe_placement(placement: Placement) -> str:
 
 
 def _improvement(
-    led: list[list[str]], loads: list[float], seconds: Mapping[str, float], fixed: Sequence[float], speeds: Sequence[float]
+    led: list[list[str]], loads: list[float], seconds: Mapping[str, float], ranks: Sequence[Rank], able: _Able
 ) -> tuple[list[list[str]], list[float]] | None:
     """The move or swap between the longest GPU and another one that leaves the longer of the two the shortest. None if none helps."""
     full = loads.index(max(loads))
@@ -122,8 +161,10 @@ def _improvement(
             continue
         for mine in led[full]:
             for theirs in (None, *led[other]):
+                if able.holds and (other not in able.of(mine) or (theirs is not None and full not in able.of(theirs))):
+                    continue
                 shift = seconds[mine] - (seconds[theirs] if theirs is not None else 0.0)
-                longer = max(loads[full] - shift / speeds[full], loads[other] + shift / speeds[other])
+                longer = max(loads[full] - shift / ranks[full].speed, loads[other] + shift / ranks[other].speed)
                 if longer < best:
                     best, found = longer, (other, mine, theirs)
     if found is None:
@@ -135,23 +176,27 @@ def _improvement(
     if theirs is not None:
         moved[other].remove(theirs)
         moved[full].append(theirs)
-    return moved, [sum((seconds[name] / speed for name in own), ahead) for ahead, own, speed in zip(fixed, moved, speeds, strict=True)]
+    return moved, [sum((seconds[name] / rank.speed for name in own), rank.busy_seconds) for own, rank in zip(moved, ranks, strict=True)]
 
 
 def best_move(
-    left: Sequence[Mapping[str, float]], dry: int, move_seconds: float = MOVE_SECONDS, stays: Sequence[float] | None = None
+    left: Sequence[Mapping[str, float]],
+    dry: int,
+    move_seconds: float = MOVE_SECONDS,
+    stays: Sequence[float] | None = None,
+    speeds: Sequence[float] = (),
 ) -> tuple[int, str] | None:
     """The GPU and the job there that should go on on `dry`, which has nothing left to do. `left[g]`: seconds that each job of GPU g still
-    needs; `stays[g]`: those of what cannot move from there. None where no move shortens the end of that GPU by enough: `move_seconds`,
-    and a twentieth of its time.
+    needs there; `stays[g]`: those of what cannot move from there; `speeds`: of GPUs that differ. None where no move shortens the end of
+    that GPU by enough: `move_seconds`, and a twentieth of its time.
     """
-    rest = stays or [0.0] * len(left)
+    rest, speed = stays or [0.0] * len(left), tuple(speeds) or (1.0,) * len(left)
     totals = [sum(each.values()) + more for each, more in zip(left, rest, strict=True)]
     movable = [g for g in range(len(left)) if g != dry and len(left[g]) + (rest[g] > 0) > 1 and left[g]]
     full = max(movable, key=totals.__getitem__, default=None)
     if full is None:
         return None
-    total = totals[full]
-    name = min(left[full], key=lambda job: max(total - left[full][job], left[full][job] + move_seconds))
-    end = max(total - left[full][name], left[full][name] + move_seconds)
-    return (full, name) if total - end > max(move_seconds, _LEAST_GAIN * total) else None
+    total, slower = totals[full], speed[full] / speed[dry]
+    ends = {job: max(total - seconds, slower * seconds + move_seconds) for job, seconds in left[full].items()}
+    name = min(ends, key=ends.__getitem__)
+    return (full, name) if total - ends[name] > max(move_seconds, _LEAST_GAIN * total) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tlora.batching.dispatch import Rank, dispatch
 
@@ -15,14 +16,16 @@ LEAST_REPLICA_TOKENS = 1024
 @dataclass(frozen=True)
 class ReplicaPlacement:
     """Where the replicas of a job are computed: each of `ranks` has a stretch of them, in order, at least one. The first rank, which has
-    the first replica, is the job's lead rank.
+    the first replica, is the job's lead rank. `weights`: of each replica its share of a global batch; none: equal ones.
     """
 
     replicas: int
     ranks: tuple[int, ...]
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 < len(self.ranks) <= self.replicas and len(set(self.ranks)) == len(self.ranks), self
+        assert not self.weights or len(self.weights) == self.replicas, self
 
     @property
     def lead_rank(self) -> int:
@@ -41,13 +44,33 @@ class ReplicaPlacement:
 
     def part(self, rank: int) -> float:
         """The share of the job's work that `rank` has."""
-        return len(self.at(rank)) / self.replicas
+        here = self.at(rank)
+        return sum(self.weights[replica] for replica in here) if self.weights else len(here) / self.replicas
+
+    def to_json(self) -> dict[str, Any]:
+        """As `run.json` has it."""
+        found: dict[str, Any] = {"replicas": self.replicas, "gpus": list(self.ranks)}
+        return found | ({"weights": list(self.weights)} if self.weights else {})
 
 
-def cut(lengths: Sequence[int], replicas: int) -> list[list[int]]:
+def weights_of(replicas: int, ranks: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+    """Of each replica, with which all `ranks` take equally long: by the speed of its rank, among that one's replicas; none where speeds are
+    equal. `speeds`: of all ranks.
+
+    >>> weights_of(3, [0, 1], [3.0, 1.0])
+    (0.375, 0.375, 0.25)
+    """
+    if len({speeds[rank] for rank in ranks}) == 1:
+        return ()
+    lies, total = ReplicaPlacement(replicas, tuple(ranks)), sum(speeds[rank] for rank in ranks)
+    found = [lies.rank_of(replica) for replica in range(replicas)]
+    return tuple(speeds[rank] / total / found.count(rank) for rank in found)
+
+
+def cut(lengths: Sequence[int], replicas: int, weights: Sequence[float] = ()) -> list[list[int]]:
     """Positions of the global batch for each replica, each in the batch's order; a unit (sample or pair) is never split.
 
-    By `dispatch` over equal ranks: the longest unit that is left goes to the replica with the fewest tokens, so that the fullest and the
-    emptiest differ by one unit's length at most. With fewer units than replicas the last replicas are empty.
+    By `dispatch` over ranks as fast as `weights`, by default equal ones: the longest unit that is left goes to the replica that is through
+    first. Equal replicas differ by one unit's length at most. With fewer units than replicas the last replicas are empty.
     """
-    return [list(share) for share in dispatch(lengths, [Rank()] * replicas).items]
+    return [list(share) for share in dispatch(lengths, [Rank(weight) for weight in weights or [1.0] * replicas]).items]

@@ -23,11 +23,12 @@ import torch
 from tlora import durable
 from tlora.engine.calibration import CalibrationError
 from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers
+from tlora.engine.product_speed import half_precision, measure_product
 from tlora.errors import CapacityError, ConfigError
 from tlora.kernels.device import runs_kernels
 from tlora.planning.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.planning.plan import pick_device
-from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat
+from tlora.sharing.link_speed import LinkSpeed, measure_both_ways, measure_copies, measure_peers, repeat
 from tlora.supermodel.held_linear import possible_precisions
 from tlora.version import __version__
 from tlora.wording.numbers import gib
@@ -35,7 +36,6 @@ from tlora.wording.numbers import gib
 _LAST_BEGIN_SECONDS = 100.0  # from then on nothing is begun that a file can do without: it shall take 3 minutes at most
 _LEFT_TO_OTHERS = 2 << 30  # bytes of a GPU: contexts of this process and of a desktop take less
 _UNSTEADY = 0.1  # by which the median of repeats exceeds the best, or products get slower from the first to the last measurement
-_PRODUCT = {"cuda": 8192, "cpu": 256}  # rows, columns and inner size
 
 Note = Callable[[str], object]
 
@@ -92,11 +92,10 @@ def calibrate(device: str | None = None, out: Path | None = None, note: Note = p
         warnings.append(
             f"other processes have {gib(taken)} of this GPU: what they compute meanwhile makes it look slower. End them, and repeat"
         )
-    dtype = torch.bfloat16 if major >= 8 else torch.float16
     peers = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     try:
         with torch.cuda.device(place):
-            measured = measure(place, dtype, MadeUpBase(), peers, note, deadline=begun + _LAST_BEGIN_SECONDS)
+            measured = measure(place, half_precision(place), MadeUpBase(), peers, note, deadline=begun + _LAST_BEGIN_SECONDS)
     except CalibrationError as error:
         raise CapacityError(f"{name} cannot be measured: {error}. Run it while nothing else uses the GPU") from None
     known, peer_bytes = gpu_called(name), measured.peer_bytes
@@ -117,9 +116,8 @@ def measure(
     """All of `device`. `gpus`: of its host, itself among them. What a file can do without is left out after `deadline`, which is of
     `time.monotonic`.
     """
-    product = _measure_product(device, dtype)
-    first = _product_flops(device, product)
-    note(f"dense products in {_short(dtype)}: {first / 1e12:,.1f} TFLOP/s")
+    first = measure_product(device, dtype)
+    note(f"dense products in {_short(dtype)}: {first.flops / 1e12:,.1f} TFLOP/s")
     copies, launch = measure_copies(device), _launch_seconds(device)
     note(f"copies within its memory: {_gb(copies)} read and written; a launch takes the host {1e6 * launch:.1f} us")
     link = measure_both_ways(device)
@@ -131,20 +129,19 @@ def measure(
     training = measure_layers(device, dtype, base)
     note(_told_of(training, dtype))
     gain = _gain_in_8_bits(device, dtype, base, training, note, deadline)
-    last = _measure_product(device, dtype)
-    slowed = last.best / product.best - 1
+    last = measure_product(device, dtype)
+    slowed = first.flops / last.flops - 1
     unsteady = [
         f"{what} of one kind differ by {share:.0%}"
         for what, share in (
-            ("products", product.spread),
+            ("products", first.repeated.spread),
             ("copies from and to the host", link.spread),
             ("products before and after training", slowed),
         )
         if share > _UNSTEADY
     ]
     busy = [f"{', '.join(unsteady)}: the GPU has other work to do, or is short of power or cooling"] if unsteady else []
-    best = max(first, _product_flops(device, last))
-    return Measurements(_short(dtype), best, copies, launch, link, peer_bytes, training, gain, tuple(busy))
+    return Measurements(_short(dtype), max(first.flops, last.flops), copies, launch, link, peer_bytes, training, gain, tuple(busy))
 
 
 def spec_of(name: str, memory_bytes: int, capability: int, peer_bytes: float, measured: Measurements) -> dict[str, Any]:
@@ -172,17 +169,6 @@ def spec_of(name: str, memory_bytes: int, capability: int, peer_bytes: float, me
             "host": f"{platform.machine()}, {psutil.cpu_count()} cores",
         },
     }
-
-
-def _measure_product(device: torch.device, dtype: torch.dtype) -> Repeated:
-    size = _PRODUCT[device.type]
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty(size, size, device=device, dtype=dtype)
-    return repeat(lambda: torch.mm(a, b, out=out), [device])
-
-
-def _product_flops(device: torch.device, product: Repeated) -> float:
-    return 2 * _PRODUCT[device.type] ** 3 / product.best
 
 
 def _launch_seconds(device: torch.device) -> float:

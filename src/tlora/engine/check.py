@@ -282,7 +282,7 @@ def _on_gpus(
     """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
     device, count = where.place, where.count
     try:
-        form = choose_form(run, plan.jobs, model, model.base.num_bytes, device, plan.limit_bytes, count)
+        form = choose_form(run, plan.jobs, model, model.base.num_bytes, device, [plan.limit_bytes] * count)
     except (CapacityError, ConfigError, ModelError) as error:
         problems.append(str(error))
         return {}

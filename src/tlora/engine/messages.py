@@ -88,7 +88,7 @@ class Open:
 class Assign:
     """The data of all jobs is tokenized; of `run`, as it is by now, these jobs are led here. Answered by `Ready`. `store`: a file
     by which ranks find each other. With `shared` they share the base, with `stages` each has these of its layers, and the last leads
-    all jobs; `spans` are all jobs with replicas on several ranks.
+    all jobs; `spans` are all jobs with replicas on several ranks. Of jobs that are `kept_out` this rank has too little memory.
     """
 
     run: RunSpec
@@ -97,6 +97,7 @@ class Assign:
     shared: bool = False
     spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
     stages: tuple[LayerRange, ...] = ()
+    kept_out: frozenset[str] = frozenset()
 
 
 @message

@@ -33,7 +33,7 @@ from tlora.planning.base_parts import memory_of_stage
 from tlora.planning.job_plan import PlannedJob, start_ahead
 from tlora.planning.memory import bytes_when_shared
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
-from tlora.planning.plan import RunPlan, check_base_fits, plan_run, settle
+from tlora.planning.plan import PlacedJobs, RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
 from tlora.shape.stages import LayerRange
@@ -66,6 +66,7 @@ class Assignment:
     spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
     peer_jobs: frozenset[str] = frozenset()
     stage: LayerRange | None = None  # the last one, of a base in stages
+    kept_out: frozenset[str] = frozenset()  # jobs for which this process has too little memory, and others have not
 
 
 class Guard(Protocol):
@@ -124,7 +125,8 @@ def load(
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
         takes = base_bytes if assignment.stage is None else memory_of_stage(run, outlined, place, assignment.stage)
-        plan = plan_run(run, outlined, takes, place, Preparation(monitor.preparing, worker), resume, here, assignment.spans)
+        placed = PlacedJobs(assignment.spans, assignment.kept_out)
+        plan = plan_run(run, outlined, takes, place, Preparation(monitor.preparing, worker), resume, here, placed)
     # several GPUs hold a base whole or in parts
     plan, streamed = choose_layout(run, plan, outlined, place, this_machine(place, run.layout)) if assigned is None else (plan, None)
     check_base_fits(plan)

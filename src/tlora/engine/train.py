@@ -20,7 +20,7 @@ from tlora.engine.job_length import check_lengths
 from tlora.engine.launch_facts import launch_facts
 from tlora.engine.messages import JobReport, Stop
 from tlora.engine.ranks.attempts import train_on_ranks
-from tlora.engine.ranks.coordinator import CheckedRun
+from tlora.engine.ranks.checked_run import CheckedRun
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.ranks.external import digest_of
 from tlora.engine.ranks.rank_group import RankGroup

@@ -80,10 +80,12 @@ def stopped_early(spec: JobSpec, progress: TrainingProgress) -> bool:
 class JobRun:
     """A job's progress through its global batches and evaluations. `flow` is what it offers now."""
 
-    def __init__(self, spec: JobSpec, train: Dataset, evaluation: Dataset | None, replicas: int | None = None) -> None:
-        """`replicas` that each global batch is cut among; by default the job's `gpus`."""
+    def __init__(
+        self, spec: JobSpec, train: Dataset, evaluation: Dataset | None, replicas: int | None = None, weights: Sequence[float] = ()
+    ) -> None:
+        """`replicas` that each global batch is cut among; by default the job's `gpus`. `weights`: their shares; none: equal ones."""
         self.spec, self.train, self.evaluation = spec, train, evaluation
-        self.replicas = replicas or spec.gpus
+        self.replicas, self.weights = replicas or spec.gpus, tuple(weights)
         self.here: Sequence[int] = range(self.replicas)
         """Which of the replicas this process computes."""
         self.total_steps = spec.total_steps(epoch_size(train.epoch))
@@ -229,7 +231,7 @@ class JobRun:
         kind: Kind = "eval" if self.evaluating or self.measuring else "train"
         shares: list[Sequence[int]] = [samples]
         if kind == "train" and self.replicas > 1:
-            cuts = cut([int(data.lengths[i]) for i in samples], self.replicas)
+            cuts = cut([int(data.lengths[i]) for i in samples], self.replicas, self.weights)
             shares = [[samples[position] for position in positions] for positions in cuts]
         self.shared_among = [replica for replica, share in enumerate(shares) if share]
         self._shares = [(replica, share) for replica, share in enumerate(shares) if share and (replica in self.here or kind == "eval")]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,13 +23,14 @@ from tlora.wording.numbers import gib
 @dataclass(frozen=True)
 class BasePlacement:
     """`shared`: each GPU holds a part of every decoder layer. `stages`: each holds some of the layers, these. `why` is for a person; `plan`
-    is that of each GPU.
+    is that of a GPU that holds all jobs. `holds`: of a job that not all GPUs have memory for, those that do.
     """
 
     shared: bool
     why: str
     plan: RunPlan
     stages: tuple[LayerRange, ...] = ()
+    holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     @property
     def refused(self) -> list[str]:
@@ -42,27 +44,32 @@ def choose_form(
     model: SuperModel,
     base_bytes: int,
     device: torch.device,
-    limit: int,
-    gpus: int,
+    limits: Sequence[int],
     reads_peers: bool = True,
+    speeds: Sequence[float] = (),
 ) -> BasePlacement:
     """Whole, unless a shared base lets more jobs run: fetching costs some hundredths of the speed, and a lost GPU ends all. Where GPUs
-    cannot read each other's memory, stages in place of a shared base. Jobs that fit in none get a problem. `limit`: bytes of the GPU that
-    has the least; `reads_peers`: whether GPUs read each other's memory. Raises CapacityError for a base that does not fit at all,
-    ModelError for one that does not fit whole and cannot be cut, and ConfigError where it shall be streamed.
+    cannot read each other's memory, stages in place of a shared base. Jobs that fit in none get a problem. `limits`: bytes of each GPU;
+    `reads_peers`: whether GPUs read each other's memory; `speeds`: of GPUs that differ. Raises CapacityError for a base that does not fit
+    at all, ModelError for one that does not fit whole and cannot be cut, and ConfigError where it shall be streamed.
     """
+    gpus, limit = len(limits), min(limits)
     if run.layout == "streamed":
         raise ConfigError(f"layout: streamed is for one GPU, and these are {gpus}, which can hold a base in parts. Take it out, or --gpus")
     if run.layout == "stages" and gpus > 1:
-        return _in_stages(run, jobs, model, device, limit, gpus, "layout: stages")
+        return _in_stages(run, jobs, model, device, limits, speeds, "layout: stages")
     whole = plan_memory(run, jobs, model, base_bytes, device, limit)
     refused_whole = _refused(whole)
     fits_whole = whole.memory.base_bytes <= limit
+    if fits_whole and refused_whole and max(limits) > limit and run.layout != "shared":
+        if (larger := _on_some(run, jobs, model, base_bytes, device, limits)) is not None:
+            return larger
+        whole = plan_memory(run, jobs, model, base_bytes, device, limit)
     is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
     if run.layout == "whole" or (fits_whole and is_enough and run.layout != "shared"):
         return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
     if gpus > 1 and not reads_peers and run.layout != "shared":
-        return _in_stages(run, jobs, model, device, limit, gpus, "GPUs cannot read each other's memory")
+        return _in_stages(run, jobs, model, device, limits, speeds, "GPUs cannot read each other's memory")
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, shared_bytes, device, limit)
     parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} GPUs"
@@ -79,6 +86,25 @@ def choose_form(
     )
 
 
+def _on_some(
+    run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, base_bytes: int, device: torch.device, limits: Sequence[int]
+) -> BasePlacement | None:
+    """The whole base on each GPU, and jobs for which some have too little memory on the others. None where a job fits on none of them."""
+    holds: dict[str, tuple[int, ...]] = {}
+    plan = plan_memory(run, jobs, model, base_bytes, device, min(limits))
+    for limit in sorted(set(limits)):  # the largest last, as jobs keep the problems that they have there
+        here = jobs  # without those that do not fit there, of which the longest sample then counts for no other
+        while _refused(plan := plan_memory(run, here, model, base_bytes, device, limit)):
+            refused = [job for job in here if job.too_large in job.problems]
+            largest = max(refused, key=lambda job: (job.longest, job.layout.numel if job.layout is not None else 0))
+            holds[largest.spec.name] = tuple(gpu for gpu, other in enumerate(limits) if other > limit)
+            here = tuple(job for job in here if job is not largest)
+    if not all(holds.values()):
+        return None
+    each = "; ".join(f"{name} fits on GPU {', '.join(map(str, able))} alone" for name, able in holds.items())
+    return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}; {each}", plan, holds=holds)
+
+
 def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:
     """`run` as stages get it: what it leaves open of the budget and the recomputed layers is that of `plan`, and the links go through the
     host's memory where GPUs cannot read each other's. All micro-batches recompute what the largest must.
@@ -89,25 +115,36 @@ def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:
 
 
 def _in_stages(
-    run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, device: torch.device, limit: int, gpus: int, reason: str
+    run: RunSpec,
+    jobs: tuple[PlannedJob, ...],
+    model: SuperModel,
+    device: torch.device,
+    limits: Sequence[int],
+    speeds: Sequence[float],
+    reason: str,
 ) -> BasePlacement:
-    """Raises ModelError for a base that cannot be cut into stages, and CapacityError where the largest stage does not fit."""
+    """Raises ModelError for a base that cannot be cut into stages, and CapacityError where a stage does not fit."""
     check_stages(model.base)
+    gpus = len(limits)
     layers = len(layers_of(model.base.decoder))
     if layers < gpus:
         raise ConfigError(f"layout: stages needs a decoder layer for each GPU, and the base has {layers} for {gpus}. Take --gpus {layers}")
     parts = count_parts(model, device, max(job.spec.r for job in jobs))
-    cuts = cut_layers(parts.layer_weights, parts.head_weights, [1.0] * gpus)
+    cuts = cut_layers(parts.layer_weights, parts.head_weights, speeds or [1.0] * gpus)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
-    if max(sizes) > limit:
+    fullest = max(range(gpus), key=lambda rank: sizes[rank] - limits[rank])
+    if sizes[fullest] > limits[fullest]:
         raise CapacityError(
-            f"the largest of {gpus} stages of the base needs {gib(max(sizes))}, and the limit is {gib(limit)}. Take more GPUs, a smaller "
-            "base, or base_precision: nf4"
+            f"the largest of {gpus} stages of the base needs {gib(sizes[fullest])}, and the limit is {gib(limits[fullest])}. Take more "
+            "GPUs, a smaller base, or base_precision: nf4"
         )
     # Stage s keeps the activations of as many micro-batches as stages follow, itself included. All take what the tightest can.
     memories = [parts.stage_memory(cut.first, cut.stop, gpus - rank) for rank, cut in enumerate(ranges)]
-    tightest = min((plan_memory(run, jobs, model, memory, device, limit, stages=gpus) for memory in memories), key=_room)
-    plan = plan_memory(run, jobs, model, tightest.memory, device, limit, stages=gpus)  # what is wrong with jobs is that of the last plan
+    rooms = zip(memories, limits, strict=True)
+    plans = [plan_memory(run, jobs, model, memory, device, limit, stages=gpus) for memory, limit in rooms]
+    tightest = min(plans, key=_room)
+    # what is wrong with jobs is that of the last plan
+    plan = plan_memory(run, jobs, model, tightest.memory, device, tightest.limit_bytes, stages=gpus)
     each = "; ".join(f"GPU {rank}: layers {cut.first} to {cut.stop - 1}, {gib(sizes[rank])}" for rank, cut in enumerate(ranges))
     return BasePlacement(False, f"{reason}: {each}", plan, tuple(ranges))
 

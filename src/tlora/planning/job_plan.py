@@ -43,11 +43,17 @@ class PlannedJob:
     warnings: list[str] = field(default_factory=list)
     too_large: str | None = None  # that one of the problems which depends on the memory model
     span: ReplicaPlacement | None = None  # where its replicas are, if not all in one place
+    kept_out: bool = False  # of this device, which has too little memory for it, where another has not
 
     @property
     def replicas(self) -> int:
         """That each of its global batches is cut among."""
         return self.spec.gpus if self.span is None else self.span.replicas
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Shares of these, where they are not equal."""
+        return () if self.span is None else self.span.weights
 
     @property
     def compares_with_start(self) -> bool:

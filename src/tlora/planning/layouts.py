@@ -125,7 +125,8 @@ def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tup
     by_unit = [{job.name: unit.seconds(job) for job in jobs} for unit in units]
     seconds, totals = by_unit[0], [sum(each.values()) for each in by_unit]
     speeds = [totals[0] / total if total else 1.0 for total in totals]
-    placement = place(seconds, len(units), choose_replicas(jobs, seconds, len(units), run.deterministic), speeds)
+    kinds = [unit.devices[0].gpu.name for unit in units] if run.deterministic else ()  # each job then stays on one
+    placement = place(seconds, len(units), choose_replicas(jobs, seconds, len(units), run.deterministic), speeds, kinds=kinds)
     spanning = [replace(job, span=placement.spans.get(job.name)) for job in jobs]
     plans: dict[tuple[int, tuple[str, ...]], UnitPlan] = {}
     ends: list[tuple[float, UnitPlan]] = []

@@ -114,6 +114,16 @@ def pick_device(device: str | None) -> torch.device:
     return torch.device(wanted)
 
 
+@dataclass(frozen=True)
+class PlacedJobs:
+    """What a run on several devices has settled: `spans` of jobs with replicas in several places, and the jobs that are `kept_out` of this
+    one, which has too little memory for them.
+    """
+
+    spans: Mapping[str, ReplicaPlacement]
+    kept_out: frozenset[str] = frozenset()
+
+
 def plan_run(
     run: RunSpec,
     model: SuperModel,
@@ -122,17 +132,18 @@ def plan_run(
     preparation: Preparation,
     resume: bool = False,
     here: frozenset[str] | None = None,
-    spans: Mapping[str, ReplicaPlacement] | None = None,
+    placed: PlacedJobs | None = None,
 ) -> RunPlan:
     """Tokenize all data and plan every job on `model` (meta device). What is wrong with a job is in its `problems`.
 
     Call it before the base is loaded: the memory that is free then is the limit. With `resume`, a job that has a checkpoint in the
     run's directory goes on from that, and the adapter that it once started from may be gone. `here`: see `RunPlan`;
-    `base`, as of `plan_memory`; `spans`: of jobs with replicas in several places.
+    `base`, as of `plan_memory`.
     """
     jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
     for job in jobs:
-        job.span = (spans or {}).get(job.spec.name)
+        if placed is not None:
+            job.span, job.kept_out = placed.spans.get(job.spec.name), job.spec.name in placed.kept_out
     limit = memory_limit(device, run.memory_limit)
     return plan_memory(run, jobs, model, base, device, limit, here)
 
@@ -153,7 +164,7 @@ def plan_memory(
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
     memory = measure(model, base, device, rank) if isinstance(base, int) else base
     base_bytes = memory.base_bytes
-    sound = [job for job in jobs if is_sound(job)]
+    sound = [job for job in jobs if is_sound(job) and not job.kept_out]
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
     others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None else []
@@ -172,7 +183,7 @@ def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.devic
         job.too_large = None
     plan = fit(run, plan, memory, device)
     for job in plan.jobs:
-        check_capacity(job, plan)
+        check_capacity(job, replace(plan, longest=max(job.longest, plan.longest)) if job.kept_out else plan)
     return plan
 
 
@@ -187,7 +198,7 @@ def fit(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) 
 
 def fitted_jobs(run: RunSpec, plan: RunPlan) -> list[PlannedJob]:
     """The jobs to which micro-batches are fitted: those here. A deterministic run's budget follows from all, wherever they are."""
-    sound = [job for job in plan.jobs if is_sound(job)]
+    sound = [job for job in plan.jobs if is_sound(job) and not job.kept_out]
     return sound if run.deterministic else [job for job in plan.jobs_here if is_sound(job)] or sound
 
 

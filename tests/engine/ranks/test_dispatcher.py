@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 import pytest
 
-from tlora.batching.placement import place
+from tlora.batching.placement import best_move, place
 from tlora.engine.ranks.dispatcher import Dispatcher
 
 
@@ -50,13 +50,16 @@ class FakeRank:
 
 
 class Story:
-    def __init__(self, seed: int, gpus: int, jobs: int, wide: float = 0.0) -> None:
-        """`wide`: part of the jobs that span several ranks."""
+    def __init__(self, seed: int, gpus: int, jobs: int, wide: float = 0.0, unequal: bool = False) -> None:
+        """`wide`: part of the jobs that span several ranks. `unequal`: ranks have other speeds, and some jobs may go to some only."""
         self.rng = random.Random(seed)
         self.seconds = {f"j{i}": self.rng.choice([5.0, 20.0, 100.0, 400.0]) for i in range(jobs)}
-        placement = place(self.seconds, gpus, {job: self.rng.randint(2, 5) for job in self.seconds if self.rng.random() < wide})
-        self.spans = placement.spans
-        self.dispatcher = Dispatcher(self.seconds, placement)
+        replicas = {job: self.rng.randint(2, 5) for job in self.seconds if self.rng.random() < wide}
+        speeds = [self.rng.choice([0.3, 1.0, 2.0]) for _ in range(gpus)] if unequal else []
+        some = {job: self.rng.sample(range(gpus), self.rng.randint(1, gpus)) for job in self.seconds if unequal and self.rng.random() < 0.4}
+        placement = place(self.seconds, gpus, replicas, speeds, some)
+        self.spans, self.some = placement.spans, some
+        self.dispatcher = Dispatcher(self.seconds, placement, speeds=speeds, may_have=some)
         self.lost: set[int] = set()
         self.ranks = {g: FakeRank(g, placement.jobs[g], self.rng.randint(1, 3)) for g in range(gpus)}
         self.ended: Counter[str] = Counter()
@@ -76,6 +79,8 @@ class Story:
             span = self.spans.get(job)
             if span is not None and (what == "join" or number == span.lead_rank):
                 assert self.lost & set(span.ranks), f"{what} {job}: only a lost rank moves what spans"
+            if what == "join" and (left := set(self.some.get(job, ())) - self.lost):
+                assert number in left, f"{job} comes to a rank that may not have it"
             self.ranks[number].commands.append((what, job))
         self.dispatcher.commands.clear()
 
@@ -110,11 +115,12 @@ class Story:
         self.check()
 
 
+@pytest.mark.parametrize("unequal", [False, True])
 @pytest.mark.parametrize("wide", [0.0, 0.4])
 @pytest.mark.parametrize("seed", range(60))
-def test_every_job_ends_once_whatever_happens(seed: int, wide: float) -> None:
+def test_every_job_ends_once_whatever_happens(seed: int, wide: float, unequal: bool) -> None:
     rng = random.Random(seed)
-    story = Story(seed, rng.randint(1, 4), rng.randint(1, 12), wide)
+    story = Story(seed, rng.randint(1, 4), rng.randint(1, 12), wide, unequal)
     deaths = rng.sample(range(400), rng.randint(0, 3))
     for moment in range(20_000):
         if moment in deaths and len(story.ranks) > 1:
@@ -126,6 +132,52 @@ def test_every_job_ends_once_whatever_happens(seed: int, wide: float) -> None:
     assert set(story.ended) == set(story.seconds)
     assert set(story.ended.values()) == {1}
     assert not story.dispatcher.spans and not any(held.following for held in story.dispatcher._ranks.values())
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0])
+def test_a_rank_that_is_throttled_computes_less(factor: float) -> None:
+    """Ranks that train one job at a time, the second `factor` times as slow as the first, told so: it gets about its share of the work, and
+    all are through about when none could be earlier. Told nothing, it gets half at first, and what it has begun stays.
+    """
+    seconds, speeds = {f"j{i}": 10.0 for i in range(30)}, [1.0, 1 / factor]
+    ends = {told: _played(seconds, speeds, speeds if told else [], factor) for told in (True, False)}
+    (end, computed), (late, _) = ends[True], ends[False]
+    assert computed[1] / computed[0] == pytest.approx(1 / factor, rel=0.25)
+    assert sum(computed) == 300.0 and end <= 1.1 * 300 / sum(speeds) and end <= late
+
+
+def _played(seconds: dict[str, float], speeds: list[float], told: list[float], factor: float) -> tuple[float, list[float]]:
+    """When the last job ends, and the seconds (on a GPU of speed 1) that each rank has computed."""
+    placement = place(seconds, 2, speeds=told)
+    dispatcher, waiting = Dispatcher(seconds, placement, speeds=told), [list(jobs) for jobs in placement.jobs]
+    free_at, running, computed = [0.0, 0.0], [None, None], [0.0, 0.0]
+    while dispatcher.open:
+        for rank in (0, 1):
+            if running[rank] is None and waiting[rank]:
+                running[rank] = waiting[rank].pop(0)
+                free_at[rank] += seconds[running[rank]] / speeds[rank]
+                dispatcher.began(rank, running[rank])
+                if waiting[rank]:
+                    dispatcher.refused(rank)
+        rank = min((rank for rank in (0, 1) if running[rank]), key=free_at.__getitem__)
+        job, now = running[rank], free_at[rank]
+        running[rank], computed[rank] = None, computed[rank] + seconds[job]
+        free_at = [max(at, now) if running[other] is None else at for other, at in enumerate(free_at)]
+        dispatcher.end(rank, job)
+        while dispatcher.commands:
+            number, what, moved = dispatcher.commands.pop(0)
+            if what == "join":
+                waiting[number].append(moved)
+            elif moved in waiting[number]:
+                waiting[number].remove(moved)
+                dispatcher.left(number, moved)
+    return max(free_at), computed
+
+
+def test_a_job_that_moves_to_a_slower_rank_takes_longer_there() -> None:
+    assert best_move([{"a": 50.0, "b": 60.0}, {}], 1, 10.0) == (0, "a")
+    assert best_move([{"a": 50.0, "b": 60.0}, {}], 1, 10.0, speeds=[1.0, 0.4]) is None, "125 seconds there"
+    assert best_move([{"a": 50.0, "b": 60.0}, {}], 1, 10.0, speeds=[0.5, 1.0]) == (0, "b"), "50 s stay, 30 s go"
 
 
 def test_with_no_rank_left_jobs_stay_open() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ class World:
             span = spans.get(job.name, ReplicaPlacement(1, (jobs.index(job) % count,)))
             for rank in span.ranks:
                 evaluation = sets[1] if job.eval_steps and rank == span.lead_rank else None
-                self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas))
+                self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas, span.weights))
 
     def route(self, note: Note | Faulty) -> None:
         span = self.spans[note.job]
@@ -115,6 +116,30 @@ def test_any_interleaving_gives_the_bytes_of_replicas_in_turn(sets: Sets, seed: 
         assert_same(ended(world.heard[home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
     elsewhere = [report for rank in (0, 2) for report in world.heard[rank] if not isinstance(report, Ended) or report.job_id == "spanning"]
     assert not [report for report in elsewhere if getattr(report, "job_id", "") == "spanning"], "only a home reports"
+
+
+UNEQUAL = {"spanning": (0.6, 0.15, 0.25), "second": (0.1, 0.1, 0.4, 0.4)}
+
+
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3))])
+def test_unequal_replicas_give_the_bytes_of_one_process_that_cuts_alike(sets: Sets, seed: int) -> None:
+    """And no job beside them has others."""
+    rng = random.Random(seed)
+    jobs, spans = story()
+    unequal = {name: replace(span, weights=UNEQUAL[name]) for name, span in spans.items()}
+    world = World(jobs, unequal, sets, 3, [rng.choice([25, 60, 300]) for _ in range(3)])
+    world.run(rng)
+    for job in jobs:
+        home = spans[job.name].lead_rank if job.name in spans else 0
+        run = JobRun(job, sets[0], sets[1] if job.eval_steps else None, None, UNEQUAL.get(job.name, ()))
+        heard: list[Report] = []
+        engine = Engine(SuperModel(make_base(make_model(), "tiny"), deterministic=True), 60, heard.append)
+        engine.join(run)
+        while engine.run_micro_batch() is not None:
+            pass
+        assert_same(ended(world.heard[home], job.name), ended(heard, job.name))
+    evenly = trained(jobs[2], sets[0], None)
+    assert not torch.equal(ended(world.heard[2], "second").params, evenly.params), "the sums are those of other parts"
 
 
 def test_losses_and_tokens_are_those_of_replicas_in_turn(sets: Sets) -> None:

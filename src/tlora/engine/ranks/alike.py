@@ -1,14 +1,11 @@
-"""What the ranks of a run must have in common: software, jobs file and kind of GPU."""
+"""What the ranks of a run must have in common: software and jobs file."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from tlora.engine.messages import Hello
 from tlora.errors import ConfigError
 from tlora.store.model_card import library_versions
 from tlora.version import __version__
-from tlora.worker_protocol import Memory
 
 
 def check_alike(hello: Hello, digest: str) -> None:
@@ -20,11 +17,3 @@ def check_alike(hello: Hello, digest: str) -> None:
         what = "another jobs file, or other options, than rank 0. Launch all with the same command"
     if what:
         raise ConfigError(f"rank {hello.rank} on {hello.host} has {what}")
-
-
-def check_kinds(memory: Mapping[int, Memory]) -> None:
-    """Raises ConfigError for GPUs of different kinds."""
-    names = {rank: each.device for rank, each in sorted(memory.items())}
-    if len(set(names.values())) > 1:
-        each = ", ".join(f"{rank} is {name}" for rank, name in names.items())
-        raise ConfigError(f"the GPUs are of different kinds ({each}), and jobs are placed as on equal ones. Choose some of one kind")

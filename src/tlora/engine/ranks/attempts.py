@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tlora.data.prepare import DataWorker
 from tlora.engine.earlier_run import earlier_ends
-from tlora.engine.ranks.coordinator import CheckedRun, Coordinator, LostBeforeTrainingError
+from tlora.engine.ranks.checked_run import CheckedRun
+from tlora.engine.ranks.coordinator import Coordinator, LostBeforeTrainingError
 from tlora.engine.ranks.rank_group import RankGroup
 from tlora.engine.results import Results
 from tlora.errors import CapacityError, RankError

@@ -9,14 +9,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from tlora import errors
-from tlora.batching.placement import at_last_stage, describe_placement, place
+from tlora.batching.placement import at_last_stage, describe_placement
 from tlora.data.prepare import DataWorker, Preparation
 from tlora.engine.earlier_run import to_plan, with_plans
 from tlora.engine.interrupts import describe_interrupt, interrupts
@@ -35,22 +34,22 @@ from tlora.engine.messages import (
     RowMade,
     Shown,
 )
-from tlora.engine.ranks.alike import check_alike, check_kinds
+from tlora.engine.ranks.alike import check_alike
+from tlora.engine.ranks.checked_run import CheckedRun
 from tlora.engine.ranks.dispatcher import Dispatcher
+from tlora.engine.ranks.kinds import Gpus, check_stages_alike, earlier_kinds, gpus_of, place_on
 from tlora.engine.ranks.progress_aggregator import ProgressAggregator
 from tlora.engine.ranks.rank_group import Lost, RankGroup
 from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
-from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
-from tlora.job import RunSpec
 from tlora.planning.base_placement import choose_form, fixed_to
 from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
 from tlora.planning.job_work import choose_replicas
 from tlora.planning.work import predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.shape.stages import LayerRange
-from tlora.store.fingerprint import BaseGuard
+from tlora.shape.work import TrainingRate
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter
 from tlora.store.run_directory import HeldDirectory, write_run_file
@@ -64,20 +63,6 @@ from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 _SHOW_SECONDS = 0.25
 _TOLD_SECONDS = 0.1  # of waiting: less is not worth a line
-
-
-@dataclass(frozen=True)
-class CheckedRun:
-    """A run that has been checked as far as its files allow."""
-
-    run: RunSpec
-    resume: bool
-    overwrite: bool
-    watcher: Watcher
-    guard: BaseGuard
-    digest: str = ""  # of the jobs file as it was read, where a launcher's ranks have read it too
-    again: bool = False  # after the loss of a GPU: jobs that fitted before must fit now
-    ended: Mapping[str, JobResult] = field(default_factory=dict[str, JobResult])  # by an earlier run
 
 
 class LostBeforeTrainingError(Exception):
@@ -101,6 +86,9 @@ class Coordinator:
         self.shared = False  # the base, by all ranks
         self._stages: tuple[LayerRange, ...] = ()  # of the base, one for each rank
         self._assigned = order.run  # as the ranks get it
+        self._gpus = Gpus((), (), ())
+        self._holds: dict[str, tuple[int, ...]] = {}  # of jobs that not all GPUs have memory for
+        self._kinds: dict[str, str] = {}  # of GPU, of jobs that must stay on one
         self._must_meet = False  # ranks read each other's memory: none can be ready without the others
 
     # -- before training -----------------------------------------------------------------------------------------------
@@ -112,21 +100,26 @@ class Coordinator:
         self._stage(f"starting {self._rank_group.count} ranks")
         seconds, replicas = self._plan(data_worker)
         if self._stages:
-            placement = at_last_stage(seconds, self._rank_group.count)
+            placement, last = at_last_stage(seconds, self._rank_group.count), [self._rank_group.count - 1]
+            self._dispatcher = Dispatcher(seconds, placement, ranks=last)
         else:
-            placement = place(seconds, self._rank_group.count, replicas)
+            earlier = earlier_kinds(self.run) if self._order.resume else {}
+            placement, may_have = place_on(self._gpus, seconds, replicas, self._holds, self.run.deterministic, earlier)
             self._order.watcher.note(describe_placement(placement))
-        self._dispatcher = Dispatcher(seconds, placement, ranks=[self._rank_group.count - 1] if self._stages else None)
+            self._dispatcher = Dispatcher(seconds, placement, speeds=self._gpus.speeds, may_have=may_have)
+            if self.run.deterministic and (kinds := self._gpus.kinds_by_job(may_have)):
+                self._kinds = kinds
+                self._order.watcher.note(self._gpus.describe_kept(kinds))
         self._specs = {job.name: job for job in self.run.jobs}
         self._aggregator.spans = self._rank_group.spans = self._dispatcher.spans
-        self._spans = {job: {"replicas": span.replicas, "gpus": list(span.ranks)} for job, span in placement.spans.items()}
+        self._spans = {job: span.to_json() for job, span in placement.spans.items()}
         self._must_meet = self._in_parts or bool(placement.spans)
         for rank, lost in self._rank_group.lost.items():
             self._lose(rank, lost)
         store = self._rank_group.store if self._must_meet else ""
         for rank in self._rank_group.living:
-            jobs = frozenset(placement.jobs[rank])
-            self._rank_group.send(rank, Assign(self._assigned, jobs, store, self.shared, placement.spans, self._stages))
+            jobs, kept_out = frozenset(placement.jobs[rank]), frozenset(job for job, able in self._holds.items() if rank not in able)
+            self._rank_group.send(rank, Assign(self._assigned, jobs, store, self.shared, placement.spans, self._stages, kept_out))
         self._until_all(self._rank_group.ready)
         if not self._rank_group.ready or (self._must_meet and self._rank_group.lost):
             self._raise_all_lost()
@@ -156,18 +149,20 @@ class Coordinator:
             order.watcher.note(line)
         self.run = with_plans(run, [job.spec for job in planned])
         self._choose_form(planned, model)
-        seconds = predicted_seconds(open_jobs, model, device)
+        seconds = predicted_seconds(open_jobs, model, device, TrainingRate(self._gpus.flops))
         return seconds, choose_replicas(open_jobs, seconds, self._rank_group.count, run.deterministic)
 
     def _choose_form(self, planned: tuple[PlannedJob, ...], model: SuperModel) -> None:
         self._until_all(self._rank_group.memory)
         if not self._rank_group.memory:
             self._raise_all_lost()
-        check_kinds(self._rank_group.memory)
-        limit = min(each.limit_bytes[0] for each in self._rank_group.memory.values())
+        gpus = self._gpus = gpus_of(self._rank_group.memory, self._rank_group.count)
         base_bytes, reads_peers = model.base.num_bytes, all(each.reads_peers for each in self._rank_group.memory.values())
-        device, count = torch.device(self._devices[0]), self._rank_group.count
-        form = choose_form(self.run, planned, model, base_bytes, device, limit, count, reads_peers)
+        form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), gpus.limits, reads_peers, gpus.speeds)
+        self._holds = dict(form.holds)
+        if len(gpus.kinds) > 1:
+            self._order.watcher.note(gpus.describe())
+            check_stages_alike(self.run, gpus, bool(form.stages))
         if self._order.again and form.refused:
             raise CapacityError(f"{form.refused[0]} does not fit on {self._rank_group.count} GPU{'s' * (self._rank_group.count > 1)}")
         self.shared, self._stages = form.shared, form.stages
@@ -204,6 +199,7 @@ class Coordinator:
             "base_shared": self.shared,
             **({"stages": [[each.first, each.stop] for each in self._stages]} if self._stages else {}),
             **({"spans": self._spans} if self._spans else {}),
+            **({"kinds": self._kinds} if self._kinds else {}),
             "gpus": {str(rank): {key: each.facts[key] for key in keys} for rank, each in ready.items()},
         }
 
@@ -387,6 +383,8 @@ class Coordinator:
             jobs = self._dispatcher.lose(rank) if rank in self._dispatcher.ranks else []
             rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks and not self._must_end else ""
             self._order.watcher.note(f"GPU {rank} is lost: {lost.reason}{rest}")
+            if strayed := self._gpus.strayed(self._kinds, jobs, self._dispatcher.ranks):
+                self._order.watcher.note(strayed)
 
     def _lose_early(self, rank: int, lost: Lost) -> None:
         """The others would wait for it. Raises what the rank has ended with, or LostBeforeTrainingError."""

@@ -2,12 +2,14 @@
 
 Pure: reports come in as calls, commands go out in `commands`. A job that waits goes to whichever rank has room; a rank that has nothing
 left takes a job from the fullest one if that shortens the end; the jobs of a lost rank go to the others. A job that spans several ranks
-stays where it is; with one of these lost it spans no longer, and goes on in one place.
+stays where it is; with one of these lost it spans no longer, and goes on in one place. A job goes only to ranks that may have it; where no
+such rank is left, to any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,13 +50,18 @@ class Dispatcher:
         placement: Placement,
         move_seconds: float = MOVE_SECONDS,
         ranks: Collection[int] | None = None,
+        speeds: Sequence[float] = (),
+        may_have: Mapping[str, Collection[int]] | None = None,
     ) -> None:
-        """`seconds`: predicted for each job alone on one GPU. `ranks`: those that take jobs, by default all."""
-        self._seconds, self._move_seconds = dict(seconds), move_seconds
+        """`seconds`: predicted for each job alone on one GPU. `ranks`: those that take jobs, by default all. `speeds`: of GPUs that differ,
+        against that which `seconds` are of. `may_have`: of a job that shall not go to all ranks, those that may have it.
+        """
+        self._seconds, self._move_seconds, self._may_have = dict(seconds), move_seconds, dict(may_have or {})
+        self._speeds = defaultdict[int, float](lambda: 1.0, enumerate(speeds))
         taking = range(len(placement.jobs)) if ranks is None else ranks
         self._ranks = {rank: _Rank(list(placement.jobs[rank]), has_room=not placement.jobs[rank]) for rank in taking}
         for rank, held in self._ranks.items():
-            held.following = {job: seconds[job] * placement.spans[job].part(rank) for job in placement.parts(rank)}
+            held.following = {job: seconds[job] * placement.spans[job].part(rank) / self._speeds[rank] for job in placement.parts(rank)}
         self.spans: dict[str, ReplicaPlacement] = dict(placement.spans)
         self._goes_to: dict[str, int] = {}  # of jobs that leave: where they go on
         self.commands: list[tuple[int, Literal["join", "leave"], str]] = []
@@ -90,21 +97,29 @@ class Dispatcher:
         self._ranks[rank].running[job] = left_seconds
         if (span := self.spans.get(job)) is not None:
             for peer in span.peers:
-                self._ranks[peer].following[job] = left_seconds * span.part(peer) / span.part(rank)
+                relative = span.part(peer) / self._speeds[peer] * self._speeds[rank] / span.part(rank)
+                self._ranks[peer].following[job] = left_seconds * relative
 
     def _here(self, rank: int, job: str) -> float:
         """Predicted seconds of what the rank, which is the job's lead rank, computes of it."""
         span = self.spans.get(job)
-        return self._seconds[job] * (span.part(rank) if span is not None else 1.0)
+        return self._seconds[job] * (span.part(rank) if span is not None else 1.0) / self._speeds[rank]
+
+    def _may(self, rank: int, job: str) -> bool:
+        able = self._may_have.get(job)
+        return able is None or rank in able or not any(other in able for other in self._ranks)
 
     def _load(self, rank: int) -> float:
         held = self._ranks[rank]
         return sum(held.running.values()) + sum(held.following.values()) + sum(self._here(rank, job) for job in held.waiting)
 
-    def _can_move(self, rank: int) -> list[str]:
-        """Jobs that wait on the rank and could as well wait elsewhere."""
-        held = self._ranks[rank]
-        return [job for job in held.waiting if job not in held.leaving and job not in self.spans]
+    def _can_move(self, rank: int, target: int) -> list[str]:
+        """Jobs that wait on the rank and could as well wait on the other one: on a slower one, if they end sooner there than all is done
+        here.
+        """
+        held, speed, room = self._ranks[rank], self._speeds[target], self._load(rank) - self._load(target)
+        free = [job for job in held.waiting if job not in held.leaving and job not in self.spans and self._may(target, job)]
+        return [job for job in free if speed >= self._speeds[rank] or self._seconds[job] / speed < room]
 
     def refused(self, rank: int) -> None:
         """The first of the rank's waiting jobs has no room there now."""
@@ -125,20 +140,21 @@ class Dispatcher:
         keeps another job.
         """
         dry = self._ranks[rank].dry
-        others = [r for r, held in self._ranks.items() if r != rank and (held.is_full or (dry and held.keeps_one)) and self._can_move(r)]
+        could = [r for r, held in self._ranks.items() if r != rank and (held.is_full or (dry and held.keeps_one))]
+        others = [r for r in could if self._can_move(r, rank)]
         if not others:
             return None
         full = max(others, key=self._load)
-        return full, self._can_move(full)[-1]
+        return full, self._can_move(full, rank)[-1]
 
     def _running_elsewhere(self, rank: int) -> tuple[int, str] | None:
         if not self._ranks[rank].dry:
             return None
         order = list(self._ranks)
         moves = [{} if held.leaving else held.running for held in self._ranks.values()]  # one at a time
-        free = [{job: seconds for job, seconds in each.items() if job not in self.spans} for each in moves]
+        free = [{job: seconds for job, seconds in each.items() if job not in self.spans and self._may(rank, job)} for each in moves]
         stays = [self._load(r) - sum(here.values()) for r, here in zip(order, free, strict=True)]
-        found = best_move(free, order.index(rank), self._move_seconds, stays)
+        found = best_move(free, order.index(rank), self._move_seconds, stays, [self._speeds[r] for r in order])
         return (order[found[0]], found[1]) if found is not None else None
 
     def _move(self, source: int, job: str, target: int) -> None:
@@ -202,8 +218,9 @@ class Dispatcher:
             return
         loads = {r: self._load(r) for r in self._ranks}
         for job in sorted(jobs, key=self._seconds.__getitem__, reverse=True):
-            target = min(loads, key=loads.__getitem__)
-            loads[target] += self._seconds[job]
+            ends = {rank: load + self._seconds[job] / self._speeds[rank] for rank, load in loads.items() if self._may(rank, job)}
+            target = min(ends, key=ends.__getitem__)
+            loads[target] = ends[target]
             self._give(target, job)
 
     def _give(self, rank: int, job: str) -> None:

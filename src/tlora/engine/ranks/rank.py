@@ -46,6 +46,7 @@ from tlora.engine.messages import (
     Stop,
     ToRank,
 )
+from tlora.engine.product_speed import estimate_training
 from tlora.engine.ranks.early_stage import EarlyStage, meet_last_stage
 from tlora.engine.ranks.last_stage import StagePipeline, meet_early_stages
 from tlora.engine.ranks.link import RankLine, connect
@@ -62,6 +63,7 @@ from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
+from tlora.planning.work import flops_here
 from tlora.processes import die_with_parent
 from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import Peers, Sharing
@@ -149,7 +151,8 @@ class RankOfRun:
         opened = self._next(Open)
         run, place = opened.run, torch.device(opened.device)
         reads = run.links != "host" and reads_peers(place)
-        self._line.send(Memory((memory_limit(place, run.memory_limit),), name_of(place), reads))
+        limit = memory_limit(place, run.memory_limit)
+        self._line.send(Memory((limit,), name_of(place), reads, training_flops(place)))
         watcher = Watcher(self._show, lambda line: self._line.send(LogLine(line)))
         monitor = RunMonitor(
             Path(run.output_dir),
@@ -228,7 +231,7 @@ class RankOfRun:
         sharing = self._meet("base") if assign.shared else None
         peer_jobs = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
         stage = assign.stages[self._number] if assign.stages else None
-        return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, stage)
+        return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, stage, assign.kept_out)
 
     def _meet(self, about: str) -> Sharing:
         assert self._store is not None, "no store was assigned"
@@ -286,6 +289,11 @@ class RankOfWorker:
 
 def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def training_flops(device: torch.device) -> float:
+    """Of a GPU that the table does not have, by a product that is timed; 0 of a CPU."""
+    return (flops_here(device) or estimate_training(device)) if device.type == "cuda" else 0.0
 
 
 def reads_peers(device: torch.device) -> bool:
