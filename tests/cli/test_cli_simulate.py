@@ -85,6 +85,7 @@ def test_help_is_fast_and_names_every_option() -> None:
         "seed",
         "seeds",
         "paper",
+        "mixed",
         "gpus",
         "nodes",
         "gpu",
@@ -263,6 +264,10 @@ def test_a_decomposition_is_printed_and_written(trace: str) -> None:
     (line,) = (line for line in out.splitlines() if line.startswith("gain of residual_capacity: "))
     assert all(f" {each['means']} {each['factor']:.2f}" in line for each in found["decomposition"])
     assert math.prod(each["factor"] for each in found["decomposition"]) == pytest.approx(found["rows"][-1]["gain"])
+    for row in found["rows"]:
+        bases = [each for each in found["by_base"] if each["name"] == row["name"]]
+        assert bases and sum(each["jobs_done"] for each in bases) == row["jobs_done"]
+        assert all(each["gpu_seconds"] > 0 and each["tokens_per_gpu_second"] > 0 for each in bases)
 
 
 def test_a_closed_sweep_shows_throughput_over_the_bound(trace: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tlora.sim.mapping import (
     MOST_TOKENS,
     RULES,
     LoraDraw,
+    adapter_parameters,
     draw_lora,
     logged_jobs,
     mapped_jobs,
@@ -128,6 +129,19 @@ def test_sample_lengths_keep_the_mean_and_end_at_the_longest(mean: int) -> None:
     assert len(lengths) == 128 and list(lengths) == sorted(lengths) and lengths[0] >= 1
     assert lengths[-1] == min(4 * mean, MOST_TOKENS)
     assert fmean(lengths) == pytest.approx(mean, rel=0.01)  # the last share's middle is less than its mean
+
+
+@pytest.mark.parametrize(
+    ("base", "a_rank"),
+    [
+        ("qwen3-0.6b", 28 * (2 * (1024 + 2048) + 2 * (1024 + 1024) + 3 * (1024 + 3072))),
+        ("qwen3-1.7b", 28 * (2 * (2048 + 2048) + 2 * (2048 + 1024) + 3 * (2048 + 6144))),
+        ("llama-3-8b", 2_621_440),
+        ("llama-3-70b", 80 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))),
+    ],
+)
+def test_adapters_have_the_parameters_of_their_base(base: str, a_rank: int) -> None:
+    assert adapter_parameters(4, "all-linear", base) == 4 * a_rank > adapter_parameters(4, "attention", base)
 
 
 # -- anchored replay ---------------------------------------------------------------------------------------------------

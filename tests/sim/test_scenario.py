@@ -12,7 +12,7 @@ import pytest
 from tests.sim.small_traces import LINES, write_trace
 from tlora.errors import ConfigError, DataError
 from tlora.protocol import JobProfile, JobSubmitted, to_json
-from tlora.sim.mapping import BASES
+from tlora.sim.mapping import BASES, RULES
 from tlora.sim.scenario import (
     Scenario,
     check_names,
@@ -80,6 +80,24 @@ def test_what_is_drawn_depends_on_seed_and_mode() -> None:
     assert jobs == scene_of(few).jobs != scene_of(replace(few, seed=1)).jobs
     ranks = {job.job.profile.adapter_parameters for job in scene_of(replace(few, paper=True)).jobs}
     assert max(ranks) < max(job.job.profile.adapter_parameters for job in jobs)  # 16 at most, not 64
+
+
+def test_mixed_jobs_lie_over_four_bases_with_adapters_of_their_shapes() -> None:
+    mixed = Scenario(gpu="h200-from-128", mixed=True, jobs=300)
+    jobs = [job.job for job in scene_of(mixed).jobs]
+    by_base = {base: [job for job in jobs if job.base_model == base] for base, _ in RULES["mixed"].bases}
+    assert all(by_base.values()) and sum(map(len, by_base.values())) == len(jobs)
+    largest = [max(job.profile.adapter_parameters for job in own) for own in by_base.values()]
+    assert largest == sorted(largest)
+    for kernels in ("tlora", "peft"):
+        assert set(by_base) <= set(cost_of(mixed, kernels).constants)
+
+
+def test_mixed_jobs_need_constants_of_all_their_bases_and_one_way_to_draw() -> None:
+    with pytest.raises(ConfigError, match="gpu 'h200' has no constants of qwen3-1.7b, which --mixed draws. Add --gpu h200-from-128"):
+        scene_of(Scenario(mixed=True, jobs=3))
+    with pytest.raises(ConfigError, match="--paper and --mixed both say what is drawn"):
+        scene_of(Scenario(gpu="h200-from-128", mixed=True, paper=True, jobs=3))
 
 
 def test_constants_are_scaled_for_all_kernels_and_kappa_for_ours() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora.errors import DataError
-from tlora.sim.trace import NEVER_RAN, NO_GPU, NO_SECOND, SHIPPED, TRACES, TraceJob, read_trace
+from tlora.sim.trace import NEVER_RAN, NO_GPU, NO_SECOND, SHIPPED, TRACES, TraceJob, end_of, is_unfinished, read_trace
 
 OWN = "job_id,submit_s,gpus,duration_s,user,vc,type,state"
 SEREN = "job_id,user,node_num,gpu_num,cpu_num,type,state,submit_time,start_time,end_time,duration,queue,gpu_time"
@@ -97,6 +97,14 @@ def test_helios_has_no_time_zone_and_no_type(tmp_path: Path) -> None:
 def test_a_logged_job_that_had_not_ended_is_left_out_though_its_row_has_an_end(tmp_path: Path, state: str) -> None:
     trace = read_trace(written(tmp_path, HELIOS, HELIOS_ROWS[0], HELIOS_ROWS[1].replace("FAILED", state)))
     assert [job.job_id for job in trace.jobs] == ["1425511"] and trace.skipped == {NEVER_RAN: 1}
+
+
+def test_phases_of_kubernetes_pods_are_known(tmp_path: Path) -> None:
+    assert [end_of(phase) for phase in ("Succeeded", "Failed", "Unknown")] == ["done", "failed", "done"]
+    assert [is_unfinished(phase) for phase in ("Running", "Pending", "Succeeded", "Failed")] == [True, True, False, False]
+    rows = [own_row(phase).replace("COMPLETED", phase) for phase in ("Succeeded", "Running", "Pending", "Failed")]
+    trace = read_trace(written(tmp_path, OWN, *rows))
+    assert [job.state for job in trace.jobs] == ["Succeeded", "Failed"] and trace.skipped == {NEVER_RAN: 2}
 
 
 def test_a_trace_of_jobs_that_had_not_ended_is_refused_with_their_number(tmp_path: Path) -> None:

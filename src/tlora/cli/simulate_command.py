@@ -32,6 +32,9 @@ _SWEEP = (
 )
 
 
+_Mixed = Annotated[
+    bool, typer.Option("--mixed", help="Draw bases of 0.6B to 70B, and jobs as small as recipes have them (--gpu h200-from-128).")
+]
 _Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in the whole cluster.", show_default="128", rich_help_panel=_CLUSTER)]
 _Nodes = Annotated[str | None, typer.Option(metavar="16x8", help="Nodes x GPUs per node.", show_default="of 8", rich_help_panel=_CLUSTER)]
 _Kernels = Annotated[str, typer.Option(metavar="tlora|peft|trl", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)]
@@ -72,6 +75,7 @@ def simulate(  # one parameter for each option, as typer has it
     seed: Annotated[int | None, typer.Option(min=0, help="Seed for what the trace does not record.", show_default="0")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0-2|0,5", help="Several seeds; prints their means.", show_default=False)] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Draw ranks and batches as tLoRA's paper does.")] = False,
+    mixed: _Mixed = False,
     gpus: _Gpus = None,
     nodes: _Nodes = None,
     gpu: Annotated[str, typer.Option(metavar="TYPE", help="A GPU type with measured constants.", rich_help_panel=_CLUSTER)] = "h200",
@@ -101,7 +105,8 @@ def simulate(  # one parameter for each option, as typer has it
     num_nodes, gpus_per_node = _cluster(gpus, nodes)
     truth = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
     conditions = replace(truth, usage_half_life_seconds=usage_half_life_seconds)
-    plain = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, closed=closed, conditions=conditions)
+    drawn = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, mixed=mixed)
+    plain = replace(drawn, closed=closed, conditions=conditions)
     check_names(plain)
     contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))
     outputs = Outputs(csv_dir, html, json_file)

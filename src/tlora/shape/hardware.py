@@ -32,7 +32,9 @@ def load_constants(path: Path | None = None) -> dict[str, dict[str, dict[str, Ba
         return _loaded(path)
     found: dict[str, dict[str, dict[str, BaseConstants]]] = {}
     for file in resources.files("tlora.shape").joinpath("constants").iterdir():
-        found |= _loaded(file)  # one file for each type of GPU
+        for gpu, sets in _loaded(file).items():  # several files may have bases of one type of GPU
+            for kernels, bases in sets.items():
+                found.setdefault(gpu, {}).setdefault(kernels, {}).update(bases)
     return found
 
 

@@ -28,13 +28,16 @@ _T = TypeVar("_T")
 # Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `shape.hardware.cost_model`.
 BASES = {"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"}
 
-# Llama 3 8B (its config.json): features in and out of the linears of one layer.
-_HIDDEN, _KEY_VALUE, _INTERMEDIATE, _LAYERS = 4096, 1024, 14336, 32
-_ATTENTION = ((_HIDDEN, _HIDDEN), (_HIDDEN, _KEY_VALUE), (_HIDDEN, _KEY_VALUE), (_HIDDEN, _HIDDEN))
-_MLP = ((_HIDDEN, _INTERMEDIATE), (_HIDDEN, _INTERMEDIATE), (_INTERMEDIATE, _HIDDEN))
+# By their config.json: hidden size, features of all queries, of all keys, between the linears of the MLP, and layers.
+_SHAPES = {
+    "qwen3-0.6b": (1024, 2048, 1024, 3072, 28),
+    "qwen3-1.7b": (2048, 2048, 1024, 6144, 28),
+    "llama-3-8b": (4096, 4096, 1024, 14336, 32),
+    "llama-3-70b": (8192, 8192, 1024, 28672, 80),
+}
 
 # Mean length of a job's samples, in tokens: lognormal, and clipped.
-_MEDIAN_TOKENS, _TOKENS_SIGMA, _LEAST_TOKENS, MOST_TOKENS = 512, 0.8, 64, 4096
+_TOKENS_SIGMA, _LEAST_TOKENS, MOST_TOKENS = 0.8, 64, 4096
 _ALL_LINEAR_SHARE = 0.7
 # Lengths within a job are in no trace. Assumed: lognormal, and the longest of 128 samples four times the mean, but never above the most.
 _SAMPLES, _LONGEST_BY_MEAN = 128, 4
@@ -47,11 +50,21 @@ class DrawRules:
     ranks: tuple[tuple[int, float], ...]
     batches: tuple[tuple[int, float], ...]
     slowdowns: tuple[tuple[float, float], ...] = ((1.2, 0.25), (1.5, 0.5), (2.0, 0.25))
+    bases: tuple[tuple[str, float], ...] = tuple((base, 1 / len(BASES)) for base in BASES)
+    median_tokens: int = 512
 
 
 _UNIFORM_BATCHES = ((1, 0.25), (2, 0.25), (4, 0.25), (8, 0.25))
 RULES = {
     "default": DrawRules(((4, 0.10), (8, 0.25), (16, 0.30), (32, 0.20), (64, 0.15)), _UNIFORM_BATCHES),
+    # As small as recipes are: 8 samples a step and rank 8 or 32 (LLaMA-Factory's llama3_lora_sft.yaml, axolotl's llama-3/lora-8b.yml, TRL's
+    # default of 8), 16 and 8 (torchtune's 8B_lora_single_device.yaml), over sets of short samples. The shares are assumed.
+    "mixed": DrawRules(
+        ((8, 0.40), (16, 0.30), (32, 0.20), (64, 0.10)),
+        ((1, 0.10), (2, 0.15), (4, 0.20), (8, 0.40), (16, 0.15)),
+        bases=(("qwen3-0.6b", 0.20), ("qwen3-1.7b", 0.30), ("llama-3-8b", 0.35), ("llama-3-70b", 0.15)),
+        median_tokens=256,
+    ),
     "paper": DrawRules(((2, 0.25), (4, 0.25), (8, 0.25), (16, 0.25)), _UNIFORM_BATCHES),  # arXiv 2602.07263: uniform
 }
 
@@ -97,7 +110,7 @@ class MappedJob:
 def mapped_jobs(trace: Trace, anchor: CostModel, seed: int, gpus_per_node: int = 8, rules: DrawRules = RULES["default"]) -> list[MappedJob]:
     """The LoRA job of each row: steps = max(1, round(duration / T0)), T0 its step alone on its recorded GPUs by `anchor`.
 
-    `anchor` is the cost model without the kernels' gain ("peft"), for both of `BASES`; a job lies on as few nodes as can hold it.
+    `anchor` is the cost model without the kernels' gain ("peft"), for all bases of `rules`; a job lies on as few nodes as can hold it.
     """
     return [_mapped(row, draw_lora(trace.name, row, seed, rules), anchor, gpus_per_node) for row in trace.jobs]
 
@@ -133,9 +146,9 @@ def draw_lora(trace_name: str, row: TraceJob, seed: int, rules: DrawRules) -> Lo
     def uniform(name: str, who: str = row.job_id) -> float:
         return _uniform(f"{seed}|{trace_name}|{who}|{name}")
 
-    tokens = _MEDIAN_TOKENS * math.exp(_TOKENS_SIGMA * NormalDist().inv_cdf(uniform("mean_tokens")))
+    tokens = rules.median_tokens * math.exp(_TOKENS_SIGMA * NormalDist().inv_cdf(uniform("mean_tokens")))
     return LoraDraw(
-        base_model=_pick([(base, 1 / len(BASES)) for base in BASES], uniform("base_model", row.user or row.job_id)),
+        base_model=_pick(rules.bases, uniform("base_model", row.user or row.job_id)),
         rank=_pick(rules.ranks, uniform("rank")),
         batch_per_gpu=_pick(rules.batches, uniform("batch_per_gpu")),
         mean_tokens=round(min(max(tokens, _LEAST_TOKENS), MOST_TOKENS)),
@@ -144,10 +157,12 @@ def draw_lora(trace_name: str, row: TraceJob, seed: int, rules: DrawRules) -> Lo
     )
 
 
-def adapter_parameters(rank: int, targets: Targets) -> int:
-    """Trained parameters of a LoRA on Llama 3 8B: rank * (in + out) of each linear, 2.62 M per rank on all of them, 0.85 M on attention."""
-    linears = _ATTENTION + _MLP if targets == "all-linear" else _ATTENTION
-    return rank * _LAYERS * sum(features_in + features_out for features_in, features_out in linears)
+def adapter_parameters(rank: int, targets: Targets, base: str = "llama-3-8b") -> int:
+    """Trained parameters of a LoRA: rank * (in + out) of each linear. On Llama 3 8B 2.62 M per rank on all of them, 0.85 M on attention."""
+    hidden, queries, keys, between, layers = _SHAPES[base]
+    attention = 2 * (hidden + queries) + 2 * (hidden + keys)
+    mlp = 3 * (hidden + between) if targets == "all-linear" else 0
+    return rank * layers * (attention + mlp)
 
 
 @functools.cache
@@ -193,7 +208,7 @@ def _mapped(row: TraceJob, draw: LoraDraw, anchor: CostModel, gpus_per_node: int
         tokens_per_step=tokens_per_step,
         steps=max(1, round(row.duration_seconds / step_seconds)),
         longest_sample_tokens=sample_lengths(draw.mean_tokens)[-1],
-        adapter_parameters=adapter_parameters(draw.rank, draw.targets),
+        adapter_parameters=adapter_parameters(draw.rank, draw.targets, BASES.get(draw.base_model, draw.base_model)),
         length_histogram=_length_histogram(draw.mean_tokens),
     )
     job = JobSubmitted(row.job_id, draw.base_model, row.gpus, profile, tenant=row.user or row.vc, max_slowdown=draw.max_slowdown)

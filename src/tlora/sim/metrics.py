@@ -66,6 +66,23 @@ def metrics(result: SimulationResult) -> dict[str, float]:
     }
 
 
+def metrics_by_base(result: SimulationResult) -> list[dict[str, float | str]]:
+    """Of each base, by name: jobs that are done and their mean JCT, GPU time of its groups, that in groups of two jobs or more, and tokens
+    of jobs that ran to an end over its GPU time.
+    """
+    found: list[dict[str, float | str]] = []
+    for base in sorted({job.base_model for job in result.jobs}):
+        done = [_jct(job) for job in result.jobs if job.base_model == base and job.state == "done"]
+        ran = [job for job in result.jobs if job.base_model == base and math.isfinite(job.finished_seconds)]
+        spans = [span for span in result.spans if span.base_model == base]
+        gpu_seconds = math.fsum(len(span.gpus) * (span.end_seconds - span.start_seconds) for span in spans)
+        tokens = math.fsum(job.tokens_per_step * job.steps for job in ran)
+        row: dict[str, float | str] = {"base": base, "jobs_done": float(len(done)), "mean_jct_seconds": _mean(done)}
+        row |= {"gpu_seconds": gpu_seconds, "shared_gpu_share": _shared_gpu_share(spans)}
+        found.append(row | {"tokens_per_gpu_second": _ratio(tokens, gpu_seconds)})
+    return found
+
+
 def compare(results: Iterable[SimulationResult], baseline: SimulationResult) -> list[Ratios]:
     """How many times better than `baseline` each result is: above 1 is better in every column.
 

@@ -13,7 +13,7 @@ from tlora.scheduler.policies import POLICIES
 from tlora.shape.cost import BaseConstants
 from tlora.sim.bounds import Bounds, ThroughputBound, lower_bounds, throughput_bound, work_of
 from tlora.sim.machines import ClusterShape
-from tlora.sim.metrics import STEADY, compare
+from tlora.sim.metrics import STEADY, compare, metrics_by_base
 from tlora.sim.outputs import REFERENCE, MetricRow, constant_rows, metric_rows, move_rows, policy_name, simulation_view
 from tlora.sim.records import SimulationResult
 from tlora.sim.scenario import KERNELS, Scenario, cost_of, scene_of
@@ -106,6 +106,12 @@ def document(outcomes: Sequence[Outcome]) -> JsonObject:
         "reference": policy_name(*reference_of([(outcome.result.policy, outcome.result.kernels) for outcome in outcomes])),
         "rows": [{key: _finite(value) for key, value in row.items() if key not in (*WALL_TIMES, "seed")} for row in rows],
         "decomposition": [{"means": means, "factor": factor} for means, factor in decomposition],
+        "by_base": [
+            {"name": policy_name(outcome.result.policy, outcome.result.kernels)} | {key: _finite(value) for key, value in row.items()}
+            for outcome in outcomes
+            if outcome.scenario.seed == outcomes[0].scenario.seed
+            for row in metrics_by_base(outcome.result)
+        ],
     }
 
 
@@ -170,7 +176,8 @@ def _mean_row(rows: Sequence[MetricRow]) -> MetricRow:
 
 def _settings(scenario: Scenario) -> dict[str, object]:
     """What the command set, where it is not as usual."""
-    settings: dict[str, object] = {"GPU": scenario.gpu, "draws": "as the reference" if scenario.paper else "default"}
+    draws = "as the reference" if scenario.paper else "mixed" if scenario.mixed else "default"
+    settings: dict[str, object] = {"GPU": scenario.gpu, "draws": draws}
     if scenario.delta is not None:
         settings["delta"] = scenario.delta
     if scenario.kappa is not None:

@@ -23,10 +23,10 @@ from tlora.scheduler.scheduler import why_never
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import BaseConstants, CostModel
-from tlora.shape.hardware import cost_model, load_constants, nearest_of
+from tlora.shape.hardware import LIVE_GPU, cost_model, load_constants, nearest_of
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape, Machines
-from tlora.sim.mapping import BASES, RULES, MappedJob, logged_jobs, mapped_jobs
+from tlora.sim.mapping import BASES, RULES, DrawRules, MappedJob, logged_jobs, mapped_jobs
 from tlora.sim.trace import SHIPPED, Trace, end_of, find_trace, is_event_log, read_event_log, read_trace, rebased
 from tlora.version import __version__
 
@@ -44,7 +44,8 @@ class Scenario:
 
     `load` None: arrivals as recorded. `jobs`: only so many, the first. `delta`: every job's bound on its slowdown, instead of its own.
     `kappa`: saturated tokens/s of our kernels over PEFT's, instead of the measured. `scale`: factors on constants of all kernels.
-    `paper`: ranks and batches drawn as the reference draws them. `closed`: all jobs are submitted at once, ignoring the trace's times.
+    `paper`: ranks and batches drawn as the reference draws them; `mixed`: jobs as recipes have them, over four bases. `closed`: all jobs
+    are submitted at once, ignoring the trace's times.
     """
 
     trace: str = "ee9e8c"
@@ -60,6 +61,7 @@ class Scenario:
     kappa: float | None = None
     scale: tuple[tuple[str, float], ...] = ()
     paper: bool = False
+    mixed: bool = False
     closed: bool = False
     conditions: Conditions = field(default_factory=Conditions)
 
@@ -173,7 +175,7 @@ def scene_of(scenario: Scenario) -> Scene:
     trace = read_trace(scenario.trace)
     if scenario.jobs is not None:
         trace = first(trace, scenario.jobs)
-    rules = RULES["paper" if scenario.paper else "default"]
+    rules = _rules_of(scenario, anchor)
     jobs = mapped_jobs(trace, anchor, scenario.seed, scenario.gpus_per_node, rules)
     rejected, warnings = _rejected(scenario, jobs)
     admitted = only(trace, {job.job_id for job in trace.jobs} - set(rejected)) if rejected else trace
@@ -195,6 +197,16 @@ def scene_of(scenario: Scenario) -> Scene:
             "Known are COMPLETED, CANCELLED, FAILED and others (docs/reference/simulator.md)"
         )
     return Scene(trace.name, _with_delta(jobs, scenario.delta), load, notes, warnings)
+
+
+def _rules_of(scenario: Scenario, anchor: CostModel) -> DrawRules:
+    if scenario.paper and scenario.mixed:
+        raise ConfigError("--paper and --mixed both say what is drawn for a job. Leave one out")
+    rules = RULES["paper" if scenario.paper else "mixed" if scenario.mixed else "default"]
+    unknown = [base for base, _ in rules.bases if base not in anchor.constants]
+    if unknown:
+        raise ConfigError(f"gpu {scenario.gpu!r} has no constants of {unknown[0]}, which --mixed draws. Add --gpu {LIVE_GPU}")
+    return rules
 
 
 def _closed(scenario: Scenario) -> Scene:

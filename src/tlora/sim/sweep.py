@@ -235,6 +235,7 @@ def setting_cells(scenario: Scenario, inputs: str) -> SweepRow:
         "inputs": inputs,
         "jobs": scenario.jobs,
         "paper": float(scenario.paper),
+        "mixed": float(scenario.mixed),
         "closed": float(scenario.closed),
         "gpu": scenario.gpu,
         "gpus": scenario.num_gpus,
