@@ -146,7 +146,7 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
     """Import, then fork a child for each request. Returns in each child, with its request."""
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends this one
     if kind == "tokenizing":
         sys.modules["torch"] = None  # type: ignore[assignment]  # as the worker's own start has it
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # as its parent has it
@@ -156,6 +156,11 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
     if kind == "training":
         _warm_up()
     gc.freeze()
+    return _serve_requests(kind, requests)
+
+
+def _serve_requests(kind: str, requests: socket.socket) -> dict[str, Any]:
+    """As `_serve`, of a process that has imported all."""
     while True:
         line, streams, *_ = socket.recv_fds(requests, _LARGEST_REQUEST, 16)
         if not line:
@@ -175,7 +180,7 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
                     requests = own
                     continue
                 requests.detach()
-                signal.signal(signal.SIGINT, interrupt)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 return request
             os.write(writing, str(child).encode())
             os._exit(0)
@@ -270,7 +275,7 @@ def _fork_ranks() -> dict[str, Any] | None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         ours.close()
-        return _serve("training", theirs)
+        return _serve_requests("training", theirs)
     theirs.close()
     ForkingPopen.servers, ForkingPopen.environment = {"training": Server(ours)}, None
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
@@ -281,7 +286,7 @@ def main() -> None:
     request = _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
     _become(request)
     module = request["arguments"][0]
-    if module == "tlora.engine.worker" and "," in request["arguments"][-1] and (rank := _fork_ranks()) is not None:
+    if module == "tlora.engine.worker" and (rank := _fork_ranks()) is not None:
         request = rank
         _become(request)
         module = request["arguments"][0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -58,6 +58,11 @@ class JobGroup:
     plan: ParallelPlan
     job_ids: tuple[str, ...]
     weights: tuple[float, ...]
+
+    def on(self, gpus: tuple[int, ...]) -> JobGroup:
+        """The same group on other GPUs, with as many tokens on each."""
+        budget = self.plan.token_budget * len(gpus) // len(self.gpus)
+        return replace(self, gpus=gpus, plan=replace(self.plan, data_parallel=len(gpus), token_budget=budget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,15 @@ class GroupLost:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupKept:
+    """A group that was given more GPUs runs on without them, on `gpus`: there it could not begin, for `reason`."""
+
+    group_id: str
+    gpus: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BaseAdded:
     """Jobs may ask for a base whose weights take so many bytes. A scheduler has been given its costs before: a log says it for those who
     replay it.
@@ -215,6 +229,7 @@ Event = (
     | GroupReady
     | GroupFound
     | GroupLost
+    | GroupKept
     | BaseAdded
     | BaseMeasured
     | MemoryFound

@@ -1,4 +1,4 @@
-"""Messages between a worker and its controller, protocol 3: one JSON object a line over a socket that the worker opens.
+"""Messages between a worker and its controller, protocol 4: one JSON object a line over a socket that the worker opens.
 
 A worker sends `Hello`: its identity and its state. The controller answers with `DesiredState`: the whole desired state; the latest counts,
 and a lost one does no harm. The worker sends numbered reports (`Envelope`), again until an `Ack` counts them. `link/` carries the lines;
@@ -16,7 +16,7 @@ from tlora.job import BasePrecision, DType, JobSpec, LayoutSetting, MemoryLimit,
 from tlora.message_codec import Codec, message
 from tlora.protocol import BaseSpeed, JobGroup
 
-PROTOCOL = 3
+PROTOCOL = 4
 REFUSED = 2  # exit status of a worker that its controller has refused, or that found none
 
 
@@ -74,8 +74,8 @@ class Join:
 
 @message
 class DesiredState:
-    """All that a worker shall have: the base, the plan and weights of its group, and the jobs that shall be in now, which may be fewer than
-    the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit.
+    """All that a worker shall have: the base, the GPUs, plan and weights of its group, and the jobs that shall be in now, which may be
+    fewer than the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit.
 
     `expected`: jobs that may come, told until the base is loaded, so that what they will launch is compiled meanwhile.
 
@@ -116,7 +116,9 @@ FromController = DesiredState | Ack | Refusal
 
 @message
 class Loaded:
-    """The base is on the device."""
+    """The base is on the device; whole, or else in parts that lie on other GPUs too, or in the host's memory."""
+
+    whole: bool = True
 
 
 @message
@@ -211,9 +213,20 @@ class Memory:
     flops: float = 0.0
 
 
+@message
+class GpusChanged:
+    """The worker has these GPUs now, in ascending order, and its jobs are on them. `refused`: why they are not those that were wanted;
+    then its jobs have noticed nothing. With `fixed` it can never have others.
+    """
+
+    gpus: tuple[int, ...]
+    refused: str = ""
+    fixed: bool = False
+
+
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused
 JobEnd = Finished | Failed | Left | Refused  # the attempt is over
-Report = Loaded | Measured | Memory | JobReport | Settled | Ending
+Report = Loaded | Measured | Memory | GpusChanged | JobReport | Settled | Ending
 
 
 # -- worker to controller ----------------------------------------------------------------------------------------------

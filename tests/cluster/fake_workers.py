@@ -10,7 +10,7 @@ from typing import Any
 
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.engine.messages import Command, Leave, SetPlan, Stop
+from tlora.engine.messages import Command, Leave, SetGpus, SetPlan, Stop
 from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.worker_protocol import (
     Ack,
@@ -18,6 +18,7 @@ from tlora.worker_protocol import (
     Ending,
     Envelope,
     FromController,
+    GpusChanged,
     Hello,
     Join,
     Joined,
@@ -29,7 +30,7 @@ from tlora.worker_protocol import (
 
 
 class FakeProcess:
-    pid, is_stopped, exit_status = 4711, False, -9
+    pid, is_stopped, exit_status, identity = 4711, False, -9, None
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         return True
@@ -46,7 +47,7 @@ class FakeWorker:
 
     def __init__(self, remote: RemoteWorker, inbox: queue.SimpleQueue[Any]) -> None:
         self.remote, self._inbox = remote, inbox
-        self.worker_reconciler = WorkerReconciler()
+        self.worker_reconciler = WorkerReconciler(remote.gpus)
         self.commands: list[Command] = []
         self.taken = self._seq = 0
         remote.attach(Hello(f"incarnation of {id(self)}", remote.gpus, {}), self.hear)
@@ -104,6 +105,8 @@ class FakeWorker:
                 self.say(Joined(command.job.name, 0))
             if isinstance(command, Leave):
                 self.say(Left(command.job_id, 0, None))
+            if isinstance(command, SetGpus):
+                self.say(GpusChanged(command.gpus))
 
     @property
     def asked(self) -> list[str]:
@@ -114,6 +117,11 @@ class FakeWorker:
             for command in self.commands
             if isinstance(command, Join | Leave)
         ]
+
+    @property
+    def changes(self) -> list[tuple[int, ...]]:
+        """The GPUs that it was told to have, and has not answered for."""
+        return [command.gpus for command in self.commands if isinstance(command, SetGpus)]
 
     @property
     def shares(self) -> list[SetPlan]:
@@ -141,6 +149,9 @@ class FakeCrew:
         worker = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), FakeProcess(), self._epoch)
         FakeWorker(worker, self.inbox)
         return worker
+
+    def record(self, worker: RemoteWorker, before: tuple[int, ...]) -> None:
+        pass
 
     def wake(self) -> None:
         self.inbox.put(None)

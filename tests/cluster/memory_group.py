@@ -22,12 +22,13 @@ class MemoryGroup:
     def is_real(self) -> bool:
         return self._place is not None
 
-    def starve(self, pid: int) -> None:
-        """The next memory that the process asks of the kernel ends it."""
-        if self._place is None:
-            os.kill(pid, signal.SIGKILL)
-        else:
-            (self._place / "cgroup.procs").write_text(str(pid))
+    def starve(self, *pids: int) -> None:
+        """The next memory that one of the processes asks of the kernel ends it."""
+        for pid in pids:
+            if self._place is None:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                (self._place / "cgroup.procs").write_text(str(pid))
 
 
 @contextmanager

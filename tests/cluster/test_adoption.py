@@ -85,7 +85,7 @@ def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Calla
     """The controller before wanted its group on other GPUs, and was killed. One of its jobs is in, one on its way in; nobody says how far
     they have got.
     """
-    worker_reconciler, wanted = WorkerReconciler(), (Join(job("a").spec, attempt=3), Join(job("b").spec, attempt=4))
+    worker_reconciler, wanted = WorkerReconciler((0,)), (Join(job("a").spec, attempt=3), Join(job("b").spec, attempt=4))
     worker_reconciler.hear_want(DesiredState(1, 1, Load("models/base", "o", "cpu", 0.0), group("g0", 0, "a", "b"), wanted))
     worker_reconciler.hear_report(Loaded())
     worker_reconciler.hear_report(Joined("a", 2))

@@ -18,14 +18,14 @@ from tlora.live.cluster_run import submit_all
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, GroupLost, JobFailed, JobFinished, JobGroup, JobSubmitted, ParallelPlan, StartGroup
 
-# Runs in each worker's process before anything else does: the batch of one job, and of no other, kills it, as a broken kernel would.
+# Runs in each rank's process before anything else does: the batch of one job, and of no other, kills it, as a broken kernel would.
 HOOK = """
 import os, signal, sys
-if "tlora.engine.worker" in sys.orig_argv:
+if "tlora.engine.ranks.rank" in sys.orig_argv:
     from tlora.group.job_run import JobRun
     batch_row = JobRun.batch_row
     def deadly(run, row):
-        if run.spec.name == "culprit" and run.progress.step == 1:
+        if run.spec.name == "culprit" and run.progress.step == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return batch_row(run, row)
     JobRun.batch_row = deadly

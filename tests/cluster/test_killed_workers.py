@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cluster.memory_group import MemoryGroup, memory_group
@@ -38,10 +39,10 @@ from tlora.protocol import (
     StepsDone,
 )
 
-# Runs in each worker's process before anything else does: every step is reported at once, so that kills are told by steps, not by a clock.
+# Runs in each rank's process before anything else does: every step is reported at once, so that kills are told by steps, not by a clock.
 HOOK = """
 import sys
-if "tlora.engine.worker" in sys.orig_argv:
+if "tlora.engine.ranks.rank" in sys.orig_argv:
     import tlora.engine.trainer
     tlora.engine.trainer.REPORT_SECONDS = 0.0
 """
@@ -117,7 +118,7 @@ class Killer:
         elif kind == "stopped":
             os.kill(worker.process.pid, signal.SIGSTOP)
         else:
-            self.starving.starve(worker.process.pid)
+            self.starving.starve(*[rank.pid for rank in psutil.Process(worker.process.pid).children()], worker.process.pid)
 
 
 @pytest.mark.timeout(3600)

@@ -62,7 +62,7 @@ class FarWorker:
     def __init__(self, world: World, gpus: tuple[int, ...]) -> None:
         self.world, self.gpus, self.process = world, gpus, FakeProcess()
         self.incarnation = f"{gpus}-{world.random.random()}"
-        self.worker_reconciler, self.outbox = WorkerReconciler(), Outbox()
+        self.worker_reconciler, self.outbox = WorkerReconciler((0,)), Outbox()
         self.steps: dict[str, int] = {}
         self.joining: list[str] = []
         self.alive = True

@@ -19,10 +19,10 @@ from tlora.cluster.worker_pool import Limits
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import Action, Event, GroupLost, JobFinished, JobProfile, JobSubmitted
 
-# Runs in each worker's process before anything else does. The first worker that comes to its nth rename below jobs/ stops itself there.
+# Runs in each rank's process before anything else does. The first worker that comes to its nth rename below jobs/ stops itself there.
 HOOK = """
 import os, pathlib, signal, sys
-if "tlora.engine.worker" in sys.orig_argv:
+if "tlora.engine.ranks.rank" in sys.orig_argv:
     seen = []
     def stopping(real):
         def call(path, target):
@@ -36,7 +36,7 @@ if "tlora.engine.worker" in sys.orig_argv:
                     else:
                         os.write(mark, f"{os.getpid()} {target}".encode())
                         os.close(mark)
-                        os.kill(os.getpid(), signal.SIGSTOP)
+                        os.killpg(0, signal.SIGSTOP)  # the worker too
             return real(path, target)
         return call
     pathlib.Path.rename, pathlib.Path.replace = stopping(pathlib.Path.rename), stopping(pathlib.Path.replace)

@@ -15,6 +15,7 @@ from tlora.live.cluster_run import submit_all
 from tlora.protocol import (
     ChangeGroup,
     Event,
+    GroupKept,
     GroupLost,
     GroupReady,
     JobGroup,
@@ -23,7 +24,7 @@ from tlora.protocol import (
     StepsDone,
     StopGroup,
 )
-from tlora.worker_protocol import Left, Stepped
+from tlora.worker_protocol import GpusChanged, Left, Stepped
 
 
 def wide(name: str, gpus: tuple[int, ...], *jobs: str) -> JobGroup:
@@ -82,16 +83,74 @@ def test_a_gpu_is_in_one_worker_at_a_time(backend: LocalBackend) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [((0,), (0, 1)), ((0, 1), (0,)), ((0, 1), (1, 2)), ((0, 1), (1,))])
-def test_a_change_of_gpus_is_another_worker(backend: LocalBackend, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+def test_a_change_of_gpus_is_one_of_the_worker(backend: LocalBackend, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    backend.execute(StartGroup(wide("g", before, "a")))
+    ready(backend, "g")
+    (worker,) = STARTED
+    backend.execute(ChangeGroup(wide("g", after, "a", "b")))
+    assert not worker.stopping and worker.changes == [after] and worker.asked == ["+b"]
+    assert worker.remote.gpus == tuple(sorted({*before, *after})), "until it has given them back"
+    assert not any(isinstance(event, GroupLost) for event in ready(backend, "g"))
+    assert [worker] == STARTED and worker.remote.gpus == after and backend.reconciler.workers == {after[0]: worker.remote}
+
+
+@pytest.mark.parametrize(("before", "after"), [((0,), (0, 1)), ((0, 1), (0,)), ((0, 1), (1, 2))])
+def test_where_a_base_is_held_in_parts_it_is_another_worker(backend: LocalBackend, before: tuple[int, ...], after: tuple[int, ...]) -> None:
     backend.execute(StartGroup(wide("g", before, "a")))
     ready(backend, "g")
     old = STARTED[0]
     backend.execute(ChangeGroup(wide("g", after, "a", "b")))
+    old.say(GpusChanged(before, "the base is held in parts", fixed=True))
+    backend.advance()
     assert old.stopping and len(STARTED) == 1
     old.say(Stepped("a", 4, 0.5))  # its last step before it lets go
     end(backend, old, ("a",))
     assert STARTED[1].remote.gpus == after and STARTED[1].asked == ["+a", "+b"]
     assert not any(isinstance(event, GroupLost) for event in ready(backend, "g"))
+
+
+def test_a_gpu_goes_to_another_group_when_it_is_given_back(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(wide("g0", (0, 1), "a")))
+    ready(backend, "g0")
+    wide_one = STARTED[0]
+    backend.execute(ChangeGroup(wide("g0", (0,), "a")))
+    backend.execute(StartGroup(wide("g1", (1, 2), "b")))
+    assert not wide_one.stopping and len(STARTED) == 1
+    wide_one.obey()
+    while len(STARTED) == 1:
+        backend.advance()
+    assert (wide_one.remote.gpus, STARTED[1].remote.gpus) == ((0,), (1, 2))
+
+
+def test_groups_that_exchange_gpus_wait_for_each_other_and_do_not_stop(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(wide("g0", (0, 1), "a")))
+    backend.execute(StartGroup(wide("g1", (2,), "b")))
+    if GroupReady("g1") not in ready(backend, "g0"):
+        until(backend, GroupReady("g1"))
+    for gpus, group_id, name in (((0,), "g0", "a"), ((1, 2), "g1", "b"), ((0,), "g0", "a")):
+        backend.execute(ChangeGroup(wide(group_id, gpus, name)))
+    first, second = STARTED
+    assert (first.changes, second.changes) == ([(0,)], [])
+    first.obey()
+    while not second.changes:
+        backend.advance()
+    assert second.changes == [(1, 2)] and not first.stopping
+    ready(backend, "g1")
+    assert sorted(backend.reconciler.workers) == [0, 1]
+
+
+def test_a_group_that_cannot_grow_runs_on_as_it_is(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(wide("g", (0,), "a")))
+    ready(backend, "g")
+    (worker,) = STARTED
+    backend.execute(ChangeGroup(wide("g", (0, 1), "a")))
+    assert worker.remote.gpus == (0, 1)
+    worker.commands.clear()
+    worker.say(GpusChanged((0,), "the rank on GPU 1 has ended"))
+    assert GroupReady("g") not in until(backend, GroupKept("g", (0,), "the rank on GPU 1 has ended"))
+    backend.execute(ChangeGroup(wide("g", (0,), "a")))  # the scheduler's answer
+    ready(backend, "g")
+    assert not worker.stopping and worker.remote.gpus == (0,)
 
 
 def test_a_job_waits_until_its_old_worker_of_other_gpus_has_let_go(backend: LocalBackend) -> None:

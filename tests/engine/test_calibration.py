@@ -197,7 +197,7 @@ def test_what_cannot_be_timed_is_said_and_the_worker_goes_on(
 
 
 def test_each_controller_hears_it_once() -> None:
-    worker_reconciler, load = WorkerReconciler(), Load("b", "o", "cpu", 0.0)
+    worker_reconciler, load = WorkerReconciler((0,)), Load("b", "o", "cpu", 0.0)
     worker_reconciler.hear_want(DesiredState(1, 1, load))
     worker_reconciler.hear_report(Measured("H200", SPEED))
     assert worker_reconciler.reports == [Measured("H200", SPEED)]

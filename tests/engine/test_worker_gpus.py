@@ -31,7 +31,7 @@ def test_a_worker_is_bound_to_its_gpus_when_it_knows_that_it_loads_on_some(
         def drain(self, _: float) -> None: ...
 
     monkeypatch.setattr(module, "Dialer", Dialer)
-    monkeypatch.setattr(module, "lead_or_train", lambda *_: order.append("loads"))
+    monkeypatch.setattr("tlora.engine.ranks.worker_group.WorkerGroup.go_on", lambda _: order.append("loads"))
     monkeypatch.setattr(module.os, "dup2", lambda *_: None)
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     endpoint: Any = None

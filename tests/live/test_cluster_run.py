@@ -156,11 +156,11 @@ def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_pat
     world.same_bytes(cluster.out)
 
 
-# Runs in each worker's process before anything else does: a step takes a while, and a job takes only the part of its steps that it may
+# Runs in each rank's process before anything else does: a step takes a while, and a job takes only the part of its steps that it may
 # take by now, so that jobs train at every kill, whatever the machine's speed.
 HOOK = """
 import os, sys, time
-if "tlora.engine.worker" in sys.orig_argv:
+if "tlora.engine.ranks.rank" in sys.orig_argv:
     from tlora.group.job_run import JobRun
     batch_row = JobRun.batch_row
     def part():

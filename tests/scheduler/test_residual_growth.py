@@ -9,7 +9,7 @@ from hypothesis import given
 
 from tests.scheduler.mirror import MOVES, Move, made_settings, made_spec, steps_through
 from tests.scheduler.timeline import MOST_RETHINK_SECONDS, TICK_SECONDS, made_timeline, wanted
-from tlora.protocol import BaseMeasured, ChangeGroup, GpusLost, JobGroup, JobSubmitted, NodeAdded, StartGroup, StopGroup
+from tlora.protocol import BaseMeasured, ChangeGroup, GpusLost, GroupKept, JobGroup, JobSubmitted, NodeAdded, StartGroup, StopGroup
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import starves_after
@@ -43,6 +43,21 @@ def test_who_is_alone_grows_onto_idle_gpus_when_it_has_rested() -> None:
     timeline.until(REST - 1.0)
     assert len(timeline.gpus_of("a")) == own
     timeline.until(REST + AT_MOST)
+    assert len(timeline.gpus_of("a")) == 8
+
+
+def test_who_could_not_grow_is_counted_on_what_it_has_and_rests() -> None:
+    timeline = made_timeline(8)
+    timeline.tell(made_job("a"))
+    own = timeline.gpus_of("a")
+    timeline.until(REST + AT_MOST)
+    assert len(timeline.gpus_of("a")) == 8
+    (change,) = timeline.tell(GroupKept("g0", tuple(own), "a rank has ended"))
+    assert isinstance(change, ChangeGroup) and change.group.gpus == tuple(own) and change.group.plan.data_parallel == len(own)
+    assert timeline.tell(GroupKept("g0", tuple(own), "it says so twice"), GroupKept("g9", (0,), "of no group that is there")) == []
+    timeline.until(timeline.now + REST - TICK_SECONDS)
+    assert timeline.gpus_of("a") == own, "the next attempt comes after a rest"
+    timeline.until(timeline.now + AT_MOST + 2 * TICK_SECONDS)
     assert len(timeline.gpus_of("a")) == 8
 
 

@@ -114,7 +114,8 @@ class LocalBackend:
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if listener is not None:
             self.worker_pool.listen_on(listener)
-        self.reconciler = Reconciler(machine.base_models, self._start_worker, self.worker_pool.workers, epoch_started.epoch)
+        workers_there, record = self.worker_pool.workers, self.worker_pool.record
+        self.reconciler = Reconciler(machine.base_models, self._start_worker, workers_there, epoch_started.epoch, record)
         self.reconciler.crash_attribution.recall(workers, note)
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known

@@ -6,7 +6,7 @@ Starts no process, reads no clock and does not wait: `local.py` does. A worker r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tlora.cluster.crash_attribution import CrashAttribution
@@ -16,6 +16,7 @@ from tlora.protocol import (
     BaseMeasured,
     BaseSpeed,
     Event,
+    GroupKept,
     GroupLost,
     GroupReady,
     JobFailed,
@@ -25,7 +26,7 @@ from tlora.protocol import (
     ParallelPlan,
     StepsDone,
 )
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Measured, Memory, Refused, Report, Stepped
+from tlora.worker_protocol import Failed, Finished, GpusChanged, Join, Joined, Left, Measured, Memory, Refused, Report, Stepped
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,12 @@ class Reconciler:
         start: Callable[[tuple[int, ...], str], object],
         workers: dict[int, RemoteWorker],
         epoch: int,
+        record: Callable[[RemoteWorker, tuple[int, ...]], object] = lambda _, __: None,
     ) -> None:
-        """`start` puts a new worker for GPUs and a base (directory or hub id) into `workers`, or tells one that is there to load that."""
-        self._base_models, self._start = base_models, start
+        """`start` puts a new worker for GPUs and a base (directory or hub id) into `workers`, or tells one that is there to load that.
+        `record` hears of a worker whose GPUs were others before.
+        """
+        self._base_models, self._start, self._record = base_models, start, record
         self.workers = workers
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
@@ -66,7 +70,9 @@ class Reconciler:
         self._untold: dict[str, JobFinished | JobFailed] = {}  # ends of jobs that an earlier controller had and that have not arrived here
 
     def want(self, group: JobGroup) -> None:
-        """Run the group as given. Other GPUs than before mean another worker, which continues from the jobs' checkpoints."""
+        """Run the group as given. Where it keeps a GPU and loses or gets others, its worker does so while its jobs train; else, and where
+        that one cannot, another worker continues from the jobs' checkpoints.
+        """
         group = replace(group, gpus=tuple(sorted(group.gpus)))
         for other in self.groups.values():
             apart = other.group_id == group.group_id or set(other.gpus).isdisjoint(group.gpus)
@@ -143,6 +149,8 @@ class Reconciler:
                 self._see_speed(worker, device, speed)
             case Memory(limit_bytes) if len(limit_bytes) == len(worker.gpus):
                 self.events.append(MemoryFound(worker.gpus, limit_bytes))
+            case GpusChanged(gpus, refused, fixed) if self.workers.get(worker.gpu) is worker:
+                self._see_gpus(worker, gpus, refused, fixed=fixed)
             case Refused(job_id, _, attempt) if worker.holds(job_id, attempt):
                 del worker.jobs[job_id]
                 group = self._group_of(worker)
@@ -165,25 +173,61 @@ class Reconciler:
 
     def step(self) -> None:
         """Send each worker its desired state, as far as others have let go of it; the rest follows when the awaited reports are here."""
+        own = self._workers()
         for group in self.groups.values():
-            there = [worker for worker in self.workers.values() if worker.overlaps(group.gpus)]
-            base = self._base_models[group.base_model]
-            for worker in there:
-                if worker.gpus != group.gpus or (worker.load is not None and worker.load.base_model != base):
-                    worker.stop()
-            if not there or (there[0].gpus == group.gpus and there[0].load is None):
-                self._start(group.gpus, base)
+            worker = own.get(group.group_id)
+            others = [other for other in self.workers.values() if other is not worker and other.overlaps(group.gpus)]
+            for other in others:
+                if other not in own.values():  # else it gives them back, or its own group takes them from it
+                    other.stop()
+            if not others and (worker is None or worker.load is None):
+                self._start(group.gpus, self._base_models[group.base_model])
+            elif not others and worker is not None and not set(group.gpus) <= set(worker.gpus):
+                self._set_gpus(worker, {*worker.gpus, *group.gpus})
+        groups = {worker.gpu: self.groups[group_id] for group_id, worker in self._workers().items()}
         held = {job_id for worker in self.workers.values() for job_id in worker.jobs}
         for worker in self.workers.values():
-            group = self._group_of(worker)
+            group = groups.get(worker.gpu)
             if worker.obeys and group is not None:
                 self._let_in(group, worker, held)
             elif worker.obeys and worker.load is not None:
                 worker.want(None, (), False)
 
+    def _workers(self) -> dict[str, RemoteWorker]:
+        """The worker of each group that has one: that which has run it and keeps a GPU of it, or that which has just its GPUs."""
+        able = {worker.gpu: worker for worker in self.workers.values() if worker.obeys}
+        found: dict[str, RemoteWorker] = {}
+        for again in (True, False):
+            for group in self.groups.values():
+                base = self._base_models[group.base_model]
+                for worker in able.values() if group.group_id not in found else ():
+                    fits = worker.gpus == group.gpus or (again and not worker.fixed and worker.overlaps(group.gpus))
+                    runs = not again or worker.group_id == group.group_id
+                    if fits and runs and (worker.load is None or worker.load.base_model == base):
+                        found[group.group_id] = able.pop(worker.gpu)
+                        break
+        return found
+
     def _group_of(self, worker: RemoteWorker) -> JobGroup | None:
-        """The group that is to run on exactly the worker's GPUs."""
-        return next((group for group in self.groups.values() if group.gpus == worker.gpus), None)
+        """The group that the worker runs."""
+        group = self.groups.get(worker.group_id)
+        return group if group is not None and worker.overlaps(group.gpus) else None
+
+    def _set_gpus(self, worker: RemoteWorker, gpus: Iterable[int]) -> None:
+        before = worker.gpus
+        del self.workers[worker.gpu]
+        worker.gpus = tuple(sorted(set(gpus)))
+        self.workers[worker.gpu] = worker
+        if worker.gpus != before:
+            self._record(worker, before)
+
+    def _see_gpus(self, worker: RemoteWorker, gpus: tuple[int, ...], refused: str, *, fixed: bool) -> None:
+        """The worker has these; what it was told to have since is about to be its own."""
+        group = self._group_of(worker)
+        self._set_gpus(worker, gpus if refused else (*gpus, *worker.wanted_gpus))
+        worker.fixed = fixed
+        if refused and not fixed and group is not None:
+            self.events.append(GroupKept(group.group_id, gpus, refused))
 
     def _end(self, event: JobFinished | JobFailed) -> None:
         if event.job_id in self.open:
@@ -224,8 +268,9 @@ class Reconciler:
                 worker.jobs[job_id] = Held(self._last_attempt)
             job = self.jobs[job_id]
             joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt, job.tokens_per_step))
-        worker.want(group, tuple(joins), alone=any(map(self.crash_attribution.is_alone, residents)))
-        if group.group_id in self._unready and worker.loaded and worker.is_settled:
+        there = tuple(gpu for gpu in group.gpus if gpu in worker.gpus)  # others have the rest, and let go of it first
+        worker.want(group.on(there), tuple(joins), alone=any(map(self.crash_attribution.is_alone, residents)))
+        if group.group_id in self._unready and worker.loaded and worker.is_settled and worker.gpus == group.gpus:
             living = [job_id for job_id in group.job_ids if job_id in self.open and job_id not in self._refused]
             if all(job_id in worker.residents for job_id in living):
                 self._unready.discard(group.group_id)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tlora.job import JobSpec
 from tlora.link.outbox import ReportInbox
+from tlora.link.process_identity import ProcessIdentity
 from tlora.protocol import JobGroup
 from tlora.worker_protocol import (
     Ack,
@@ -36,6 +37,8 @@ class Process(Protocol):
     @property
     def pid(self) -> int: ...
     @property
+    def identity(self) -> ProcessIdentity | None: ...
+    @property
     def is_stopped(self) -> bool: ...
     @property
     def exit_status(self) -> int | None: ...
@@ -61,8 +64,8 @@ def gpu_names(gpus: tuple[int, ...], one: str = "GPU", several: str = "GPUs") ->
 
 
 class RemoteWorker:
-    """`gpus` are its own, in ascending order. `jobs` are those that it holds. `loaded`, `doomed` (it ends by itself) and `settled` (the
-    last generation) are as it has said.
+    """`gpus` are its own, in ascending order, with those that are about to be. `jobs` are those that it holds. `loaded`, `doomed` (it ends
+    by itself), `fixed` (it can have no other GPUs) and `settled` (the last generation) are as it has said.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class RemoteWorker:
         """`load` is None for a worker that came by itself, until the controller has chosen what it loads."""
         self.gpus, self.load, self.process = gpus, load, process
         self.incarnation: str | None = None
-        self.loaded = self.stopping = self.doomed = False
+        self.loaded = self.stopping = self.doomed = self.fixed = False
         self.jobs: dict[str, Held] = {}
         self.found: JobGroup | None = None  # its group, as an earlier controller wanted it
         self.settled = 0
@@ -105,6 +108,16 @@ class RemoteWorker:
     @property
     def generation(self) -> int:
         return self._want.generation
+
+    @property
+    def group_id(self) -> str:
+        """The group that it was last told to run; "" for none."""
+        return self._want.group.group_id if self._want.group is not None else ""
+
+    @property
+    def wanted_gpus(self) -> tuple[int, ...]:
+        """Those that it was last told to have."""
+        return self._want.group.gpus if self._want.group is not None else self.gpus
 
     @property
     def is_settled(self) -> bool:

@@ -17,13 +17,13 @@ from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.listeners import Listener, TlsListener, UnixListener
 from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, gpu_names
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
-from tlora.cluster.worker_process import file_stem, launch, read_records, supervise, write_record
+from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
 from tlora.link.address import forget
 from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
 from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
-from tlora.worker_protocol import REFUSED, Alive, Load, Report
+from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Report
 
 SAID = 8  # refusals that are noted one by one, before they are counted
 WINDOW_SECONDS = 60.0  # between two counts; without a refusal for so long, the next are noted one by one again
@@ -147,12 +147,13 @@ class WorkerPool:
                     self._hear(heard)
                 elif heard is not None:
                     self._unheard.append(heard)
-            waiting = {gpus: identity for gpus, identity in waiting.items() if gpus[0] not in self.workers and identity.is_alive}
+            come = [worker.process.identity for worker in self.workers.values()]  # with other GPUs than recorded, perhaps
+            waiting = {gpus: identity for gpus, identity in waiting.items() if identity not in come and identity.is_alive}
         for gpus, identity in waiting.items():
             self._note(
                 f"the worker of {gpu_names(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
             )
-            supervise(gpus, self._log(gpus), identity).kill()
+            supervise(self._log(gpus), identity).kill()
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
         """Start a worker on those GPUs. None if the system has no process or file to spare now, and for a while after a worker that was
@@ -162,11 +163,16 @@ class WorkerPool:
             return None
         load = self._loads(base_model)
         try:
-            process = launch(gpus, load.device, self.address, self._log(gpus))
+            process = launch(gpus, self._gpus, load.device, self.address, self._log(gpus))
         except OSError as error:
             self._note(f"no worker can be started for {gpu_names(gpus)} now: {error}")
             return None
         return self._take_on(gpus, load, process)
+
+    def record(self, worker: RemoteWorker, before: tuple[int, ...]) -> None:
+        """Where the next controller finds a worker that has other GPUs than `before`."""
+        write_record(self._directory, worker.gpus, worker.process.identity)
+        remove_record(self._directory, before, worker.process.identity)
 
     def abandon(self) -> None:
         """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
@@ -260,9 +266,9 @@ class WorkerPool:
             session.refuse(reason)
             return
         gpus = hello.gpus
-        worker = self.workers.get(gpus[0])
+        worker = self._same(hello) or self.workers.get(gpus[0])
         if worker is None:
-            worker = self._take_on(gpus, hello.load, supervise(gpus, self._log(gpus), arrived.peer.identity))
+            worker = self._take_on(gpus, hello.load, supervise(self._log(gpus), arrived.peer.identity))
         self._sessions[session] = worker
         if arrived.peer.token is not None:
             self._let_in_by[session] = arrived.peer.token.id
@@ -285,11 +291,16 @@ class WorkerPool:
         if token is not None and token.has_expired and read_records(self._directory).get(hello.gpus) != arrived.peer.identity:
             return f"{who} comes with {token.id}, which has expired, and was not here before. `tlora worker-token` makes a new one"
         for worker in self.workers.values():
-            known = worker.gpus == hello.gpus and not worker.given_up and pid in (0, worker.process.pid)
+            same = worker.gpus == hello.gpus or worker.incarnation == hello.incarnation
+            known = same and not worker.given_up and pid in (0, worker.process.pid)
             if worker.overlaps(hello.gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
                 what = f"comes for {gpu_names(hello.gpus)}, and there is a worker already that has {worker.display_name}"
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
+
+    def _same(self, hello: Hello) -> RemoteWorker | None:
+        """The worker that has said Hello before, which may have other GPUs by now."""
+        return next((worker for worker in self.workers.values() if worker.incarnation == hello.incarnation), None)
 
     def _started_here(self, pid: int) -> bool:
         """Whether that process is a worker that has not been let in yet."""

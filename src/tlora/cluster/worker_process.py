@@ -15,18 +15,20 @@ from tlora.link.supervisor import SupervisedProcess, start_process
 from tlora.sharing.multicast import NO_MULTICAST
 
 
-def supervise(gpus: tuple[int, ...], log: Path, identity: ProcessIdentity | None) -> SupervisedProcess:
+def supervise(log: Path, identity: ProcessIdentity | None) -> SupervisedProcess:
     """Supervise a worker that an earlier controller or a user has started."""
-    return SupervisedProcess(identity, log, whole_session=len(gpus) > 1)
+    return SupervisedProcess(identity, log, whole_session=True)
 
 
-def launch(gpus: tuple[int, ...], device: str, address: str, log: Path) -> SupervisedProcess:
-    """Start a worker process, which dials `address`; `log` gets what it and its libraries print."""
-    numbers = ",".join(map(str, gpus))
-    arguments = ["--connect", address, "--gpus", numbers]
-    environment = {**NO_MULTICAST, **_device_environment(device, numbers)}
+def launch(gpus: tuple[int, ...], all_gpus: tuple[int, ...], device: str, address: str, log: Path) -> SupervisedProcess:
+    """Start a worker process, which dials `address` and may come to have others of `all_gpus`; `log` gets what it, its ranks and their
+    libraries print.
+    """
+    arguments = ["--connect", address, "--gpus", ",".join(map(str, gpus))]
+    visible = ",".join(map(str, (*gpus, *(gpu for gpu in all_gpus if gpu not in gpus))))
+    environment = {**NO_MULTICAST, **_device_environment(device, visible)}
     process = start_process("tlora.engine.worker", log, arguments, environment)
-    process.whole_session = len(gpus) > 1
+    process.whole_session = True
     return process
 
 
@@ -42,6 +44,13 @@ def write_record(directory: Path, gpus: tuple[int, ...], identity: ProcessIdenti
             durable.write_file(directory / f"{file_stem(gpus)}.json", json.dumps(asdict(identity)) + "\n")
 
 
+def remove_record(directory: Path, gpus: tuple[int, ...], identity: ProcessIdentity | None) -> None:
+    """Unless it is another worker's by now."""
+    if read_records(directory).get(gpus) == identity:
+        with contextlib.suppress(OSError):
+            (directory / f"{file_stem(gpus)}.json").unlink()
+
+
 def read_records(directory: Path) -> dict[tuple[int, ...], ProcessIdentity]:
     """GPUs -> the worker of an earlier controller on them, if it is still alive."""
     found: dict[tuple[int, ...], ProcessIdentity] = {}
@@ -54,7 +63,7 @@ def read_records(directory: Path) -> dict[tuple[int, ...], ProcessIdentity]:
 
 
 def _device_environment(device: str, numbers: str) -> dict[str, str]:
-    """A worker sees only its own GPUs; on a CPU each of its ranks is one thread, so that several behave like separate GPUs."""
+    """A worker sees the cluster's GPUs, its own first; on a CPU each of its ranks is one thread, so that several behave like GPUs."""
     if device == "cuda":
         return {"CUDA_VISIBLE_DEVICES": numbers}
     return {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -62,11 +62,18 @@ class SetPlan:
 
 
 @message
+class SetGpus:
+    """To a worker: have these GPUs, as its cluster counts them, while its jobs train. Answered by `GpusChanged`."""
+
+    gpus: tuple[int, ...]
+
+
+@message
 class Stop:
     """Checkpoint all jobs and end."""
 
 
-Command = Join | Leave | SetPlan | Stop
+Command = Join | Leave | SetPlan | SetGpus | Stop
 
 # -- to a rank of a run ------------------------------------------------------------------------------------------------
 
@@ -116,13 +123,14 @@ class BaseFacts:
 
 @message
 class Enter:
-    """The first message: load the base on `device`. `store`: a file by which the ranks find each other. `expected`: the jobs that will
-    join first.
+    """The first message: load the base on `device`, together with the first `together` ranks of the worker. `store`: a file by which ranks
+    find each other. `expected`: the jobs that will join first.
     """
 
     load: Load
     device: str
     store: str
+    together: int
     worker_pid: int
     expected: tuple[JobSpec, ...]
 
@@ -130,17 +138,18 @@ class Enter:
 @message
 class Spread:
     """The job shall be computed by all of `span`. Its first rank, which leads it, answers with `PartReady`, or as a `Join` that fails; the
-    others are told when it has, and answer with `PartReady` or `Faulty`.
+    others are told when it has, and answer with `PartReady` or `Faulty`. `number` counts the placements of a worker's jobs.
     """
 
     join: Join
     span: ReplicaPlacement
+    number: int = 0
 
 
 @message
 class Meet:
-    """To all ranks, in one order: make memory for the `numel` elements of a job's adapter that the others can read. Then it begins on the
-    ranks of `span`. `number` counts the meetings of a team.
+    """To the ranks of `span`, in one order for all jobs: make memory for the `numel` elements of a job's adapter that the others can read.
+    Then it begins. `number` counts the meetings of a worker.
     """
 
     job_id: str
@@ -301,17 +310,20 @@ class Bye:
 
 @message
 class PartReady:
-    """All is ready here for the job to begin. Its sets are told by its lead rank, so that the others need not prepare them again."""
+    """All is ready here for the job to begin, as placed by the `Spread` of that `number`. Its sets are told by its lead rank, so that the
+    others need not prepare them again.
+    """
 
     job_id: str
     numel: int
     train_set: str
     eval_set: str | None = None
+    number: int = 0
 
 
 JobReport = Joined | Refused | Finished | Left | Note | Faulty | StageOrder
 # of any rank; `Refused` by a run's: the first job that waits has no room
-ToRank = Command | Open | Assign | BaseFacts | Enter | Spread | Meet | Note | StageOrder
+ToRank = Join | Leave | SetPlan | Stop | Open | Assign | BaseFacts | Enter | Spread | Meet | Note | StageOrder
 ReportOfRun = Hello | Memory | Ready | Shown | RowMade | LogLine | Broken | Bye
 ReportOfWorker = Memory | Loaded | Measured | Alive | PartReady | Stepped | Failed
 FromRank = JobReport | ReportOfRun | ReportOfWorker

@@ -50,7 +50,6 @@ from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Lo
 
 REPORT_SECONDS = 1.0  # between two reports of a job's steps
 CLAIM_SECONDS = 30.0  # for a job's previous worker to release its directory
-_BASE = "base"  # about which the ranks of a worker meet
 STARTING_BUDGET = 1024  # tokens, until a Share says otherwise
 
 
@@ -99,7 +98,7 @@ class Trainer:
         self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note)
         self._directory = Path(load.output_dir)
         began = time.monotonic()
-        model, bound = load_base(load, expected, self._parts.sharing(_BASE) if rank_context.count > 1 else None, note)
+        model, bound = load_base(load, expected, self._parts.shared_load, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         self._limit_bytes = bound.limit_bytes
         send(Memory((bound.limit_bytes,)))
@@ -125,7 +124,7 @@ class Trainer:
         self._paces: dict[str, StepTimer] = {}
         self._reported = 0.0
         self._has_computed = self._has_stepped = False
-        send(Loaded())
+        send(Loaded(whole=model.base.layers is None))
 
     def go_on(self) -> None:
         """Train until stopped; then all jobs have been checkpointed."""
@@ -187,7 +186,7 @@ class Trainer:
                 self._memory.share = share
                 self._memory.apply_share()
             case Spread(join, span) if self._parts.is_home(span):
-                self._parts.spread(join.job.name, span)
+                self._parts.spread(command)
                 self._take(join)
             case Spread() as follow:
                 self._parts.follow(follow)

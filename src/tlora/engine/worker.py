@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tlora.cache_directory import open_caches
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.worker_reconciler import WorkerReconciler
-from tlora.errors import ConfigError
+from tlora.errors import ConfigError, RankError
 from tlora.libraries import leave_unused_out, no_collection
 from tlora.link.dialer import Dialer
 from tlora.link.endpoint import Endpoint, find_entrance
@@ -52,8 +52,8 @@ class Worker:
     def __init__(self, gpus: tuple[int, ...], endpoint: Endpoint) -> None:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.heartbeat = Heartbeat()
-        self._gpus, self._incarnation = gpus, uuid.uuid4().hex
-        self._worker_reconciler, self._lock = WorkerReconciler(), threading.RLock()
+        self._incarnation = uuid.uuid4().hex
+        self._worker_reconciler, self._lock = WorkerReconciler(gpus), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
         self._refusal = ""  # why the controller does not want this worker
@@ -83,7 +83,7 @@ class Worker:
             worker_reconciler, want = self._worker_reconciler, self._worker_reconciler.want
             return Hello(
                 self._incarnation,
-                self._gpus,
+                worker_reconciler.claimed,
                 versions(),
                 self._load,
                 worker_reconciler.loaded,
@@ -180,20 +180,18 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
         worker.heartbeat.begin("loading")
         if see_gpus is not None and load.device != "cpu":
             see_gpus(gpus)
-        lead_or_train(load, gpus, worker)
+        from tlora.engine.ranks.worker_group import WorkerGroup
+
+        group = WorkerGroup(load, gpus, worker.inbox, worker.report, worker.heartbeat, lambda: worker.expected)
+        show_stacks_when_asked(lambda: group.rank_pids)
+        try:
+            group.go_on()
+        except RankError:  # what its ranks have said before says which job may have ended them
+            worker.dialer.drain(_DRAIN_SECONDS)
+            raise
     worker.dialer.drain(_DRAIN_SECONDS)
     worker.check_refusal()
     return 128 + received[0] if received else 0
-
-
-def lead_or_train(load: Load, gpus: tuple[int, ...], worker: Worker) -> None:
-    """Train until stopped. With several GPUs, a process for each of them trains."""
-    if len(gpus) > 1:
-        from tlora.engine.ranks.worker_group import WorkerGroup
-
-        WorkerGroup(load, gpus, worker.inbox, worker.report, worker.heartbeat, worker.expected).go_on()
-    else:
-        open_trainer(load, worker.inbox, worker.report, worker.heartbeat, expected=lambda: worker.expected).go_on()
 
 
 def open_trainer(

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora.engine.messages import Command, Leave, SetPlan, Stop
+from tlora.engine.messages import Command, Leave, SetGpus, SetPlan, Stop
 from tlora.link.outbox import with_attempt
 from tlora.worker_protocol import (
     DesiredState,
     Ending,
+    GpusChanged,
     HeldJob,
     JobEnd,
     JobReport,
@@ -38,8 +39,11 @@ class _Here:
 class WorkerReconciler:
     """`want` is the last desired state; the caller takes `reports` and `commands`."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: tuple[int, ...]) -> None:
+        """`gpus`: those that the worker was started with."""
         self.want: DesiredState | None = None
+        self._gpus = self._ordered_gpus = gpus  # that it has, and that it was last told to have
+        self._changing = False  # from the ones to the others
         self.loaded = self.stopping = False
         self.reports: list[Report] = []
         self.commands: list[Command] = []
@@ -65,6 +69,8 @@ class WorkerReconciler:
         """Take in the trainer's report and pass it on with the job's attempt."""
         if isinstance(report, Loaded):
             self.loaded = True
+        if isinstance(report, GpusChanged):
+            self._gpus, self._changing = report.gpus, False
         if isinstance(report, Measured | Memory):
             self._found[type(report)] = report
         if isinstance(report, JobReport):
@@ -82,6 +88,11 @@ class WorkerReconciler:
             self.stopping = True
             self.reports.append(Ending(reason))
             self.commands.append(Stop())
+
+    @property
+    def claimed(self) -> tuple[int, ...]:
+        """GPUs that the worker has, or is about to have."""
+        return tuple(sorted({*self._gpus, *self._ordered_gpus})) if self._changing else self._gpus
 
     @property
     def held(self) -> list[HeldJob]:
@@ -109,6 +120,9 @@ class WorkerReconciler:
             return
         if want.group is not None:
             plan, group = want.group.plan, want.group
+            if group.gpus != self._ordered_gpus:
+                self._ordered_gpus, self._changing = group.gpus, True
+                self.commands.append(SetGpus(group.gpus))
             share = SetPlan(plan.token_budget, dict(zip(group.job_ids, group.weights, strict=True)))
             if share != self._shared:
                 self._shared = share
@@ -129,6 +143,8 @@ class WorkerReconciler:
     def _tell_settled(self, want: DesiredState, wanted: dict[str, int]) -> None:
         now = want.epoch, want.generation
         residents = {name: here.attempt for name, here in self._here.items() if here.state == "resident"}
+        if want.group is not None and want.group.gpus != self._gpus:
+            return
         through = all(name in residents or self._over.get(name) == attempt for name, attempt in wanted.items())
         if self.loaded and now > self._settled and through and len(residents) == len(self._here):
             self._settled = now

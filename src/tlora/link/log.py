@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 
@@ -16,10 +17,20 @@ def note(line: str) -> None:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def show_stacks_when_asked() -> None:
-    """Log the stacks of all threads at SIGUSR1, also when the process hangs in a library. No effect on systems without that signal."""
+def show_stacks_when_asked(others: Callable[[], Iterable[int]] = tuple) -> None:
+    """Log the stacks of all threads at SIGUSR1, also when the process hangs in a library, and have the processes `others` do the same. No
+    effect on systems without that signal.
+    """
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1)
+
+        def ask(*_: object) -> None:
+            for pid in others():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+
+        faulthandler.unregister(signal.SIGUSR1)  # else it stays behind what is set next
+        signal.signal(signal.SIGUSR1, ask)
+        faulthandler.register(signal.SIGUSR1, chain=True)
 
 
 def leave(status: int) -> NoReturn:

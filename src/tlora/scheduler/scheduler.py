@@ -19,6 +19,7 @@ from tlora.protocol import (
     Event,
     GpusLost,
     GroupFound,
+    GroupKept,
     GroupLost,
     GroupReady,
     JobFailed,
@@ -142,6 +143,10 @@ class Scheduler:
                 if known:
                     state.end_group(event.group_id)
                 return self._reject_too_large(), known
+            case GroupKept(group_id, gpus):
+                known = state.groups.get(group_id)
+                fewer = known is not None and set(gpus) < set(known.group.gpus)
+                return reconcile(state, [known.group.on(gpus)]) if known is not None and fewer else [], fewer
             case NodeAdded():
                 state.add_node(event.node, event.rack, event.gpus)
                 return [], True
@@ -303,8 +308,7 @@ def _what_stays(now: JobGroup, wanted: JobGroup) -> JobGroup | None:
         return None
     if not jobs or not gpus:
         return None
-    plan = replace(wanted.plan, data_parallel=len(gpus), token_budget=wanted.plan.token_budget * len(gpus) // len(wanted.gpus))
-    return JobGroup(now.group_id, now.base_model, gpus, plan, jobs, tuple(weight_of[name] for name in jobs))
+    return replace(wanted.on(gpus), job_ids=jobs, weights=tuple(weight_of[name] for name in jobs))
 
 
 def _gains(now: JobGroup, wanted: JobGroup) -> bool:

@@ -62,7 +62,7 @@ class World:
         self.exchanges: list[SpanExchange] = []
         self.engines: list[Engine] = []
         for rank in range(count):
-            mailbox = Mailbox(Memory(memory, rank), regions, torch.float32)
+            mailbox = Mailbox(Memory(memory, rank), regions, torch.float32, range(count))
             self.exchanges.append(SpanExchange(rank, spans, self.route, mailbox))
             model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
             self.engines.append(Engine(model, budgets[rank], self.heard[rank].append, exchange=self.exchanges[rank]))

@@ -60,7 +60,7 @@ def test_a_part_leaves_the_group() -> None:
 
 def test_a_job_that_has_ended_spans_no_longer() -> None:
     parts, _ = made()
-    parts.spread("a", SPAN)
+    parts.spread(Spread(Join(SPEC), SPAN))
     assert parts.span_of("a") == SPAN
     parts.end("a"), parts.end("a")
     assert parts.span_of("a") is None

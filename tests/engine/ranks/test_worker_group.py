@@ -15,12 +15,14 @@ from tests.full_stream import FullStream
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import (
+    Bye,
     Enter,
     Faulty,
     Hello,
     Leave,
     Meet,
     PartReady,
+    SetGpus,
     SetPlan,
     Spread,
     Stop,
@@ -32,7 +34,22 @@ from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.link.flight import FlightRecorder, flight_name, read_flight
 from tlora.protocol import BaseSpeed
-from tlora.worker_protocol import Alive, Failed, Finished, Join, Joined, Left, Load, Loaded, Measured, Memory, Refused, Report, Stepped
+from tlora.worker_protocol import (
+    Alive,
+    Failed,
+    Finished,
+    GpusChanged,
+    Join,
+    Joined,
+    Left,
+    Load,
+    Loaded,
+    Measured,
+    Memory,
+    Refused,
+    Report,
+    Stepped,
+)
 
 
 class Ranks:
@@ -48,6 +65,7 @@ class Ranks:
         self.sent: list[tuple[int, Any]] = []
         self.spans: dict[str, ReplicaPlacement] = {}
         self.is_killed = self.is_stopped = False
+        self.count, self.ended, self.dropped = count, list[int](), list[int]()
 
     def send(self, rank: int, command: object) -> None:
         self.sent.append((rank, command))
@@ -57,6 +75,16 @@ class Ranks:
 
     def wake(self) -> None:
         pass
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def end(self, rank: int) -> None:
+        self.ended.append(rank)
+
+    def drop(self, rank: int) -> None:
+        self.dropped.append(rank)
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -75,7 +103,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         monkeypatch.setattr(worker_group_module, "RankGroup", Ranks)
         told: list[Report] = []
         load = Load("base", str(tmp_path), "cpu", 0.0, deterministic)
-        worker_group = WorkerGroup(load, tuple(range(4, 4 + count)), queue.SimpleQueue(), told.append, Heartbeat(), (order("first").job,))
+        worker_group = WorkerGroup(
+            load, tuple(range(4, 4 + count)), queue.SimpleQueue(), told.append, Heartbeat(), lambda: (order("first").job,)
+        )
         return worker_group, worker_group._rank_group, told  # type: ignore[return-value]
 
     yield make
@@ -89,8 +119,9 @@ def spread(worker_group: WorkerGroup, ranks: Ranks, join: Join) -> None:
     """The job is on both ranks, and has met."""
     name = join.job.name
     worker_group._obey(join)
-    worker_group._hear(0, PartReady(name, 100, "train"))
-    worker_group._hear(1, PartReady(name, 100, "train"))
+    number = worker_group._placements
+    worker_group._hear(0, PartReady(name, 100, "train", number=number))
+    worker_group._hear(1, PartReady(name, 100, "train", number=number))
     assert [type(command) for _, command in ranks.take()] == [Spread, Spread, Meet, Meet]
 
 
@@ -123,12 +154,12 @@ def test_a_job_that_spans_is_opened_at_home_then_elsewhere_and_begins_together(m
     worker_group, ranks, told = made()
     join = order("a")
     worker_group._obey(join)
-    assert ranks.take() == [(0, Spread(join, ReplicaPlacement(2, (0, 1))))]
-    worker_group._hear(0, PartReady("a", 100, "its set", "its other set"))
+    assert ranks.take() == [(0, Spread(join, ReplicaPlacement(2, (0, 1)), 1))]
+    worker_group._hear(0, PartReady("a", 100, "its set", "its other set", 1))
     ((rank, follow),) = ranks.take()
     assert rank == 1 and isinstance(follow, Spread) and (follow.join.train_set, follow.join.eval_set) == ("its set", "its other set")
     assert not ranks.spans, "what is said now is of an earlier attempt: it has not met"
-    worker_group._hear(1, PartReady("a", 100, "its set"))
+    worker_group._hear(1, PartReady("a", 100, "its set", number=1))
     assert ranks.take() == [(rank, Meet("a", ReplicaPlacement(2, (0, 1)), 100, 1)) for rank in (0, 1)]
     assert ranks.spans == {"a": ReplicaPlacement(2, (0, 1))}
     worker_group._hear(0, Joined("a", 0))
@@ -192,7 +223,7 @@ def test_a_part_that_cannot_be_opened_is_no_part(made: Callable[..., Any]) -> No
     worker_group, ranks, _ = made()
     join = order("a")
     worker_group._obey(join)
-    worker_group._hear(0, PartReady("a", 100, "train"))
+    worker_group._hear(0, PartReady("a", 100, "train", number=1))
     ranks.take()
     worker_group._hear(1, Faulty("a", "no such set"))
     assert ranks.take() == [(0, Leave("a"))]
@@ -221,10 +252,10 @@ def test_a_share_is_divided(made: Callable[..., Any]) -> None:
 def test_nothing_begins_after_a_stop(made: Callable[..., Any]) -> None:
     worker_group, ranks, _ = made()
     worker_group._obey(order("a"))
-    worker_group._hear(0, PartReady("a", 100, "train"))
+    worker_group._hear(0, PartReady("a", 100, "train", number=1))
     worker_group._obey(Stop())
     ranks.take()
-    worker_group._hear(1, PartReady("a", 100, "train"))
+    worker_group._hear(1, PartReady("a", 100, "train", number=1))
     assert ranks.is_stopped and not ranks.take()
 
 
@@ -254,3 +285,132 @@ def test_with_a_rank_all_is_lost_and_it_alone_is_suspected(
     with pytest.raises(RankError, match=r"rank 1 \(GPU 5\) is lost: was stopped"):
         worker_group._hear(1, Lost("was stopped for 5 s"))
     assert ranks.is_killed and read_flight(tmp_path, 77) == {"b"}
+
+
+def loaded(worker_group: WorkerGroup, *ranks: int, whole: bool = True) -> None:
+    for rank in ranks:
+        worker_group._rank_group.memory[rank] = Memory((10 + rank,))
+        worker_group._hear(rank, Loaded(whole))
+
+
+def test_a_gpu_that_comes_takes_a_job_and_nobody_above_hears_of_its_move(made: Callable[..., Any]) -> None:
+    worker_group, ranks, told = made(1)
+    joins = [order(name, 1) for name in "abc"]
+    for join in joins:
+        worker_group._obey(join)
+    worker_group._obey(SetPlan(512))
+    loaded(worker_group, 0)
+    worker_group._obey(SetGpus((4, 9)))
+    worker_group._obey(SetPlan(1024))
+    ranks.take(), told.clear()
+    worker_group._hear(1, Hello(1, 1, "here", {}))
+    ((_, entered),) = ranks.take()
+    assert (entered.load.layout, entered.together) == ("whole", 1) and [spec.name for spec in entered.expected] == ["a", "b", "c"]
+    assert not told, "the jobs train on while the base is loaded"
+    loaded(worker_group, 1)
+    assert ranks.take() == [(0, SetPlan(512)), (1, SetPlan(512)), (0, Leave("c"))]
+    assert told == [GpusChanged((4, 9)), Memory((10, 11))]
+    worker_group._hear(0, Left("c", 3, "there"))
+    assert ranks.take() == [(1, joins[2])] and len(told) == 2
+    worker_group._hear(1, Joined("c", 3))
+    assert told[2:] == [Joined("c", 3)]
+
+
+def test_a_job_without_room_where_it_moves_goes_back(made: Callable[..., Any]) -> None:
+    worker_group, ranks, told = made(1)
+    joins = [order(name, 1) for name in "ab"]
+    for join in joins:
+        worker_group._obey(join)
+    loaded(worker_group, 0)
+    worker_group._obey(SetGpus((4, 9)))
+    loaded(worker_group, 1)
+    worker_group._hear(0, Left("b", 3, "there"))
+    ranks.take(), told.clear()
+    worker_group._hear(1, Refused("b", "too little memory"))
+    assert ranks.take() == [(0, joins[1])] and not told
+    worker_group._hear(0, Refused("b", "too little memory"))
+    assert told == [Refused("b", "too little memory")], "once"
+
+
+def test_a_gpu_is_given_back_when_its_jobs_have_left(made: Callable[..., Any]) -> None:
+    worker_group, ranks, told = made(2)
+    joins = [order(name, 1) for name in "ab"]
+    for join in joins:
+        worker_group._obey(join)
+    loaded(worker_group, 0, 1)
+    ranks.take(), told.clear()
+    worker_group._obey(SetGpus((4,)))
+    assert ranks.take() == [(1, Leave("b"))] and not ranks.ended
+    worker_group._hear(1, Left("b", 3, "there"))
+    assert ranks.take() == [(0, joins[1])] and ranks.ended == [1] and not told
+    worker_group._hear(1, Bye())
+    assert told == [GpusChanged((4,)), Memory((10,))]
+
+
+@pytest.mark.parametrize("end", ["dies", "late"])
+def test_a_rank_that_does_not_join_changes_nothing(made: Callable[..., Any], end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    worker_group, ranks, told = made(1)
+    worker_group._obey(order("a", 1))
+    loaded(worker_group, 0)
+    worker_group._obey(SetGpus((4, 8, 9)))
+    ranks.take(), told.clear()
+    if end == "dies":
+        worker_group._hear(2, Lost("was killed by signal 9"))
+        reason = "the rank on GPU 9 has ended while it joined: was killed by signal 9"
+    else:
+        worker_group._refuse_change(None, reason := "the rank on GPU 8 has not loaded the base in time")
+    assert told == [GpusChanged((4,), reason)] and reason in capsys.readouterr().err
+    assert ranks.dropped == ([1] if end == "dies" else [1, 2]) and not ranks.take()
+    worker_group._obey(SetGpus((4, 9)))  # another time
+    loaded(worker_group, 3)
+    assert told[1] == GpusChanged((4, 9))
+
+
+def test_gpus_of_a_base_in_parts_are_fixed(made: Callable[..., Any]) -> None:
+    worker_group, ranks, told = made(2)
+    loaded(worker_group, 0, 1, whole=False)
+    told.clear()
+    worker_group._obey(SetGpus((4, 5, 6)))
+    assert told == [GpusChanged((4, 5), "the base is held in parts, by 2 GPUs or the host's memory", fixed=True)] and ranks.count == 2
+    worker_group._obey(SetGpus((4, 5)))
+    assert told[1] == GpusChanged((4, 5))
+
+
+def test_gpus_may_change_before_the_base_is_loaded(made: Callable[..., Any]) -> None:
+    worker_group, ranks, _ = made(1)
+    worker_group._obey(SetGpus((4, 9)))
+    assert ranks.count == 1, "it may turn out that it is held in parts"
+    loaded(worker_group, 0)
+    assert ranks.count == 2
+
+
+def test_a_stop_ends_what_still_joins(made: Callable[..., Any]) -> None:
+    worker_group, ranks, _ = made(1)
+    loaded(worker_group, 0)
+    worker_group._obey(SetGpus((4, 9)))
+    worker_group._obey(Stop())
+    assert ranks.dropped == [1] and ranks.is_stopped
+
+
+def test_what_is_ready_for_an_earlier_placement_does_not_count(made: Callable[..., Any]) -> None:
+    worker_group, ranks, _ = made()
+    worker_group._obey(order("a"))
+    worker_group._hear(0, Refused("a", "no memory"))
+    worker_group._obey(order("a"))
+    ranks.take()
+    worker_group._hear(1, PartReady("a", 100, "train", number=1))
+    worker_group._hear(0, PartReady("a", 100, "train", number=2))
+    assert [type(command) for _, command in ranks.take()] == [Spread], "and no Meet"
+
+
+def test_a_gpu_that_a_worker_does_not_see_is_refused(made: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_group, ranks, told = made(1)
+    worker_group._load = Load("base", str(tmp_path), "cuda", 0.0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,2")
+    loaded(worker_group, 0)
+    worker_group._obey(SetGpus((2, 4)))
+    worker_group._hear(1, Hello(1, 1, "here", {}))
+    assert ranks.take()[-1][1].device == "cuda:1"
+    loaded(worker_group, 1)
+    worker_group._obey(SetGpus((2, 3, 4)))
+    assert told[-1].gpus == (2, 4) and told[-1].refused.startswith("GPU 3: CUDA_VISIBLE_DEVICES hides it") and not told[-1].fixed

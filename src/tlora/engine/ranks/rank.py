@@ -244,7 +244,7 @@ class RankOfRun:
         if not spans:
             return SpanExchange(self._number, {}, self._line.send)
         sizes = {job: layouts[job].numel for job in spans}
-        mailbox = open_mailbox(spans, sizes, loaded.model.bank.sum_dtype, Peers(self._meet("spans")), place)
+        mailbox = open_mailbox(spans, sizes, loaded.model.bank.sum_dtype, Peers(self._meet("spans")), place, range(self._count))
         return SpanExchange(self._number, spans, self._line.send, mailbox)
 
     def _show(self, progress: RunProgress) -> None:
@@ -257,8 +257,8 @@ class RankOfRun:
 class RankOfWorker:
     """The same of a worker."""
 
-    def __init__(self, inbox: Inbox, number: int, count: int) -> None:
-        self._inbox, self._number, self._count = inbox, number, count
+    def __init__(self, inbox: Inbox, number: int) -> None:
+        self._inbox, self._number = inbox, number
         self._heartbeat = Heartbeat("loading")
 
     def hear(self, command: ToRank | None) -> None:
@@ -272,7 +272,7 @@ class RankOfWorker:
         entered = self._inbox.get()
         assert isinstance(entered, Enter), entered
         threading.Thread(target=self._beat, args=(line,), name="heartbeat", daemon=True).start()
-        rank_context = RankContext(self._number, self._count, entered.store, flight_name(entered.worker_pid, self._number))
+        rank_context = RankContext(self._number, entered.together, entered.store, flight_name(entered.worker_pid, self._number))
         load = replace(entered.load, device=entered.device)
         open_trainer(load, self._inbox, line.send, self._heartbeat, rank_context, lambda: entered.expected).go_on()
         return Bye()
@@ -339,7 +339,7 @@ def serve(address: str, number: int, count: int, run_digest: str = "", *, of_wor
     if not of_worker:
         signal.signal(signal.SIGTERM, lambda *_: inbox.put(Stop()))  # a SimpleQueue may be entered again by a handler
         ignore_signals(signal.SIGINT, signal.SIGHUP)
-    rank = RankOfWorker(inbox, number, count) if of_worker else RankOfRun(inbox, number, count)
+    rank = RankOfWorker(inbox, number) if of_worker else RankOfRun(inbox, number, count)
     line = connect(address, rank.hear)(hello(number, run_digest))
     try:
         line.send(rank.train(line))

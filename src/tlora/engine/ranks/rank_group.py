@@ -60,21 +60,22 @@ class RankGroup:
 
     def __init__(self, count: int, own: Sequence[int] | None = None, program: tuple[str, ...] = RANK) -> None:
         """`own` are the ranks that `start` starts, by default all; the others come by themselves, started by a cluster's launcher.
-        `program`: a module and its arguments. Ranks of a run have a session of their own, all others are in this process'.
+        `program`: a module and its arguments. Ranks of a run have sessions and logs of their own, all others those of this process.
         """
         self._program = program
-        self.count, self._own = count, range(count) if own is None else own
+        self.count, self._own = count, list(range(count)) if own is None else list(own)
         self._meeting = Meeting()
         self._processes: dict[int, SupervisedProcess] = {}
         self.hellos: dict[int, Hello] = {}
         self.lost: dict[int, Lost] = {}
         self._broken: dict[int, Broken] = {}
         self._out: set[int] = set()  # said Bye, or were ended before they had anything to save
+        self._dropped: set[int] = set()
         self.memory: dict[int, Memory] = {}
         self.ready: dict[int, Ready] = {}
         self.going: set[int] = set()  # they write
         self.spans: dict[str, ReplicaPlacement] = {}  # jobs that several ranks compute now: what these tell each other is passed on
-        self._looked, self._began = 0.0, time.monotonic()
+        self._looked, self._began = 0.0, dict.fromkeys(range(count), time.monotonic())
         self.rendezvous: object = None  # kept open for the ranks of a launcher
 
     @property
@@ -93,13 +94,35 @@ class RankGroup:
         return len(self._own) < self.count
 
     def start(self) -> None:
-        self._began = time.monotonic()
+        self._began = dict.fromkeys(range(self.count), time.monotonic())
         for rank in self._own:
-            environment = {**NO_MULTICAST, "WORLD_SIZE": str(self.count), "LOCAL_RANK": str(rank), "RANK": str(rank)}
-            log, address = self._meeting.directory / f"gpu{rank}.log", self._meeting.address
-            module, *arguments = self._program
-            own_session = self._program == RANK
-            self._processes[rank] = start_process(module, log, arguments, environment, address, own_session=own_session)
+            self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        environment = {**NO_MULTICAST, "WORLD_SIZE": str(max(self.count, rank + 1)), "LOCAL_RANK": str(rank), "RANK": str(rank)}
+        module, *arguments = self._program
+        of_run = self._program == RANK
+        log = self._meeting.directory / f"gpu{rank}.log" if of_run else open(2, "wb", 0, closefd=False)  # noqa: SIM115
+        self._processes[rank] = start_process(module, log, arguments, environment, self._meeting.address, own_session=of_run)
+
+    def add(self) -> int:
+        """Start one more rank, whose number is returned. Raises OSError where the system has no process or file to spare."""
+        rank = self.count
+        self._start(rank)
+        self.count += 1
+        self._own.append(rank)
+        self._began[rank] = time.monotonic()
+        return rank
+
+    def end(self, rank: int) -> None:
+        """It saves what it has and ends, which is reported by its `Bye`."""
+        self.send(rank, Stop())
+
+    def drop(self, rank: int) -> None:
+        """Kill a rank that has nothing to save. Nothing more is heard of it."""
+        self._out.add(rank)
+        self._dropped.add(rank)
+        self._processes[rank].kill()
 
     @property
     def living(self) -> list[int]:
@@ -142,12 +165,12 @@ class RankGroup:
 
     def _why_silent(self, rank: int) -> str:
         """Why a rank that has not said Hello is not waited for any longer; "" while it is."""
-        if rank in self.hellos or time.monotonic() - self._began <= _HELLO_SECONDS:
+        if rank in self.hellos or time.monotonic() - self._began[rank] <= _HELLO_SECONDS:
             return ""
         return f"has said nothing for {_HELLO_SECONDS:g} s since its start"
 
     def _heard(self, rank: int, report: FromRank | None) -> list[tuple[int, FromRank | Lost]]:
-        if rank in self.lost:  # it is lost, and its jobs are elsewhere
+        if rank in self.lost or rank in self._dropped:  # its jobs are elsewhere
             return []
         match report:
             case None:

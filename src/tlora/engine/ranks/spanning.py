@@ -57,12 +57,13 @@ class EventSender:
 
 
 class Mailbox:
-    """The regions of all jobs that span, in the memory of each rank; values are flat tensors [P] of `dtype`. A device writes and reads in
-    the order of its current stream.
+    """The regions of all jobs that span, in the memory of each of `ranks`; values are flat tensors [P] of `dtype`. A device writes and
+    reads in the order of its current stream.
     """
 
-    def __init__(self, memory: PeerMemory, regions: Mapping[str, Region], dtype: torch.dtype) -> None:
+    def __init__(self, memory: PeerMemory, regions: Mapping[str, Region], dtype: torch.dtype, ranks: Sequence[int]) -> None:
         self._memory, self._regions, self._dtype = memory, regions, dtype
+        self._peer = {rank: peer for peer, rank in enumerate(ranks)}
 
     def write(self, job_id: str, slot: int, values_P: Tensor) -> None:
         """Into this rank's own."""
@@ -72,7 +73,7 @@ class Mailbox:
 
     def read(self, job_id: str, rank: int, slot: int, into_P: Tensor) -> None:
         """From that of `rank`, which may be this one."""
-        self._memory.read(rank, self._regions[job_id].slot(slot), into_P.view(torch.uint8))
+        self._memory.read(self._peer[rank], self._regions[job_id].slot(slot), into_P.view(torch.uint8))
 
     @property
     def device(self) -> torch.device:
@@ -84,12 +85,19 @@ class Mailbox:
 
 
 def open_mailbox(
-    spans: Mapping[str, ReplicaPlacement], sizes: Mapping[str, int], dtype: torch.dtype, peers: Peers, device: torch.device
+    spans: Mapping[str, ReplicaPlacement],
+    sizes: Mapping[str, int],
+    dtype: torch.dtype,
+    peers: Peers,
+    device: torch.device,
+    ranks: Sequence[int],
 ) -> Mailbox:
-    """All ranks call it together. `sizes`: elements of each job's adapter. Raises RankError where ranks cannot read each other's memory."""
+    """All `ranks` call it together, which are the `peers` in their order. `sizes`: elements of each job's adapter. Raises RankError where
+    they cannot read each other's memory.
+    """
     peers.agree("regions", sorted([job, sizes[job], span.replicas, *span.ranks] for job, span in spans.items()), "jobs that span GPUs")
     regions, num_bytes = lay_out_regions(spans, sizes, dtype.itemsize)
-    return Mailbox(open_peer_memory(num_bytes, peers, device), regions, dtype)
+    return Mailbox(open_peer_memory(num_bytes, peers, device), regions, dtype, ranks)
 
 
 class SpanExchange:

@@ -6,7 +6,7 @@ elsewhere; what a rank does with a job of its own alone is the trainer's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,12 @@ _MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a l
 
 @dataclass(frozen=True)
 class RankContext:
-    """Rank `number` of the `count` of a worker. `store`: a file by which they find each other."""
+    """Rank `number` of a worker, which loads the base together with the first `together` of its ranks. `store`: a file by which ranks find
+    each other.
+    """
 
     number: int = 0
-    count: int = 1
+    together: int = 1
     store: str = ""
     flight: str = ""  # the name of its flight record, by default its process'
 
@@ -47,22 +49,29 @@ class SpanningJobs:
         self._rank_context, self._tell = rank_context, tell
         self.exchange = SpanExchange(rank_context.number, {}, tell)
         self._spans: dict[str, ReplicaPlacement] = {}  # of the jobs that this rank leads
+        self._numbers: dict[str, int] = {}  # of their placements
         self._waiting: dict[str, driver.ReadyJob] = {}  # those of them whose other ranks have not come
         self._peer_jobs: dict[str, Spread] = {}
         self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
         self._store: Store | None = None
 
-    def sharing(self, about: str) -> Sharing:
-        """With the other ranks, once for each thing that it is about."""
-        rank_context = self._rank_context
-        self._store = self._store or FileStore(rank_context.store, rank_context.count)
-        return Sharing(PrefixStore(about, self._store), rank_context.number, rank_context.count, timeout_seconds=_MEETING_SECONDS)
+    @property
+    def shared_load(self) -> Sharing | None:
+        """With the ranks that load the base together; None where it is loaded alone."""
+        return self._sharing("base", range(together)) if (together := self._rank_context.together) > 1 else None
+
+    def _sharing(self, about: str, ranks: Sequence[int]) -> Sharing:
+        """With those ranks, of which this is one; once for each thing that it is about."""
+        self._store = self._store or FileStore(self._rank_context.store)
+        place = ranks.index(self._rank_context.number)
+        return Sharing(PrefixStore(about, self._store), place, len(ranks), timeout_seconds=_MEETING_SECONDS)
 
     # -- jobs that this rank leads -----------------------------------------------------------------------------------------
 
-    def spread(self, job_id: str, span: ReplicaPlacement) -> None:
-        """The job is on its way in, and shall span those ranks."""
-        self._spans[job_id] = span
+    def spread(self, spread: Spread) -> None:
+        """The job is on its way in, and shall span ranks."""
+        name = spread.join.job.name
+        self._spans[name], self._numbers[name] = spread.span, spread.number
 
     def span_of(self, job_id: str) -> ReplicaPlacement | None:
         return self._spans.get(job_id)
@@ -75,7 +84,7 @@ class SpanningJobs:
             return False
         self._waiting[name] = opened
         eval_set = str(run.evaluation.directory) if run.evaluation is not None else None
-        self._tell(PartReady(name, opened.state.layout.numel, str(run.train.directory), eval_set))
+        self._tell(PartReady(name, opened.state.layout.numel, str(run.train.directory), eval_set, self._numbers[name]))
         return True
 
     def give_up(self, job_id: str) -> driver.ReadyJob | None:
@@ -93,6 +102,7 @@ class SpanningJobs:
     def end(self, job_id: str) -> None:
         """The job has ended here or left: no more messages about it are sent."""
         if self._spans.pop(job_id, None) is not None:
+            del self._numbers[job_id]
             self.exchange.flush()
             self.exchange.dissolve(job_id)
 
@@ -115,7 +125,7 @@ class SpanningJobs:
             return
         planned.span = follow.span
         self._planned[name] = planned
-        self._tell(PartReady(name, planned.layout.numel, str(planned.data.train.directory)))
+        self._tell(PartReady(name, planned.layout.numel, str(planned.data.train.directory), number=follow.number))
 
     def unfollow(self, job_id: str, group: driver.Driver) -> bool:
         """Let go of a part that is here. False where there is none."""
@@ -131,12 +141,12 @@ class SpanningJobs:
     # -- together ------------------------------------------------------------------------------------------------------
 
     def meet(self, meet: Meet, group: driver.Driver) -> driver.ReadyJob | None:
-        """With all ranks: they wait for each other, as long as the longest micro-batch takes. A job that follows begins. Returns one that
-        has its lead rank here, and can begin. Raises RankError.
+        """With the job's ranks: they wait for each other, as long as the longest micro-batch takes. A job that follows begins. Returns one
+        that has its lead rank here, and can begin. Raises RankError.
         """
-        name, model = meet.job_id, group.group.model
-        sharing, place = self.sharing(f"meeting {meet.number}"), torch.device(model.device)
-        mailbox = open_mailbox({name: meet.span}, {name: meet.numel}, model.bank.sum_dtype, Peers(sharing), place)
+        name, model, ranks = meet.job_id, group.group.model, meet.span.ranks
+        peers, place = Peers(self._sharing(f"meeting {meet.number}", ranks)), torch.device(model.device)
+        mailbox = open_mailbox({name: meet.span}, {name: meet.numel}, model.bank.sum_dtype, peers, place, ranks)
         opened, planned = self._waiting.pop(name, None), self._planned.pop(name, None)
         if opened is not None or planned is not None:
             self.exchange.spread(name, meet.span, mailbox)

@@ -1,7 +1,8 @@
-"""A worker with several GPUs: one process towards its controller, which computes nothing, and a rank for each GPU, which it leads.
+"""A worker: one process towards its controller, which computes nothing, and a rank for each of its GPUs, which it leads.
 
-It takes the commands of a worker's trainer and makes its reports (`trainer.py`), so who holds the line knows no difference. A job has its
-lead rank; where it has parts on others, what they tell each other goes through here. With a rank, the worker is lost.
+It takes a worker's commands and makes its reports, and passes on to ranks what concerns a job (`trainer.py`). A job has its lead rank;
+where it has parts on others, what they tell each other goes through here. GPUs may come and go while jobs train (`gpu_change.py`). With a
+rank that has jobs, the worker is lost.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tlora.batching.replicas import LEAST_REPLICA_TOKENS, ReplicaPlacement
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import (
+    Bye,
     Command,
     Enter,
     Faulty,
@@ -25,36 +27,43 @@ from tlora.engine.messages import (
     Leave,
     Meet,
     PartReady,
+    SetGpus,
     SetPlan,
     Spread,
     Stop,
 )
+from tlora.engine.ranks.gpu_change import GpuChange
+from tlora.engine.ranks.job_spans import choose_span, moves
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER, Lost, RankGroup
-from tlora.errors import RankError
+from tlora.errors import ConfigError, RankError
 from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
 from tlora.link.log import note
-from tlora.worker_protocol import Alive, JobEnd, Join, Joined, Left, Load, Loaded, Measured, Memory, Report, Stepped
+from tlora.worker_protocol import Alive, GpusChanged, JobEnd, Join, Joined, Left, Load, Loaded, Measured, Memory, Refused, Report, Stepped
 
 _LOOK_SECONDS = 1.0
 
 
 @dataclass
 class _Job:
-    """`opened` are the ranks that are ready for it, `numel` the elements of its adapter as its lead rank has them. With `parting` it
-    shall go on in one place.
+    """`number` counts the placements of jobs; `opened` are the ranks that are ready for it, `numel` the elements of its adapter as its lead
+    rank has them. With `then` it has been asked to leave its ranks, and goes on there; where it has no room there, it goes `back`. One that
+    is `pinned` stays where it is.
     """
 
     join: Join
     span: ReplicaPlacement
+    number: int
     opened: set[int] = field(default_factory=set[int])
     numel: int = 0
-    parting: bool = False
+    then: ReplicaPlacement | None = None
+    back: ReplicaPlacement | None = None
+    pinned: bool = False
     leaving: bool = False
 
 
 class WorkerGroup:
-    """Stands in for `Trainer`."""
+    """Leads the ranks of one worker."""
 
     def __init__(
         self,
@@ -63,16 +72,19 @@ class WorkerGroup:
         inbox: queue.SimpleQueue[Command],
         send: Callable[[Report], None],
         heartbeat: Heartbeat,
-        expected: tuple[JobSpec, ...],
+        expected: Callable[[], tuple[JobSpec, ...]],
     ) -> None:
-        """`heartbeat` gets what the rank is at that has been at it for the longest time. `expected` as of `Trainer`."""
-        self._load, self._gpus, self._send, self._heartbeat, self._expected = load, gpus, send, heartbeat, expected
+        """`heartbeat` gets what the rank is at that has been at it for the longest time. `expected` is asked for what `Trainer` expects."""
+        self._load, self._send, self._heartbeat, self._expected = load, send, heartbeat, expected
+        self._first_gpus = gpus
         self._rank_group = RankGroup(len(gpus), program=RANK_OF_WORKER)
+        self._change = GpuChange(gpus)
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
-        self._loaded: set[int] = set()
+        self._plan: SetPlan | None = None
+        self._whole = True  # the base, on each GPU
         self._beats: dict[int, tuple[Alive, float]] = {}  # the newest of each rank, and when it came
-        self._meetings = 0
+        self._meetings = self._placements = 0
         self._stopping = False
         threading.Thread(target=self._pass_on, args=(inbox,), name="commands", daemon=True).start()
 
@@ -84,13 +96,21 @@ class WorkerGroup:
             while rank_group.living:
                 for rank, report in rank_group.listen(_LOOK_SECONDS):
                     self._hear(rank, report)
-                while not self._told.empty() and len(rank_group.hellos) == len(self._gpus):  # what is said to one that is not there is lost
+                for rank in self._change.late(time.monotonic()):
+                    self._refuse_change(None, f"the rank on GPU {self._change.gpu_of[rank]} has not loaded the base in time")
+                # What is said to a rank that is not there is lost.
+                while not self._told.empty() and all(rank in rank_group.hellos for rank in self._change.taking):
                     self._obey(self._told.get())
         except BaseException:
             rank_group.kill()
             raise
         finally:
             rank_group.close()
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """The processes of the ranks that are there."""
+        return [hello.pid for rank, hello in self._rank_group.hellos.items() if rank in self._rank_group.living]
 
     def _pass_on(self, inbox: queue.SimpleQueue[Command]) -> None:
         while True:
@@ -101,63 +121,159 @@ class WorkerGroup:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Join():
-                self._take(command)
+            case Join(job):
+                assert job.name not in self._jobs, f"{job.name} is here already"
+                spans = [each.then or each.span for each in self._jobs.values()]
+                self._place(command, choose_span(command, self._change.taking, spans, self._load.deterministic))
             case Leave(name):
                 if (job := self._jobs.get(name)) is not None and not job.leaving:
                     job.leaving = True
-                    if not job.parting:  # else the command was sent already
+                    if job.then is None:  # else the command was sent already
                         self._rank_group.send(job.span.lead_rank, command)
-            case SetPlan(budget):
-                self._rank_group.send_all(replace(command, token_budget=max(1, budget // len(self._gpus))))
+            case SetPlan():
+                self._plan = command
+                self._send_plan()
+            case SetGpus(gpus):
+                self._change.want(gpus)
+                self._go_on_changing()
             case Stop():
                 self._stopping = True
+                for rank in self._change.stop():
+                    self._rank_group.drop(rank)
                 self._rank_group.stop()
 
-    def _take(self, join: Join) -> None:
-        name = join.job.name
-        assert name not in self._jobs, f"{name} is here already"
-        span = choose_span(join, len(self._gpus), [job.span for job in self._jobs.values()], self._load.deterministic)
-        self._jobs[name] = _Job(join, span)
-        self._rank_group.send(span.lead_rank, Spread(join, span) if span.peers else join)
+    def _send_plan(self) -> None:
+        if self._plan is not None:
+            budget = max(1, self._plan.token_budget // len(self._change.target))
+            for rank in self._change.taking:
+                self._rank_group.send(rank, replace(self._plan, token_budget=budget))
+
+    def _place(self, join: Join, span: ReplicaPlacement, back: ReplicaPlacement | None = None, *, pinned: bool = False) -> None:
+        self._placements += 1
+        self._jobs[join.job.name] = _Job(join, span, self._placements, back=back, pinned=pinned)
+        self._rank_group.send(span.lead_rank, Spread(join, span, self._placements) if span.peers else join)
+
+    def _move(self, job: _Job, span: ReplicaPlacement) -> None:
+        """The job leaves its ranks at its last step, and goes on from there."""
+        job.then = span
+        self._rank_group.send(job.span.lead_rank, Leave(job.join.job.name))
+
+    # -- GPUs that come and go -----------------------------------------------------------------------------------------
+
+    def _go_on_changing(self) -> None:
+        """One step towards the GPUs that are wanted, as far as it can be done now."""
+        change = self._change
+        if change.wanted is None or self._stopping or not change.all_loaded:
+            return
+        if not self._whole and change.wanted != change.gpus:
+            change.give_up()
+            self._send(GpusChanged(change.gpus, f"the base is held in parts, by {len(change.gpus)} GPUs or the host's memory", fixed=True))
+            return
+        try:
+            for gpu in change.missing:
+                worker_device(self._load.device, self._first_gpus, gpu)
+                change.begin(self._rank_group.add(), gpu, time.monotonic())
+        except (ConfigError, OSError) as error:
+            self._refuse_change(None, str(error))
+            return
+        for rank in change.not_wanted_after_all():
+            self._rank_group.drop(rank)
+        if change.joining:
+            return
+        if not change.placed:
+            change.placed = True
+            self._send_plan()
+            self._move_jobs()
+        busy = {rank for job in self._jobs.values() for span in (job.span, job.then) if span is not None for rank in span.ranks}
+        for rank in change.end_vacated(busy):
+            self._rank_group.end(rank)
+        if change.is_done:
+            change.give_up()
+            self._send(GpusChanged(change.gpus))
+            self._send_memory()
+
+    def _move_jobs(self) -> None:
+        jobs = {name: job for name, job in self._jobs.items() if not job.leaving}
+        spans = {name: job.then or job.span for name, job in jobs.items()}
+        pinned = [name for name, job in jobs.items() if job.pinned]
+        joins = {name: job.join for name, job in jobs.items()}
+        for name, span in moves(joins, spans, self._change.taking, self._load.deterministic, pinned).items():
+            if jobs[name].then is None:
+                self._move(jobs[name], span)
+            else:
+                jobs[name].then = span
+
+    def _refuse_change(self, rank: int | None, reason: str) -> None:
+        """The GPUs stay as they are, since `rank` could not join. No job notices."""
+        for joining in self._change.give_up():
+            if joining != rank:
+                self._rank_group.drop(joining)
+        note(f"the GPUs stay {', '.join(map(str, self._change.gpus))}: {reason}")
+        self._send_plan()
+        self._send(GpusChanged(self._change.gpus, reason))
+
+    def _send_memory(self) -> None:
+        by_gpu = sorted((gpu, self._rank_group.memory[rank].limit_bytes[0]) for rank, gpu in self._change.gpu_of.items())
+        self._send(Memory(tuple(limit for _, limit in by_gpu)))
 
     # -- what ranks say ------------------------------------------------------------------------------------------------
 
     def _hear(self, rank: int, report: FromRank | Lost) -> None:
+        change = self._change
         match report:
-            case Lost(reason):
+            case Lost(reason) if rank in change.joining:
+                self._refuse_change(rank, f"the rank on GPU {change.gpu_of[rank]} has ended while it joined: {reason}")
+            case Lost(reason) if rank not in change.ending:
                 self._lose(rank, reason)
             case Hello():
-                self._rank_group.going.add(rank)  # from now on it is stopped by a command, not killed
-                device = f"{self._load.device}:{rank}" if self._load.device == "cuda" else self._load.device
-                load = replace(self._load, calibrate=self._load.calibrate and rank == 0)  # all GPUs of a group are alike
-                self._rank_group.send(rank, Enter(load, device, self._rank_group.store, os.getpid(), self._expected))
+                self._enter(rank)
             case Loaded():
-                self._loaded.add(rank)
-                if len(self._loaded) == len(self._gpus):
-                    self._send(Memory(tuple([self._rank_group.memory[each].limit_bytes[0] for each in range(len(self._gpus))])))
+                self._whole &= report.whole
+                first = not change.all_loaded
+                change.loaded(rank)
+                if first and change.all_loaded:
+                    self._send_memory()
                     self._send(report)
-            case Alive():
+                self._go_on_changing()
+            case Alive() if rank not in change.joining:
                 self._beats[rank] = report, time.monotonic()
                 self._show()
-            case Joined() | Stepped() | Measured():
+            case Lost() | Bye() if not self._stopping:
+                change.ended(rank)
+                self._beats.pop(rank, None)
+                self._go_on_changing()
+            case Joined(name):
+                if name in self._jobs:
+                    self._jobs[name].back = None
+                self._send(report)
+            case Stepped() | Measured():
                 self._send(report)
             case _ if isinstance(report, JobEnd):
                 self._end(report)
             case _:
                 self._hear_of_parts(rank, report)
 
+    def _enter(self, rank: int) -> None:
+        self._rank_group.going.add(rank)  # from now on it is stopped by a command, not killed
+        load, gpu, expected, together = self._load, self._change.gpu_of[rank], self._expected(), len(self._first_gpus)
+        if rank in self._change.joining:  # with a base of its own
+            expected, together = tuple(job.join.job for job in self._jobs.values()), 1
+            load = replace(load, layout="whole", calibrate=False)
+        load = replace(load, calibrate=load.calibrate and rank == 0)  # all GPUs of a group are alike
+        device = worker_device(load.device, self._first_gpus, gpu)
+        self._rank_group.send(rank, Enter(load, device, self._rank_group.store, together, os.getpid(), expected))
+
     def _hear_of_parts(self, rank: int, report: FromRank | Lost) -> None:
         """Of jobs that several ranks compute."""
         match report:
-            case PartReady(name) if name in self._jobs and not self._stopping:
-                self._open(rank, self._jobs[name], report)
-            case Faulty(name, reason) if (job := self._jobs.get(name)) is not None and job.span.peers:
-                if not (job.parting or self._stopping):
+            case PartReady(name) if (job := self._jobs.get(name)) is not None and report.number == job.number and not self._stopping:
+                self._open(rank, job, report)
+            case Faulty(name, reason) if (job := self._jobs.get(name)) is not None and rank in job.span.peers:
+                if not (job.then or self._stopping):
                     note(f"{name}: rank {rank} cannot compute its part ({reason}); the job goes on in one place")
-                    job.parting = True
+                    job.pinned, alone = True, ReplicaPlacement(job.span.replicas, (job.span.lead_rank,))
                     if not job.leaving:
-                        self._rank_group.send(job.span.lead_rank, Leave(name))
+                        self._move(job, alone)
             case _:
                 pass
 
@@ -168,60 +284,54 @@ class WorkerGroup:
             job.numel = opened.numel
             join = replace(job.join, train_set=opened.train_set, eval_set=opened.eval_set)
             for peer in job.span.peers:
-                self._rank_group.send(peer, Spread(join, job.span))
-        if job.opened == set(job.span.ranks) and not (job.leaving or job.parting):
+                self._rank_group.send(peer, Spread(join, job.span, job.number))
+        if job.opened == set(job.span.ranks) and not (job.leaving or job.then):
             self._rank_group.spans[job.join.job.name] = job.span
             self._meetings += 1
-            self._rank_group.send_all(Meet(job.join.job.name, job.span, job.numel, self._meetings))
+            for each in job.span.ranks:
+                self._rank_group.send(each, Meet(job.join.job.name, job.span, job.numel, self._meetings))
 
     def _end(self, report: JobEnd) -> None:
-        """The job has ended at its lead rank, or gone; one that parts goes on there, all of it."""
+        """The job has ended at its lead rank, or has left it; one that moves goes on elsewhere, and nobody above is told."""
         name = report.job_id
-        job = self._jobs[name]
+        job = self._jobs.pop(name)
         self._rank_group.spans.pop(name, None)
         for peer in job.span.peers:
             self._rank_group.send(peer, Leave(name))
-        if isinstance(report, Left) and job.parting and not (job.leaving or self._stopping):
-            self._jobs[name] = _Job(job.join, ReplicaPlacement(job.span.replicas, (job.span.lead_rank,)))
-            self._rank_group.send(job.span.lead_rank, job.join)
-            return
-        del self._jobs[name]
-        self._send(report)
+        goes_on = isinstance(report, Left | Refused) and not (job.leaving or self._stopping)
+        if goes_on and job.then is not None:
+            self._place(job.join, job.then, job.span, pinned=job.pinned)
+        elif goes_on and job.back is not None and set(job.back.ranks) <= set(self._change.taking):
+            self._place(job.join, job.back, pinned=True)  # there was room before
+        else:
+            self._send(report)
+        self._go_on_changing()
 
     def _show(self) -> None:
         """What the rank is at that has been at it for the longest time, but for those that wait for commands or for others."""
         busy = {rank: since for rank, (beat, since) in self._beats.items() if beat.phase != "waiting"}
         rank = min(busy, key=busy.__getitem__) if busy else min(self._beats)
         beat, heartbeat = self._beats[rank][0], self._heartbeat
-        heartbeat.phase, heartbeat.count = beat.phase, beat.count * len(self._gpus) + rank
+        heartbeat.phase, heartbeat.count = beat.phase, beat.count * self._rank_group.count + rank
         heartbeat.in_flight = tuple(dict.fromkeys(name for each, _ in self._beats.values() for name in each.in_flight))
 
     def _lose(self, rank: int, reason: str) -> None:
-        """The others end too, and are not what ended it. Raises RankError."""
+        """A rank that has jobs. The others end too, and are not what ended it. Raises RankError."""
         self._rank_group.kill()
-        for other in range(len(self._gpus)):
+        for other in self._change.gpu_of:
             if other != rank:
                 forget_flight(Path(self._load.output_dir), os.getpid(), other)
-        raise RankError(f"rank {rank} (GPU {self._gpus[rank]}) is lost: {reason}")
+        raise RankError(f"rank {rank} (GPU {self._change.gpu_of[rank]}) is lost: {reason}")
 
 
-def choose_span(join: Join, count: int, others: Iterable[ReplicaPlacement], deterministic: bool) -> ReplicaPlacement:
-    """The job's replicas on ranks that have the least to do; of one rank, all of them there.
-
-    With `deterministic` there are as many replicas as the job orders, so that its bytes do not depend on the group. Otherwise a job fills
-    its group, as its scheduler counts on it: it has as many replicas as there are ranks, if its steps have samples and tokens for these
-    (`LEAST_REPLICA_TOKENS`), and no fewer than it orders.
+def worker_device(device: str, gpus: tuple[int, ...], gpu: int) -> str:
+    """The torch device of the GPU that the cluster calls `gpu`, for a worker that was started with `gpus`: CUDA_VISIBLE_DEVICES names the
+    GPUs that it may come to have, in any order. Raises ConfigError for one that is hidden.
     """
-    spec = join.job
-    spans = list(others)
-    loads = [sum(span.part(rank) for span in spans if rank in span.ranks) for rank in range(count)]
-    led = [sum(span.lead_rank == rank for span in spans) for rank in range(count)]
-    replicas = spec.gpus
-    if not deterministic:
-        worth = count if join.tokens_per_step is None else int(join.tokens_per_step // LEAST_REPLICA_TOKENS)
-        replicas = max(spec.gpus, min(count, spec.batch_size, worth))
-    if spec.needs_whole_batch:
-        replicas = 1
-    ranks = sorted(range(count), key=lambda rank: (loads[rank], led[rank]))[: min(replicas, count)]
-    ranks.sort(key=lambda rank: led[rank])  # the lead rank evaluates
-    return ReplicaPlacement(replicas, tuple(ranks))
+    if device != "cuda":
+        return device
+    names = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    there = [int(name) for name in names] if names and all(name.isdecimal() for name in names) else list(gpus)
+    if gpu not in there:
+        raise ConfigError(f"GPU {gpu}: CUDA_VISIBLE_DEVICES hides it from this worker, which sees {there}. Start a worker there")
+    return f"cuda:{there.index(gpu)}"

@@ -1,0 +1,200 @@
+"""A worker whose GPUs come and go while its jobs train: real ranks, one thread each. Every job has the bytes of one process, and no step is
+taken twice.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlora
+from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, write_rows
+from tlora.engine.heartbeat import Heartbeat
+from tlora.engine.messages import SetGpus, SetPlan, Stop
+from tlora.engine.ranks.worker_group import WorkerGroup
+from tlora.job import JobSpec
+from tlora.worker_protocol import Finished, GpusChanged, Join, Joined, Left, Load, Loaded, Memory, Report, Stepped
+
+JOIN_SECONDS = 5.0  # for a rank over a tiny base
+
+
+class Worker:
+    """A worker group in this process, and when it reported what."""
+
+    def __init__(self, load: Load, gpus: tuple[int, ...]) -> None:
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.told: list[tuple[float, Report]] = []
+        self._news = threading.Condition()
+        self.group = WorkerGroup(load, gpus, self.inbox, self._hear, Heartbeat(), tuple)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._thread.start()
+
+    def _go_on(self) -> None:
+        try:
+            self.group.go_on()
+        except BaseException as error:
+            self.error = error
+        with self._news:
+            self._news.notify_all()
+
+    def _hear(self, report: Report) -> None:
+        with self._news:
+            self.told.append((time.monotonic(), report))
+            self._news.notify_all()
+
+    def until(self, holds: Callable[[list[Report]], bool], seconds: float = 120.0) -> list[Report]:
+        with self._news:
+            assert self._news.wait_for(lambda: self.error is not None or holds([report for _, report in self.told]), seconds), self.told
+            assert self.error is None, self.error
+            return [report for _, report in self.told]
+
+    def change(self, *gpus: int) -> tuple[GpusChanged, float]:
+        """What it says when it is asked for these, and after how many seconds."""
+        before, began = len(self.told), time.monotonic()
+        self.inbox.put(SetGpus(gpus))
+        self.until(lambda told: any(isinstance(report, GpusChanged) for report in told[before:]))
+        at, report = next((at, report) for at, report in self.told[before:] if isinstance(report, GpusChanged))
+        return report, at - began
+
+    def steps(self, name: str) -> list[int]:
+        return [report.steps for _, report in self.told if isinstance(report, Stepped) and report.job_id == name]
+
+    def stop(self) -> None:
+        self.inbox.put(Stop())
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+class World:
+    """A base, orders with their data, and the run of one process that they are measured by."""
+
+    def __init__(self, directory: Path, orders: Callable[[Path], list[dict[str, Any]]]) -> None:
+        self.workers: list[Worker] = []
+        self.directory, self.base = directory, save_base(directory / "base", hidden_size=64, intermediate_size=128)
+        self.orders = orders(directory)
+        tlora.train(run_spec(self.base, directory / "whole", self.orders, deterministic=True), device="cpu")
+
+    def worker(self, out: Path, *gpus: int, **settings: Any) -> Worker:
+        """With all jobs on their way in."""
+        worker = Worker(Load(str(self.base), str(out), "cpu", time.time(), deterministic=True, **settings), gpus)
+        self.workers.append(worker)
+        worker.inbox.put(SetPlan(64 * len(gpus)))
+        for attempt, order in enumerate(self.orders):
+            worker.inbox.put(Join(JobSpec.model_validate(order), attempt=attempt + 1))
+        return worker
+
+    def finish(self, worker: Worker, out: Path) -> None:
+        names = {order["name"] for order in self.orders}
+        ended = lambda told: {report.job_id for report in told if isinstance(report, Finished)} == names  # noqa: E731
+        told = worker.until(ended)
+        worker.stop()
+        assert not any(isinstance(report, Left) for report in told), "nobody above hears of a move"
+        same_bytes(out, self.directory / "whole", names)
+
+
+@pytest.fixture(autouse=True)
+def ended(world: World) -> Iterator[None]:
+    """No ranks outlive a test that fails."""
+    yield
+    while world.workers:
+        world.workers.pop().stop()
+
+
+def make_orders(directory: Path, steps: int) -> list[dict[str, Any]]:
+    """SFT with dropout and two replicas, one with evaluations, and DPO."""
+    data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
+    pairs = directory / "pairs.jsonl"
+    pairs.write_text("".join(f'{{"prompt": "red boat {n}", "chosen": "sings {n % 3}", "rejected": "falls never"}}\n' for n in range(12)))
+    return [
+        job("two", data, gpus=2, lora_dropout=0.1, max_steps=steps, batch_size=6),
+        job("evaluated", data, max_steps=steps, r=7, seed=3, eval_size=4, eval_steps=max(2, steps // 8)),
+        job("preferred", str(pairs), objective="dpo", max_steps=steps, batch_size=4),
+    ]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("changes")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield World(directory, lambda place: make_orders(place, 60))
+
+
+def test_a_group_grows_by_a_gpu(world: World, tmp_path: Path) -> None:
+    """From one GPU to two, where one job begins to span them and another moves."""
+    worker = world.worker(tmp_path, 0)
+    worker.until(all_joined)
+    grown, seconds = worker.change(0, 1)
+    assert grown == GpusChanged((0, 1)) and seconds <= JOIN_SECONDS, seconds
+    spans = [job.then or job.span for job in worker.group._jobs.values()]
+    assert {rank for span in spans for rank in span.ranks} == {0, 1}
+    world.finish(worker, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_joins_changes_nothing(world: World, tmp_path: Path) -> None:
+    worker = world.worker(tmp_path, 0)
+    worker.until(all_joined)
+    ranks = worker.group._rank_group
+    before = len(worker.told)
+    worker.inbox.put(SetGpus((0, 1)))
+    while len(ranks._processes) < 2:
+        time.sleep(0.01)
+    os.kill(ranks._processes[1].pid, signal.SIGKILL)
+    told = worker.until(lambda told: any(isinstance(report, GpusChanged) for report in told[before:]))
+    refused = next(report for report in told[before:] if isinstance(report, GpusChanged))
+    assert refused.gpus == (0,) and "was killed by signal 9" in refused.refused
+    assert {type(report) for report in told[before:]} <= {GpusChanged, Stepped}, "no job has left or joined"
+    assert worker.change(0, 2)[0] == GpusChanged((0, 2)), "another GPU may be better"
+    world.finish(worker, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2))
+def test_any_walk_over_gpus_has_the_bytes_of_one_process(world: World, tmp_path: Path, seed: int) -> None:
+    """Also where a change is taken back before it is through."""
+    chance = random.Random(seed)
+    worker = world.worker(tmp_path, 0)
+    worker.until(all_joined)
+    gpus, changes = (0,), 0
+    while len(worker.group._jobs) > 1:
+        gpus = tuple(sorted({gpus[-1], *chance.sample(range(3), chance.randint(1, 2))} if chance.random() < 0.7 else {gpus[0]}))
+        worker.inbox.put(SetGpus(gpus))
+        if chance.random() < 0.7:
+            worker.until(lambda told, gpus=gpus: GpusChanged(gpus) in told[-40:] or len(worker.group._jobs) < 2)
+            changes += 1
+    assert changes > 2
+    world.finish(worker, tmp_path)
+
+
+def all_joined(told: list[Report]) -> bool:
+    return len({report.job_id for report in told if isinstance(report, Joined)}) == 3
+
+
+@pytest.mark.slow
+def test_a_group_grows_by_a_gpu_and_shrinks_to_the_other(world: World, tmp_path: Path) -> None:
+    """From one GPU to two, where one job begins to span them and another moves; then the first is taken back."""
+    worker = world.worker(tmp_path, 0)
+    worker.until(all_joined)
+    grown, seconds = worker.change(0, 1)
+    assert grown == GpusChanged((0, 1)) and seconds <= JOIN_SECONDS, seconds
+    worker.until(lambda told: Memory in map(type, told[told.index(grown) :]))
+    ranks = {name: job.span.ranks for name, job in worker.group._jobs.items() if job.then is None}
+    assert set(ranks.get("two", (0, 1))) == {0, 1}
+    shrunk, seconds = worker.change(1)
+    assert shrunk == GpusChanged((1,)) and seconds <= JOIN_SECONDS, seconds
+    assert worker.group._rank_group.living == [1]
+    world.finish(worker, tmp_path)
+    assert sum(isinstance(report, Loaded) for _, report in worker.told) == 1, "the base is loaded once for those above"

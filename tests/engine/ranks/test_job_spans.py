@@ -1,0 +1,84 @@
+"""Where jobs of a worker lie, and which move when its ranks change: on numbers alone."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlora.batching.replicas import ReplicaPlacement
+from tlora.engine.ranks.gpu_change import JOIN_SECONDS, GpuChange
+from tlora.engine.ranks.job_spans import choose_span, moves, rank_loads
+from tlora.job import JobSpec
+from tlora.worker_protocol import Join
+
+
+def order(name: str, gpus: int = 1, tokens: float | None = None) -> Join:
+    return Join(JobSpec.model_validate({"name": name, "data": "d.jsonl", "gpus": gpus, "batch_size": 8}), tokens_per_step=tokens)
+
+
+def one(rank: int) -> ReplicaPlacement:
+    return ReplicaPlacement(1, (rank,))
+
+
+def test_jobs_of_one_rank_move_until_none_would_be_better_off() -> None:
+    joins = {name: order(name) for name in "abcde"}
+    assert moves(joins, dict.fromkeys(joins, one(0)), [0, 1], deterministic=True) == {"e": one(1), "d": one(1)}
+    assert moves({"a": joins["a"]}, {"a": one(0)}, [0, 1], deterministic=True) == {}, "a lone job gains nothing"
+
+
+def test_a_job_spans_more_ranks_when_they_come_and_fewer_when_they_go() -> None:
+    joins, whole = {"a": order("a", gpus=2)}, ReplicaPlacement(2, (0,))
+    spread = moves(joins, {"a": whole}, [0, 3], deterministic=True)["a"]
+    assert spread.replicas == 2 and set(spread.ranks) == {0, 3}
+    assert moves(joins, {"a": spread}, [0, 3], deterministic=True) == {}
+    assert moves(joins, {"a": spread}, [3], deterministic=True) == {"a": ReplicaPlacement(2, (3,))}
+    wide = moves({"a": order("a", tokens=4096)}, {"a": one(0)}, [0, 1], deterministic=False)["a"]
+    assert (wide.replicas, set(wide.ranks)) == (2, {0, 1}), "where bytes may depend on the group, a job fills it"
+
+
+def test_a_pinned_job_stays_as_long_as_its_rank_is_there() -> None:
+    joins, spans = {"a": order("a", gpus=2)}, {"a": ReplicaPlacement(2, (0,))}
+    assert moves(joins, spans, [0, 1], deterministic=True, pinned=["a"]) == {}
+    assert moves(joins, spans, [1, 2], deterministic=True, pinned=["a"]) == {"a": ReplicaPlacement(2, (1,))}
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=8), st.sets(st.integers(0, 4), min_size=1), st.sets(st.integers(0, 4), min_size=1))
+def test_after_any_change_all_jobs_are_on_ranks_that_are_there_and_none_moves_twice(
+    gpus: list[int], before: set[int], after: set[int]
+) -> None:
+    joins = {f"job-{number}": order(f"job-{number}", count) for number, count in enumerate(gpus)}
+    spans: dict[str, ReplicaPlacement] = {}
+    for name, join in joins.items():
+        spans[name] = choose_span(join, sorted(before), spans.values(), deterministic=True)
+    moved = moves(joins, spans, sorted(after), deterministic=True)
+    spans |= moved
+    assert all(span.replicas == join.job.gpus for span, join in zip(spans.values(), joins.values(), strict=True)), "bytes depend on it"
+    assert all(set(span.ranks) <= after and len(span.ranks) == min(span.replicas, len(after)) for span in spans.values())
+    assert moves(joins, spans, sorted(after), deterministic=True) == {}
+    loads = rank_loads(after, list(spans.values()))
+    full = max(loads, key=loads.__getitem__)
+    assert max(loads.values()) - min(loads.values()) <= 1 or not any(span.ranks == (full,) for span in spans.values())
+
+
+def test_gpus_come_before_others_go() -> None:
+    change = GpuChange((0, 1))
+    change.loaded(0), change.loaded(1)
+    change.want((1, 2))
+    assert change.missing == [2] and change.taking == [0, 1]
+    change.begin(2, 2, now=0.0)
+    assert (change.missing, change.gpus, change.target) == ([], (0, 1), (1, 2))
+    assert not change.late(JOIN_SECONDS) and change.late(JOIN_SECONDS + 1) == [2]
+    change.loaded(2)
+    assert change.taking == [1, 2] and not change.is_done
+    assert change.end_vacated({0, 1}) == [] and change.end_vacated({1}) == [0] and change.end_vacated({1}) == []
+    change.ended(0)
+    assert change.is_done and change.gpus == (1, 2)
+
+
+def test_a_gpu_that_is_wanted_no_longer_before_it_has_come() -> None:
+    change = GpuChange((0,))
+    change.loaded(0)
+    change.want((0, 1))
+    change.begin(1, 1, now=0.0)
+    change.want((0,))
+    assert change.not_wanted_after_all() == [1] and change.is_done
