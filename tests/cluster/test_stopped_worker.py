@@ -36,7 +36,8 @@ if "tlora.engine.ranks.rank" in sys.orig_argv:
                     else:
                         os.write(mark, f"{os.getpid()} {target}".encode())
                         os.close(mark)
-                        os.killpg(0, signal.SIGSTOP)  # the worker too
+                        os.kill(os.getppid(), signal.SIGSTOP)  # the worker too
+                        os.kill(os.getpid(), signal.SIGSTOP)
             return real(path, target)
         return call
     pathlib.Path.rename, pathlib.Path.replace = stopping(pathlib.Path.rename), stopping(pathlib.Path.replace)
