@@ -53,6 +53,7 @@ def all_16_bits(card: CardClass) -> list[CompileRequest]:
     """Groups of one to three linears, each kind of rank, dropout, biases, each size of heads, windows, caps; fp8 where the class has it."""
     heads = [AttentionRequest(32, 8, size, 0, False) for size in (64, 80, 128, 256)]
     heads += [AttentionRequest(32, 8, size, 4096, True) for size in (128, 256)]
+    heads += [AttentionRequest(64, 8, 64, window, False, "bfloat16") for window in (0, 128)]  # gpt-oss
     return [
         order(card, "bfloat16", 64, WIDE, PAIR, DOWN, ENDS_WITHIN, dropout=True),
         order(card, "bfloat16", 16, WIDE, PAIR, bias=True),
