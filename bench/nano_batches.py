@@ -1,29 +1,33 @@
-"""A lone job over two stages on two CPU cores: the seconds of a step by the number of nano-batches, and the number that is found.
+"""A lone job over two stages: the seconds of a step by the number of nano-batches, and the number that is found.
 
     python -m bench.nano_batches [--rounds 20] [--searches 5] [--json FILE]
+    python -m bench.nano_batches --device cuda --base DIRECTORY --lengths 512 2048
 
-A job of rank 16 with 8 samples of 32 to 95 tokens a step, over a Llama of 6 layers 256 wide. Each stage is a process with one thread;
-hidden states go through memory that both map, as with `links: host`. Every round takes one step with each fixed number, in another order;
-searches are made between the rounds. Seconds are medians, of a step of average work. No other program should want the two cores.
+A job of rank 16 with 8 samples a step of the given lengths, over `--base`, or a Llama of 4 layers 256 wide that is made here. Each stage is
+a process, with one thread of a CPU or with a GPU; hidden states go through memory that both map, as with `links: host`. Every round takes
+one step with each fixed number, in another order; searches are made between the rounds. Seconds are medians, of a step of average work. No
+other program should want the two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import FileStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from bench import machine
 from tlora.batching.slice_count import SliceCount
@@ -34,16 +38,47 @@ from tlora.engine.ranks.last_stage import StageExchange, StagePipeline
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
-from tlora.job import JobSpec
+from tlora.job import JobSpec, LoraConfig
 from tlora.shape.stages import LayerRange, cut_layers
 from tlora.sharing.peers import Peers, Sharing
 from tlora.supermodel.multiply_adds import work_of_samples
 from tlora.supermodel.supermodel import SuperModel
 
-STAGES, LAYERS, WIDTH, VOCABULARY = 2, 6, 256, 2048
-SAMPLES, LENGTHS, BUDGET = 8, (32, 96), 1024
-HEAD_LAYERS = VOCABULARY / (12 * WIDTH)  # the head's products, in those of a layer
-WARM_STEPS = 4
+STAGES, SAMPLES, LAYERS, WIDTH, VOCABULARY = 2, 8, 4, 256, 1024
+WARM_STEPS = 2  # with each number of slices
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both processes work on. `store`: a file through which they meet."""
+
+    base: Path
+    store: Path
+    device_type: str
+    longest: int
+
+    @property
+    def budget(self) -> int:
+        return SAMPLES * self.longest
+
+    def ranges(self) -> list[LayerRange]:
+        """Layers of each stage; the head counts as layers of as many weights."""
+        config = AutoConfig.from_pretrained(self.base)
+        layers, hidden, inner = config.num_hidden_layers, config.hidden_size, config.intermediate_size
+        head = config.vocab_size / (4 * hidden + 3 * inner)
+        return [LayerRange(first, stop, layers) for first, stop in cut_layers([1.0] * layers, head, [1.0] * STAGES)]
+
+    def open_stage(self, rank: int) -> tuple[SuperModel, StageLinks]:
+        torch.set_num_threads(1)
+        place = torch.device(self.device_type, rank) if self.device_type == "cuda" else torch.device("cpu")
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
+        model = SuperModel.from_pretrained(str(self.base), dtype, str(place), shared=self.ranges()[rank])
+        peers = Peers(Sharing(FileStore(str(self.store), STAGES), rank, STAGES, timeout_seconds=300))
+        width, adapter = model.base.head.weight_VH.shape[1], model.layout(LoraConfig(r=16)).numel
+        sizes = StageSizes(self.budget + 128, width, adapter, model.bank.dtype, model.bank.sum_dtype)
+        return model, StageLinks(peers, sizes, place, through_host=True)
 
 
 def make_base(directory: Path) -> None:
@@ -52,39 +87,27 @@ def make_base(directory: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)).save_pretrained(directory)  # type: ignore[arg-type]
 
 
-def make_data(directory: Path) -> Dataset:
+def make_data(directory: Path, lengths: Sequence[int]) -> Dataset:
     rng, writer = np.random.default_rng(1), Writer(directory)
     for _ in range(8 * SAMPLES):
-        ids = rng.integers(5, VOCABULARY, rng.integers(*LENGTHS)).astype(np.int32)
+        ids = rng.integers(5, VOCABULARY, rng.integers(lengths[0], lengths[1] + 1)).astype(np.int32)
         writer.add(Sample(ids, np.ones(len(ids), np.float32)))
     writer.finish({})
     return Dataset(directory)
 
 
-def ranges() -> list[LayerRange]:
-    return [LayerRange(first, stop, LAYERS) for first, stop in cut_layers([1.0] * LAYERS, HEAD_LAYERS, [1.0] * STAGES)]
-
-
-def open_stage(rank: int, base: Path, store: Path) -> tuple[SuperModel, StageLinks]:
-    torch.set_num_threads(1)
-    model = SuperModel.from_pretrained(str(base), "float32", shared=ranges()[rank])
-    peers = Peers(Sharing(FileStore(str(store), STAGES), rank, STAGES, timeout_seconds=120))
-    sizes = StageSizes(BUDGET + 128, WIDTH, 1 << 20, torch.float32, torch.float32)
-    return model, StageLinks(peers, sizes, torch.device("cpu"), through_host=True)
-
-
-def train_first_stage(base: Path, store: Path, inbox: Any) -> None:
-    model, links = open_stage(0, base, store)
+def train_first_stage(setting: Setting, inbox: Any) -> None:
+    model, links = setting.open_stage(0)
     EarlyStage(model, links, inbox).run()
 
 
 class LoneJob:
     """The last stage, whose group has one job that never ends."""
 
-    def __init__(self, base: Path, store: Path, data: Dataset, send: Any) -> None:
-        model, links = open_stage(STAGES - 1, base, store)
-        pipeline = StagePipeline(model, links, ranges(), send)
-        self.engine = Engine(model, BUDGET, lambda _: None, exchange=StageExchange(pipeline), pipeline=pipeline)
+    def __init__(self, setting: Setting, data: Dataset, send: Callable[[StageOrder], None]) -> None:
+        model, links = setting.open_stage(STAGES - 1)
+        pipeline = StagePipeline(model, links, setting.ranges(), send)
+        self.engine = Engine(model, setting.budget, lambda _: None, exchange=StageExchange(pipeline), pipeline=pipeline)
         spec = {"name": "lone", "data": "-", "r": 16, "batch_size": SAMPLES, "max_steps": 1 << 20, "learning_rate": 1e-4}
         self.run = JobRun(JobSpec(**spec), data, None)
         self.engine.join(self.run)
@@ -115,19 +138,17 @@ class LoneJob:
 
 
 @contextmanager
-def lone_job(directory: Path) -> Iterator[LoneJob]:
-    base, store = directory / "base", directory / "store"
-    make_base(base)
+def lone_job(setting: Setting, data: Dataset) -> Iterator[LoneJob]:
     context = multiprocessing.get_context("spawn")
     inbox: Any = context.SimpleQueue()
-    first = context.Process(target=train_first_stage, args=(base, store, inbox), daemon=True)
+    first = context.Process(target=train_first_stage, args=(setting, inbox), daemon=True)
     first.start()
 
     def send(order: StageOrder) -> None:
         inbox.put(order)
 
     try:
-        yield LoneJob(base, store, make_data(directory / "data"), send)
+        yield LoneJob(setting, data, send)
     finally:
         inbox.put(Stop())
         first.join(30)
@@ -138,8 +159,10 @@ def measure(job: LoneJob, rounds: int, searches: int) -> dict[str, Any]:
     rng, counts = random.Random(0), range(1, SAMPLES + 1)
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     found: list[dict[str, Any]] = []
-    for _ in range(WARM_STEPS):
-        job.step()
+    for count in counts:
+        job.cut_by(SliceCount(SAMPLES, count, trials=0))
+        for _ in range(WARM_STEPS):
+            job.step()
     for number in range(rounds):
         for count in rng.sample(counts, len(counts)):
             job.cut_by(SliceCount(SAMPLES, count, trials=0))
@@ -162,20 +185,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--searches", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="two GPUs of this host")
+    parser.add_argument("--base", type=Path, help="a directory; by default a small Llama is made")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(32, 96), metavar="TOKENS", help="of the shortest and the longest sample")
     parser.add_argument("--commit", help="what to call this code where there is no git")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     if args.rounds < 2 or not 1 <= args.searches <= args.rounds:
         parser.error(f"{args.searches} searches in {args.rounds} rounds. Give 2 rounds or more, and no more searches than rounds")
-    with tempfile.TemporaryDirectory() as name, lone_job(Path(name)) as job:
-        measured = measure(job, args.rounds, args.searches)
+    load = os.getloadavg()[0]  # of the machine before: on busy cores stages gain nothing by one another
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if args.base is None:
+            make_base(directory / "base")
+        setting = Setting(args.base or directory / "base", directory / "store", args.device, args.lengths[1])
+        with lone_job(setting, make_data(directory / "data", args.lengths)) as job:
+            measured = measure(job, args.rounds, args.searches)
     for count, of in measured["step_seconds"].items():
         print(f"{count} slices: {of['median']:.3f} s ({of['quartiles'][0]:.3f} to {of['quartiles'][1]:.3f})")
     for each in measured["searches"]:
         print(f"found {each['slices']} in {each['steps']} steps: " + ", ".join(f"{count}: {s:.3f}" for count, s in each["tried"].items()))
     speeds = {name: measured[f"found_over_{name}"] for name in ("best", "two")}
     print(", ".join(f"found over {name}: {of['median']:.3f} (worst {of['worst']:.3f})" for name, of in speeds.items()))
-    machine.write(args.json, {"benchmark": "nano_batches", **machine.facts(torch.device("cpu"), args.commit), **measured})
+    machine.write(
+        args.json,
+        {
+            "benchmark": "nano_batches",
+            **machine.facts(torch.device(args.device), args.commit),
+            "lengths": list(args.lengths),
+            "load_average": load,
+            **measured,
+        },
+    )
 
 
 if __name__ == "__main__":
