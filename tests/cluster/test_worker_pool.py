@@ -89,9 +89,9 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (worker_line(replace(HELLO, gpus=())), ("GPUs []", "[0, 1]")),
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
         (worker_line(Envelope(1, 1, Loaded())), ("must be a Hello",)),
-        (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 3",)),
+        (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 4",)),
         (b"[" * 100_000 + b"\n", ("nested too deeply",)),
-        (b'{"kind":"hello","protocol":3,"gpus":"all"}\n', ("none of protocol 3",)),
+        (b'{"kind":"hello","protocol":4,"gpus":"all"}\n', ("none of protocol 4",)),
         (worker_line(HELLO) * 2, ()),
     ],
 )

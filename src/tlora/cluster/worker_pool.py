@@ -147,9 +147,12 @@ class WorkerPool:
                     self._hear(heard)
                 elif heard is not None:
                     self._unheard.append(heard)
-            come = [worker.process.identity for worker in self.workers.values()]  # with other GPUs than recorded, perhaps
-            waiting = {gpus: identity for gpus, identity in waiting.items() if identity not in come and identity.is_alive}
+            come = list(self.workers.values())
+            waiting = {gpus: who for gpus, who in waiting.items() if not any(worker.overlaps(gpus) for worker in come) and who.is_alive}
+        others = [worker.process.identity for worker in self.workers.values()]  # with other GPUs than recorded, if their record is old
         for gpus, identity in waiting.items():
+            if identity in others:
+                continue
             self._note(
                 f"the worker of {gpu_names(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
             )
