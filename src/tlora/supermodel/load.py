@@ -319,7 +319,7 @@ def _check_packing(base: Base) -> None:
         hidden_TH = hidden_states(base, torch.cat(ids), positions, lengths)
         packed = (base.head.logits(hidden_TH) if ends else hidden_TH).float()
         leaks = _leaks(base, torch.cat(ids), positions, lengths)
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError) as error:
         raise ModelError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error
     if not bool(alone.isfinite().all()):
         raise ModelError(_not_finite(base))

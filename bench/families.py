@@ -1,0 +1,257 @@
+"""Which families of transformers can be trained over: each causal model with a tiny random config, as the table of docs/reference/bases.md.
+
+    python -m bench.families [--only llama,mixtral] [--json FILE] [--write docs/reference/bases.md]
+
+Each family goes through the proof of a load (packed samples give the logits of its own eager attention on each alone, NaN in one reaches no
+other, masks alike at all distances). Then two jobs with `all-linear` take a step together and alone: the bytes have to be equal. On a CPU
+in fp32, by transformers as it is installed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+
+from bench.machine import facts, write
+from tlora.errors import TloraError
+from tlora.job import LoraConfig, TrainConfig
+from tlora.supermodel.batch import BatchRow, collate
+from tlora.supermodel.inject import expert_modules
+from tlora.supermodel.load import make_base
+from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.text_model import auto_class, has_other_modalities, leave_out_other_modalities
+
+BEGIN, END = "<!-- begin: python -m bench.families -->", "<!-- end -->"
+SECONDS = 120  # for one family
+MOST_PARAMETERS = 600_000_000  # of towers for images, most of them; these are let go before anything is run
+VOCABULARY = 131
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_hidden_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    "head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "max_position_embeddings": 256, "n_positions": 256, "sliding_window": 7, "vocab_size": VOCABULARY, "first_k_dense_replace": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16,
+    "n_groups": 1, "state_size": 8, "ssm_state_size": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 16,
+}  # fmt: skip
+COMPARED = {
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "cohere", "glm4", "deepseek_v3",
+    "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen2_5_vl",
+}  # fmt: skip
+"""With PEFT, by tests/gpu/test_gpu_families.py and tests/engine/test_text_models.py."""
+OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
+LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
+OTHER_TYPES = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}  # in checkpoints, not in the class's default
+TOWER: dict[str, Any] = {"depth": 1, "num_hidden_layers": 1, "n_layers": 1, "out_hidden_size": TINY["hidden_size"]}
+State = Literal["trained", "refused", "not tried"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of one family. `adapted`: last parts of the names of the linears that `all-linear` adapts. `note`: why not, or what stays frozen."""
+
+    family: str
+    kind: str
+    state: State
+    adapted: tuple[str, ...] = ()
+    note: str = ""
+
+
+def families() -> dict[str, Any]:
+    """Configs of all causal language models, and of the text models within checkpoints of several modalities, by their names."""
+    kinds = {config.model_type: config for config in (*AutoModelForCausalLM._model_mapping, *AutoModelForImageTextToText._model_mapping)}
+    return dict(sorted(kinds.items()))
+
+
+def tiny(kind: Any) -> Any:
+    """A config of `kind` with two narrow layers, or one of each type that its layers have; its text model's, where it has others, of which
+    the towers have one layer.
+    """
+    whole = kind()
+    text = whole.get_text_config()
+    changes = {key: value for key, value in TINY.items() if _takes(text, key)} | _layers(text)
+    changes |= _rope(text) if text is not whole else {}
+    if text is whole:
+        return kind(**changes)
+    parts = {name: value for name, value in vars(whole).items() if isinstance(value, PretrainedConfig)}
+    small = {name: {key: value for key, value in TOWER.items() if _takes(part, key)} for name, part in parts.items() if part is not text}
+    inside = next(name for name, value in parts.items() if value is text)
+    towers = {name: {**changed, "model_type": parts[name].model_type} for name, changed in small.items()}
+    return kind(**{inside: {**changes, "model_type": text.model_type}, **towers})
+
+
+def _layers(text: Any) -> dict[str, Any]:
+    """One of each type, so that none is left out of the proof."""
+    types = {
+        key: list(dict.fromkeys((OTHER_TYPES.get(text.model_type) if hasattr(text, key) else None) or getattr(text, key, None) or ()))
+        for key in LAYER_TYPES
+    }
+    count = max(2, *map(len, types.values()))
+    if count == 2 and not any(len(kinds) > 1 for kinds in types.values()):
+        return {}
+    repeated = {key: (kinds * count)[:count] for key, kinds in types.items() if kinds}
+    return {key: count for key in ("num_hidden_layers", "n_layer", "num_layers") if _takes(text, key)} | repeated
+
+
+def _rope(text: Any) -> dict[str, Any]:
+    """Of positions in several dimensions: as many frequencies as the narrow heads have."""
+    rope = getattr(text, "rope_parameters", None)
+    if not isinstance(rope, dict) or any(isinstance(each, dict) for each in rope.values()):  # the latter by kind of layer
+        return {}
+    count = int(TINY["head_dim"] * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    return {"rope_parameters": {**rope, "mrope_section": [count - 2 * (count // 3), count // 3, count // 3]}}
+
+
+def _takes(config: Any, key: str) -> bool:
+    if isinstance(getattr(type(config), key, None), property):
+        return False
+    try:
+        return getattr(config, key, None) is not None or (key in OPTIONAL and hasattr(config, key))
+    except RuntimeError:  # it may differ from layer to layer
+        return True
+
+
+def look(family: str, kind: Any) -> Row:
+    """Never raises: what a family's own code raises is a row."""
+    name = kind.__name__
+    try:
+        config = tiny(kind)
+        model_kind = auto_class(config)
+        if model_kind is None:
+            return Row(family, name, "refused", note="no causal head")
+        with torch.device("meta"):
+            size = sum(p.numel() for p in model_kind.from_config(config, dtype=torch.float32).parameters())
+        if size > MOST_PARAMETERS:
+            return Row(
+                family, name, "not tried", note=f"no tiny model of it could be made (its config makes {size / 1e6:.0f} M parameters)"
+            )
+        torch.manual_seed(0)
+        model = model_kind.from_config(config, dtype=torch.float32)
+        leave_out_other_modalities(model)
+    except _LateError:
+        return Row(family, name, "not tried", note=f"takes more than {SECONDS} s")
+    except Exception as error:  # a library's border: it depends on the family
+        return Row(family, name, "not tried", note=f"no tiny model of it could be made ({_line(error)})")
+    try:
+        shared = SuperModel(make_base(model, family), deterministic=True)
+        return _trained(family, type(model).__name__, shared, expert_modules(model), has_other_modalities(model.config))
+    except _LateError:
+        return Row(family, name, "not tried", note=f"takes more than {SECONDS} s")
+    except TloraError as error:
+        return Row(family, type(model).__name__, "refused", note=_line(error).removeprefix(f"base_model {family}: "))
+    except Exception as error:  # the same border
+        return Row(family, type(model).__name__, "refused", note=f"it ends with {_line(error)}")
+
+
+def _trained(family: str, kind: str, shared: SuperModel, experts: list[str], part: bool) -> Row:
+    adapters = {"a": LoraConfig(r=4), "b": LoraConfig(r=8, lora_dropout=0.1)}
+    together = _step(shared, adapters)
+    for name, lora in adapters.items():
+        if not torch.equal(_step(shared, {name: lora})[name], together[name]):
+            return Row(family, kind, "refused", note="together is not alone to the last bit")
+    adapted = sorted({shape.module.rsplit(".", 1)[-1] for shape in shared.layout(adapters["a"]).shapes})
+    notes = ["its text model" if part else "", "experts and routers stay frozen" if experts else ""]
+    return Row(family, kind, "trained", tuple(adapted), "; ".join(note for note in notes if note))
+
+
+def _step(shared: SuperModel, adapters: Mapping[str, LoraConfig]) -> dict[str, torch.Tensor]:
+    """Each adapter after one optimizer step over three samples of its own."""
+    rows: list[BatchRow] = []
+    for name, lora in adapters.items():
+        shared.join(name, lora, TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", seed=ord(name)))
+        rng = np.random.default_rng(ord(name))
+        for i, length in enumerate((5, 19, 33)):
+            ids = rng.integers(3, min(VOCABULARY, shared.base.vocab_size), length).astype(np.int32)
+            rows.append(BatchRow(name, ids, np.ones(length, np.float32), 54.0, (1, 0, i)))
+    shared.forward_backward(collate(rows))
+    shared.optim_step(list(adapters))
+    return {name: shared.leave(name).params for name in adapters}
+
+
+class _LateError(Exception):
+    pass
+
+
+def _ring(*_: object) -> None:
+    raise _LateError
+
+
+def _line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()) or type(error).__name__}"[:200]
+
+
+def rows(only: list[str]) -> Iterator[Row]:
+    """One a family, as it is found out."""
+    signal.signal(signal.SIGALRM, _ring)
+    for family, kind in families().items():
+        if only and family not in only:
+            continue
+        signal.alarm(SECONDS)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                yield look(family, kind)
+        except _LateError:  # between two of its own handlers
+            yield Row(family, kind.__name__, "not tried", note=f"takes more than {SECONDS} s")
+        finally:
+            signal.alarm(0)
+
+
+def _shown(family: str) -> str:
+    return f"**{family}**" if family in COMPARED else family
+
+
+def table(found: list[Row]) -> str:
+    """In Markdown: what is trained, then what is refused by reason, then what was not tried."""
+    trained = [row for row in found if row.state == "trained"]
+    lines = [
+        f"{len(trained)} of {len(found)} families of transformers {transformers.__version__} are trained.",
+        "",
+        "| family | class | `all-linear` adapts | |",
+        "| --- | --- | --- | --- |",
+        *(f"| {_shown(row.family)} | {row.kind} | {', '.join(row.adapted)} | {row.note} |" for row in trained),
+    ]
+    for state, title in (("refused", "Refused"), ("not tried", "Not tried")):
+        lines += ["", f"{title}:", "", "| family | why |", "| --- | --- |"]
+        lines += [f"| {row.family} | {row.note.replace('|', '/')} |" for row in found if row.state == state]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="families, with commas")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", type=Path)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    found: list[Row] = []
+    for row in rows([name for name in arguments.only.split(",") if name]):
+        print(f"{row.family:30} {row.state:10} {row.note[:120]}", flush=True)
+        found.append(row)
+    if arguments.json:
+        write(arguments.json, facts(torch.device("cpu"), None) | {"rows": [asdict(row) for row in found]})
+    if arguments.write:
+        text = arguments.write.read_text(encoding="utf-8")
+        head, rest = text.split(BEGIN)
+        arguments.write.write_text(f"{head}{BEGIN}\n{table(found)}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
