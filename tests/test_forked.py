@@ -23,7 +23,7 @@ import json, os, signal, sys
 facts = {"directory": os.getcwd(), "mark": os.environ.get("MARK"), "none": os.environ.get("NONE"), "command": sys.orig_argv}
 facts |= {"parent": os.getppid(), "leads": os.getsid(0) == os.getpgid(0) == os.getpid()}
 facts |= {"interrupt": str(signal.getsignal(signal.SIGINT)).split(" at ")[0], "pipe": str(signal.getsignal(signal.SIGPIPE))}
-facts["files"] = [number for number in range(100) if os.path.exists(f"/proc/self/fd/{number}")]
+facts["files"] = [number for number in range(4096) if os.path.exists(f"/proc/self/fd/{number}")]
 with open(os.environ["FACTS"], "w") as file:
     json.dump(facts, file)
 """

@@ -18,7 +18,7 @@ from tests.cluster.fake_workers import FakeProcess, local_backend
 from tests.cluster.test_local import job
 from tlora.cluster.controller import run
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.engine.messages import Leave, Stop
+from tlora.engine.messages import Leave, SetGpus, Stop
 from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.link.outbox import Outbox
 from tlora.protocol import Action, Event, JobFailed, JobFinished, JobGroup, JobProfile, JobSubmitted, ParallelPlan
@@ -32,6 +32,7 @@ from tlora.worker_protocol import (
     Finished,
     FromController,
     FromWorker,
+    GpusChanged,
     Hello,
     Join,
     Joined,
@@ -62,7 +63,8 @@ class FarWorker:
     def __init__(self, world: World, gpus: tuple[int, ...]) -> None:
         self.world, self.gpus, self.process = world, gpus, FakeProcess()
         self.incarnation = f"{gpus}-{world.random.random()}"
-        self.worker_reconciler, self.outbox = WorkerReconciler((0,)), Outbox()
+        self.worker_reconciler, self.outbox = WorkerReconciler(gpus), Outbox()
+        self.changing: tuple[int, ...] | None = None  # the GPUs that it was told to have
         self.steps: dict[str, int] = {}
         self.joining: list[str] = []
         self.alive = True
@@ -74,7 +76,7 @@ class FarWorker:
         given = (want.group, want.epoch, want.generation) if want is not None else (None, 0, 0)
         return Hello(
             self.incarnation,
-            self.gpus,
+            self.worker_reconciler.claimed,
             {},
             self.load,
             self.worker_reconciler.loaded,
@@ -101,6 +103,8 @@ class FarWorker:
                 self.joining.append(command.job.name)
             elif isinstance(command, Leave):
                 self.let_go(command.job_id)
+            elif isinstance(command, SetGpus):
+                self.changing = command.gpus
             elif isinstance(command, Stop):
                 for name in [*self.joining, *self.steps]:
                     self.let_go(name)
@@ -118,11 +122,27 @@ class FarWorker:
             del self.world.disk.writer[name]
             self.tell(Left(name, self.world.disk.steps[name], None))
 
+    def change_gpus(self, gpus: tuple[int, ...]) -> None:
+        """It has them now, or cannot."""
+        self.changing = None
+        if self.world.random.random() < 0.1:
+            self.tell(GpusChanged(self.gpus, "the rank that came has ended"))
+            return
+        others = [far for far in self.world.far.values() if far is not self and not set(far.gpus).isdisjoint(gpus)]
+        assert not others, f"{self.incarnation} is to have {gpus}, and {others[0].incarnation} has some of them"
+        del self.world.far[self.gpus[0]]
+        self.gpus = gpus
+        self.world.far[gpus[0]] = self
+        self.world.shapes[gpus] += 1
+        self.tell(GpusChanged(gpus))
+
     def work(self) -> None:
-        """Something happens: the base is loaded, a job is let in, or a step is done."""
+        """Something happens: the base is loaded, GPUs come or go, a job is let in, or a step is done."""
         disk, chance = self.world.disk, self.world.random
         if self.load is not None and not self.worker_reconciler.loaded:
             self.tell(Loaded())
+        elif self.changing is not None and self.worker_reconciler.loaded and chance.random() < 0.5:
+            self.change_gpus(self.changing)
         elif self.joining and self.worker_reconciler.loaded and chance.random() < 0.5:
             name = self.joining.pop()
             if chance.random() < 0.1:
@@ -153,7 +173,7 @@ class World:
         self.far: dict[int, FarWorker] = {}  # by the first of their GPUs
         self.worker_pool: LossyCrew | None = None
         self.log: list[Event | Action] = []
-        self.shapes: Counter[tuple[int, ...]] = Counter()  # GPUs of the workers that were started
+        self.shapes: Counter[tuple[int, ...]] = Counter()  # GPUs that workers were started with or got
         self.under_way: list[tuple[FarWorker, RemoteWorker, FromWorker | FromController]] = []
         self.kills = self.controllers = self.turns = 0
         chance = self.random.random
@@ -224,23 +244,27 @@ class LossyCrew:
     @classmethod
     def read_records(cls, directory: Path) -> dict[tuple[int, ...], Any]:
         """What is on the disk of a real worker tells a later controller that there is one."""
-        return {far.gpus: None for far in cls.world.far.values()}
+        return {far.worker_reconciler.claimed: None for far in cls.world.far.values()}
 
     def find(self, records: Any) -> None:
         """Those that live have dialled again: a connection begins with a Hello, or is none."""
-        for gpu, far in self.world.far.items():
-            near = self.workers[gpu] = RemoteWorker(far.gpus, far.load, far.process, self._epoch)
+        for far in self.world.far.values():
+            gpus = far.worker_reconciler.claimed
+            near = self.workers[gpus[0]] = RemoteWorker(gpus, far.load, far.process, self._epoch)
             self.owner[near] = far
             near.attach(far.hello(), self.sender(far, near))
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> None:
-        there = [far for far in self.world.far.values() if not set(far.gpus).isdisjoint(gpus)]
+        there = [far for far in self.world.far.values() if not set(far.worker_reconciler.claimed).isdisjoint(gpus)]
         assert not there, f"{gpus} are to have a worker, and {there[0].incarnation} has some of them"
         self.world.shapes[gpus] += 1
         far = self.world.far[gpus[0]] = FarWorker(self.world, gpus)
         near = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), far.process, self._epoch)
         self.owner[near] = far
         near.attach(far.hello(), self.sender(far, near))
+
+    def record(self, worker: RemoteWorker, before: tuple[int, ...]) -> None:
+        """`read_records` asks the workers themselves."""
 
     def time_passes(self) -> list[tuple[RemoteWorker, Report | None]]:
         """Signs of life, and what has not been acknowledged once more; deaths are seen. Sometimes a connection begins anew."""

@@ -40,7 +40,7 @@ import time
 from tlora.engine.ranks.rank_group import RankGroup
 rank_group = RankGroup(1, program=("stuck_rank",))
 rank_group.start()
-print(rank_group._processes[0].pid, rank_group._meeting.directory, flush=True)
+print(rank_group._processes[0].pid, flush=True)
 time.sleep(3600)
 """
 
@@ -171,13 +171,14 @@ def test_accepting_rests_while_no_file_can_be_had(meeting: Meeting, monkeypatch:
 
 def test_a_rank_of_a_killed_owner_ends_whatever_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module(tmp_path, "stuck_rank", STUCK, monkeypatch)
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as coordinator:
-        assert coordinator.stdout is not None
-        number, _, directory = coordinator.stdout.readline().strip().partition(" ")
-        process, log = psutil.Process(int(number)), Path(directory) / "gpu0.log"
-        while "stuck" not in log.read_text():
-            assert process.is_running()
-        os.kill(coordinator.pid, signal.SIGKILL)
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as coordinator:
+        try:
+            assert coordinator.stdout is not None and coordinator.stderr is not None
+            process = psutil.Process(int(coordinator.stdout.readline()))
+            assert "stuck\n" in iter(coordinator.stderr.readline, ""), "what it says is in its owner's log"
+        finally:
+            os.kill(coordinator.pid, signal.SIGKILL)
         psutil.wait_procs([process], timeout=300)
         assert not process.is_running()
 
