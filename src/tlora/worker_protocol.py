@@ -80,7 +80,8 @@ class DesiredState:
     `expected`: jobs that may come, told until the base is loaded, so that what they will launch is compiled meanwhile.
 
     `epoch` counts the controllers of a store, `generation` the wishes of one of them: anything older than the newest known is void.
-    `lease_seconds`: for so long a worker that is cut off trains on.
+    `gpus_order`: the generation in which the group's GPUs became what they are. `lease_seconds`: for so long a worker that is cut off
+    trains on.
     """
 
     epoch: int
@@ -92,6 +93,7 @@ class DesiredState:
     stop: bool = False
     lease_seconds: float = 600.0
     expected: tuple[JobSpec, ...] = ()
+    gpus_order: int = 0
 
 
 @message
@@ -216,12 +218,13 @@ class Memory:
 @message
 class GpusChanged:
     """The worker has these GPUs now, in ascending order, and its jobs are on them. `refused`: why they are not those that were wanted;
-    then its jobs have noticed nothing. With `fixed` it can never have others.
+    then its jobs have noticed nothing. With `fixed` it can never have others. `order`: the last `DesiredState.gpus_order` that it answers.
     """
 
     gpus: tuple[int, ...]
     refused: str = ""
     fixed: bool = False
+    order: int = 0
 
 
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused

@@ -106,7 +106,7 @@ class FakeWorker:
             if isinstance(command, Leave):
                 self.say(Left(command.job_id, 0, None))
             if isinstance(command, SetGpus):
-                self.say(GpusChanged(command.gpus))
+                self.say(GpusChanged(command.gpus, order=command.order))
 
     @property
     def asked(self) -> list[str]:

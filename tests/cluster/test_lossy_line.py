@@ -64,7 +64,7 @@ class FarWorker:
         self.world, self.gpus, self.process = world, gpus, FakeProcess()
         self.incarnation = f"{gpus}-{world.random.random()}"
         self.worker_reconciler, self.outbox = WorkerReconciler(gpus), Outbox()
-        self.changing: tuple[int, ...] | None = None  # the GPUs that it was told to have
+        self.changing: SetGpus | None = None
         self.steps: dict[str, int] = {}
         self.joining: list[str] = []
         self.alive = True
@@ -104,7 +104,7 @@ class FarWorker:
             elif isinstance(command, Leave):
                 self.let_go(command.job_id)
             elif isinstance(command, SetGpus):
-                self.changing = command.gpus
+                self.changing = command
             elif isinstance(command, Stop):
                 for name in [*self.joining, *self.steps]:
                     self.let_go(name)
@@ -122,11 +122,11 @@ class FarWorker:
             del self.world.disk.writer[name]
             self.tell(Left(name, self.world.disk.steps[name], None))
 
-    def change_gpus(self, gpus: tuple[int, ...]) -> None:
+    def change_gpus(self, gpus: tuple[int, ...], order: int) -> None:
         """It has them now, or cannot."""
         self.changing = None
         if self.world.random.random() < 0.1:
-            self.tell(GpusChanged(self.gpus, "the rank that came has ended"))
+            self.tell(GpusChanged(self.gpus, "the rank that came has ended", order=order))
             return
         others = [far for far in self.world.far.values() if far is not self and not set(far.gpus).isdisjoint(gpus)]
         assert not others, f"{self.incarnation} is to have {gpus}, and {others[0].incarnation} has some of them"
@@ -134,7 +134,7 @@ class FarWorker:
         self.gpus = gpus
         self.world.far[gpus[0]] = self
         self.world.shapes[gpus] += 1
-        self.tell(GpusChanged(gpus))
+        self.tell(GpusChanged(gpus, order=order))
 
     def work(self) -> None:
         """Something happens: the base is loaded, GPUs come or go, a job is let in, or a step is done."""
@@ -142,7 +142,7 @@ class FarWorker:
         if self.load is not None and not self.worker_reconciler.loaded:
             self.tell(Loaded())
         elif self.changing is not None and self.worker_reconciler.loaded and chance.random() < 0.5:
-            self.change_gpus(self.changing)
+            self.change_gpus(self.changing.gpus, self.changing.order)
         elif self.joining and self.worker_reconciler.loaded and chance.random() < 0.5:
             name = self.joining.pop()
             if chance.random() < 0.1:

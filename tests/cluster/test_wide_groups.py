@@ -11,6 +11,7 @@ import pytest
 from tests.cluster.fake_workers import STARTED, FakeWorker, local_backend
 from tests.cluster.test_local import group, job, submitted
 from tlora.cluster.local import LocalBackend
+from tlora.engine.messages import SetGpus
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import (
     ChangeGroup,
@@ -145,12 +146,29 @@ def test_a_group_that_cannot_grow_runs_on_as_it_is(backend: LocalBackend) -> Non
     (worker,) = STARTED
     backend.execute(ChangeGroup(wide("g", (0, 1), "a")))
     assert worker.remote.gpus == (0, 1)
+    (order,) = [command.order for command in worker.commands if isinstance(command, SetGpus)]
     worker.commands.clear()
-    worker.say(GpusChanged((0,), "the rank on GPU 1 has ended"))
+    worker.say(GpusChanged((0,), "the rank on GPU 1 has ended", order=order))
     assert GroupReady("g") not in until(backend, GroupKept("g", (0,), "the rank on GPU 1 has ended"))
     backend.execute(ChangeGroup(wide("g", (0,), "a")))  # the scheduler's answer
     ready(backend, "g")
     assert not worker.stopping and worker.remote.gpus == (0,)
+
+
+def test_an_answer_to_an_earlier_wish_gives_back_no_gpu_of_a_later_one(backend: LocalBackend) -> None:
+    backend.execute(StartGroup(wide("g", (0,), "a")))
+    ready(backend, "g")
+    (worker,) = STARTED
+    for gpus in ((0, 1), (0,), (0, 1)):
+        backend.execute(ChangeGroup(wide("g", gpus, "a")))
+        backend.advance()
+    first, *_, last = [command.order for command in worker.commands if isinstance(command, SetGpus)]
+    worker.commands.clear()
+    worker.say(GpusChanged((0,), "no memory", order=first))
+    backend.advance()
+    assert worker.remote.gpus == (0, 1), "it may be taking GPU 1 now"
+    worker.say(GpusChanged((0,), "no memory", order=last))
+    until(backend, GroupKept("g", (0,), "no memory"))
 
 
 def test_a_job_waits_until_its_old_worker_of_other_gpus_has_let_go(backend: LocalBackend) -> None:

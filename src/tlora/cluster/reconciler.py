@@ -26,7 +26,7 @@ from tlora.protocol import (
     ParallelPlan,
     StepsDone,
 )
-from tlora.worker_protocol import Failed, Finished, GpusChanged, Join, Joined, Left, Measured, Memory, Refused, Report, Stepped
+from tlora.worker_protocol import Failed, Finished, GpusChanged, Join, Joined, Left, Measured, Memory, Refused, Report, Settled, Stepped
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,10 @@ class Reconciler:
                 self._see_speed(worker, device, speed)
             case Memory(limit_bytes) if len(limit_bytes) == len(worker.gpus):
                 self.events.append(MemoryFound(worker.gpus, limit_bytes))
-            case GpusChanged(gpus, refused, fixed) if self.workers.get(worker.gpu) is worker:
-                self._see_gpus(worker, gpus, refused, fixed=fixed)
+            case GpusChanged() if self.workers.get(worker.gpu) is worker:
+                self._see_gpus(worker, report)
+            case Settled() if worker.is_settled and self.workers.get(worker.gpu) is worker:
+                self._set_gpus(worker, worker.wanted_gpus)
             case Refused(job_id, _, attempt) if worker.holds(job_id, attempt):
                 del worker.jobs[job_id]
                 group = self._group_of(worker)
@@ -221,13 +223,13 @@ class Reconciler:
         if worker.gpus != before:
             self._record(worker, before)
 
-    def _see_gpus(self, worker: RemoteWorker, gpus: tuple[int, ...], refused: str, *, fixed: bool) -> None:
-        """The worker has these; what it was told to have since is about to be its own."""
-        group = self._group_of(worker)
-        self._set_gpus(worker, gpus if refused else (*gpus, *worker.wanted_gpus))
-        worker.fixed = fixed
-        if refused and not fixed and group is not None:
-            self.events.append(GroupKept(group.group_id, gpus, refused))
+    def _see_gpus(self, worker: RemoteWorker, report: GpusChanged) -> None:
+        """The worker has these. What it was told to have since is about to be its own, whatever it has refused before."""
+        group, refused = self._group_of(worker), report.refused and (report.fixed or worker.answers(report))
+        self._set_gpus(worker, report.gpus if refused else (*report.gpus, *worker.wanted_gpus))
+        worker.fixed = report.fixed
+        if refused and not report.fixed and group is not None:
+            self.events.append(GroupKept(group.group_id, report.gpus, report.refused))
 
     def _end(self, event: JobFinished | JobFailed) -> None:
         if event.job_id in self.open:

@@ -17,6 +17,7 @@ from tlora.worker_protocol import (
     Ending,
     Envelope,
     FromController,
+    GpusChanged,
     Hello,
     Join,
     Joined,
@@ -119,6 +120,10 @@ class RemoteWorker:
         """Those that it was last told to have."""
         return self._want.group.gpus if self._want.group is not None else self.gpus
 
+    def answers(self, report: GpusChanged) -> bool:
+        """Whether the report is about the GPUs that it was last told to have."""
+        return report.order >= self._want.gpus_order
+
     @property
     def is_settled(self) -> bool:
         """Whether the worker has reached the last desired state."""
@@ -136,7 +141,11 @@ class RemoteWorker:
 
     def want(self, group: JobGroup | None, jobs: tuple[Join, ...], alone: bool) -> None:
         """Set the worker's desired state: this group and nothing else."""
-        wanted = replace(self._want, group=group, jobs=jobs, alone=alone, expected=() if self.loaded else self.expected)
+        before, order = self._want.group, self._want.gpus_order
+        if group is not None and (before is None or before.gpus != group.gpus):
+            order = self._want.generation + 1
+        expected = () if self.loaded else self.expected
+        wanted = replace(self._want, group=group, jobs=jobs, alone=alone, expected=expected, gpus_order=order)
         if wanted != self._want or not self._is_decided:
             self._tell(wanted)
 

@@ -63,9 +63,10 @@ class SetPlan:
 
 @message
 class SetGpus:
-    """To a worker: have these GPUs, as its cluster counts them, while its jobs train. Answered by `GpusChanged`."""
+    """To a worker: have these GPUs, as its cluster counts them, while its jobs train. Answered by `GpusChanged` with the same `order`."""
 
     gpus: tuple[int, ...]
+    order: int = 0
 
 
 @message

@@ -43,6 +43,7 @@ class WorkerReconciler:
         """`gpus`: those that the worker was started with."""
         self.want: DesiredState | None = None
         self._gpus = self._ordered_gpus = gpus  # that it has, and that it was last told to have
+        self._order = self._heard_order = 0  # of the GPUs: the last that the trainer was given, and the last of all
         self._changing = False  # from the ones to the others
         self.loaded = self.stopping = False
         self.reports: list[Report] = []
@@ -70,7 +71,7 @@ class WorkerReconciler:
         if isinstance(report, Loaded):
             self.loaded = True
         if isinstance(report, GpusChanged):
-            self._gpus, self._changing = report.gpus, False
+            self._gpus, self._changing = report.gpus, report.order < self._order
         if isinstance(report, Measured | Memory):
             self._found[type(report)] = report
         if isinstance(report, JobReport):
@@ -120,9 +121,11 @@ class WorkerReconciler:
             return
         if want.group is not None:
             plan, group = want.group.plan, want.group
-            if group.gpus != self._ordered_gpus:
-                self._ordered_gpus, self._changing = group.gpus, True
-                self.commands.append(SetGpus(group.gpus))
+            if want.gpus_order > self._heard_order:
+                self._heard_order = want.gpus_order
+                if self._changing or group.gpus != self._gpus:
+                    self._ordered_gpus, self._order, self._changing = group.gpus, want.gpus_order, True
+                    self.commands.append(SetGpus(group.gpus, want.gpus_order))
             share = SetPlan(plan.token_budget, dict(zip(group.job_ids, group.weights, strict=True)))
             if share != self._shared:
                 self._shared = share

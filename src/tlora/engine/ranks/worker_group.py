@@ -78,7 +78,7 @@ class WorkerGroup:
         self._load, self._send, self._heartbeat, self._expected = load, send, heartbeat, expected
         self._first_gpus = gpus
         self._rank_group = RankGroup(len(gpus), program=RANK_OF_WORKER)
-        self._change = GpuChange(gpus)
+        self._change, self._order = GpuChange(gpus), 0
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._plan: SetPlan | None = None
@@ -133,7 +133,8 @@ class WorkerGroup:
             case SetPlan():
                 self._plan = command
                 self._send_plan()
-            case SetGpus(gpus):
+            case SetGpus(gpus, order):
+                self._order = order
                 self._change.want(gpus)
                 self._go_on_changing()
             case Stop():
@@ -167,7 +168,8 @@ class WorkerGroup:
             return
         if not self._whole and change.wanted != change.gpus:
             change.give_up()
-            self._send(GpusChanged(change.gpus, f"the base is held in parts, by {len(change.gpus)} GPUs or the host's memory", fixed=True))
+            held = f"the base is held in parts, by {len(change.gpus)} GPUs or the host's memory"
+            self._send(GpusChanged(change.gpus, held, fixed=True, order=self._order))
             return
         try:
             for gpu in change.missing:
@@ -189,7 +191,7 @@ class WorkerGroup:
             self._rank_group.end(rank)
         if change.is_done:
             change.give_up()
-            self._send(GpusChanged(change.gpus))
+            self._send(GpusChanged(change.gpus, order=self._order))
             self._send_memory()
 
     def _move_jobs(self) -> None:
@@ -210,7 +212,7 @@ class WorkerGroup:
                 self._rank_group.drop(joining)
         note(f"the GPUs stay {', '.join(map(str, self._change.gpus))}: {reason}")
         self._send_plan()
-        self._send(GpusChanged(self._change.gpus, reason))
+        self._send(GpusChanged(self._change.gpus, reason, order=self._order))
 
     def _send_memory(self) -> None:
         by_gpu = sorted((gpu, self._rank_group.memory[rank].limit_bytes[0]) for rank, gpu in self._change.gpu_of.items())
