@@ -74,7 +74,12 @@ def prepare(parent: Path, scenario: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["new step", "damaged before", *(pytest.param(s, marks=pytest.mark.soak) for s in ("same again", "other before"))]
+    "scenario",
+    [
+        "new step",
+        pytest.param("damaged before", marks=pytest.mark.slow),
+        *(pytest.param(s, marks=pytest.mark.soak) for s in ("same again", "other before")),
+    ],
 )
 def test_kill_at_every_failpoint_leaves_the_old_or_the_new(tmp_path: Path, scenario: str) -> None:
     seen: list[str] = []

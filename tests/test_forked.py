@@ -29,6 +29,7 @@ with open(os.environ["FACTS"], "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_streams_and_exit_code_of_a_command(tmp_path: Path) -> None:
     ended = [
         subprocess.run([sys.executable, "-m", "tlora", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)

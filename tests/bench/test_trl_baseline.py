@@ -27,6 +27,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     return trl_baseline.make_tasks(options, directory / "tokenizer", directory)
 
 
+@pytest.mark.slow
 def test_a_row_trains_the_tokens_that_have_a_weight(tasks: list[Task]):
     sample = tasks[0].data[0]
     row = trainers.row_of(sample)

@@ -48,7 +48,8 @@ def make(path: Path, tokenizer: Any, cache: str, rows: Any = "samples", drop: bo
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "chats" else pytest.mark.slow) for kind in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bytes_as_on_one_core(
     kind: str, tmp_path: Path, tokenizers: Any, chatter: Any, three_processes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

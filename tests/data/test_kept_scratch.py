@@ -303,6 +303,7 @@ def test_another_program_that_writes_meanwhile_is_an_error(order: SetSpec, token
     assert list(order.cache_dir.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_continues(order: SetSpec, tokenizers: Any, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, blocks = in_one_go(order, tokenizers(CHATML)), list(made)
     for processes, rows in ((3, 300), (1, 1200), (2, 1500)):

@@ -110,6 +110,7 @@ def test_files_that_were_just_written_are_not_recorded(place: Path, started: lis
     assert len(started) == 2 and not (place / "cache" / "known").exists()
 
 
+@pytest.mark.slow
 def test_a_split_of_a_directory_is_asked_for_anew(place: Path, started: list[int]) -> None:
     (place / "splits").mkdir()
     shutil.copy(place / "a.jsonl", place / "splits" / "train.jsonl")

@@ -277,6 +277,7 @@ def test_a_worker_that_is_killed_before_the_first_job_is_started_again_once(
     assert len(good(prepare(jobs)["job"]).train) == len(ROWS) and ends == [-9, -9]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_start")
 def test_worker_runs_no_module_of_the_current_directory(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the user's that is named as a module is data like any other; what PYTHONPATH names still counts."""

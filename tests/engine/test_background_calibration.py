@@ -157,6 +157,7 @@ def test_a_worker_that_stops_leaves_nothing(base: Path, data: Path, tmp_path: Pa
     assert isinstance(told[-1], Left) and told[-1].checkpoint and not own_cache.exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_meanwhile_costs_no_job_anything(
     base: Path, data: Path, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

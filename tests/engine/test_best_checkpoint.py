@@ -50,7 +50,8 @@ def copied(first: tuple[Path, int], tmp_path: Path) -> tuple[Path, int]:
     return Path(shutil.copytree(first[0], tmp_path / "out")), first[1]
 
 
-@pytest.mark.parametrize("loss", [pytest.param("gone", marks=pytest.mark.slow), "damaged"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["gone", "damaged"])
 def test_a_lost_best_checkpoint_gets_its_adapter_back_from_the_exported_one(
     base: Path, data: Path, copied: tuple[Path, int], loss: str
 ) -> None:

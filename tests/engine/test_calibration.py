@@ -105,6 +105,7 @@ class Made:
         return self.calibration
 
 
+@pytest.mark.slow
 def test_a_base_is_timed_once_and_what_was_found_is_kept(base: Path, tmp_path: Path, own_cache: Path) -> None:
     model, load = SuperModel.from_pretrained(str(base), deterministic=True), load_of(base, tmp_path)
     assert recall(key_of(load, "CPU"), "CPU") is None

@@ -119,6 +119,7 @@ def inodes(directory: Path) -> dict[str, tuple[int, int]]:
     return {str(path.relative_to(directory)): (path.stat().st_ino, path.stat().st_size) for path in sorted(directory.rglob("*"))}
 
 
+@pytest.mark.slow
 def test_a_job_whose_directory_is_held_is_refused_for_now(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And joins when it is free; its neighbour trains on."""
     monkeypatch.setattr(trainer_room, "CLAIM_SECONDS", 0.1)

@@ -344,6 +344,7 @@ def damage(checkpoint: Path, how: str, rng: random.Random) -> None:
         (checkpoint / "MANIFEST.json").write_text("{}")
 
 
+@pytest.mark.slow
 def test_each_sample_is_taken_once_a_step(runs: Runs, data: Path, tmp_path: Path) -> None:
     """What goes into the micro-batches, over a run that is killed and resumed, is for each step that counted the same set of samples."""
     log = tmp_path / "samples"

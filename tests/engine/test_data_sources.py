@@ -50,6 +50,7 @@ def card(directory: Path, name: str) -> str:
     return (directory / "out" / name / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_each_form_is_checked_and_trained(base: Path, tmp_path: Path) -> None:
     jobs = [
         job("text", "notes.txt", max_steps=2),

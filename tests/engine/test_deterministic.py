@@ -65,6 +65,7 @@ def test_bytes_do_not_depend_on_the_company(wide_base: Path, data: Path, tmp_pat
     assert together == alone
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_a_queue(wide_base: Path, data: Path, tmp_path: Path, alone: dict[str, str]) -> None:
     jobs = [*four_jobs(data), job("last", str(data / "a.jsonl"), r=2)]
     limit = check(run_spec(wide_base, tmp_path, [jobs[1]], token_budget=512)).predicted_bytes + 4096

@@ -10,6 +10,7 @@ from tests.engine.tiny_runs import job, sha256, train
 from tlora.group.exchange import Decisions
 
 
+@pytest.mark.slow
 def test_a_run_stops_when_the_ranks_have_decided_so(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a signal here: every job is checkpointed, and a resume ends with the bytes of a run that was not stopped."""
     jobs = [job("a", str(data / "a.jsonl"), max_steps=6), job("b", str(data / "b.jsonl"), max_steps=9)]

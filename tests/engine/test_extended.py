@@ -42,6 +42,7 @@ def trainers_rates(kind: str, warmup: float, total: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_more_steps_at_a_constant_rate_are_those_of_a_longer_run(base: Path, data: Path, tmp_path: Path) -> None:
     """To the last byte; and so is the job that the resume adds."""
     longer = [order(data, max_steps=7, lr_scheduler_type="constant"), order(data, "added", seed=1)]

@@ -97,6 +97,7 @@ def test_a_long_evaluation_stalls_nobody(base: Path, data: Path, tmp_path: Path,
     assert results["other"].steps == 60
 
 
+@pytest.mark.slow
 def test_every_sample_of_an_epoch_counts_once(base: Path, data: Path, tmp_path: Path, ticks: list[Tick]) -> None:
     """Whatever the packing: two epochs of each job are each of its samples twice, and the batches follow one another."""
     jobs = [job(name, str(data / f"{name}.jsonl"), batch_size=size) for name, size in (("a", 5), ("b", 2), ("c", 16), ("d", 17))]

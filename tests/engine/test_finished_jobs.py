@@ -38,9 +38,9 @@ def kept(directory: Path) -> dict[str, bytes]:
     ("change", "length", "deterministic"),
     [
         ("gone", {}, False),
-        ("gone", {"max_steps": None, "num_train_epochs": 2}, True),
+        pytest.param("gone", {"max_steps": None, "num_train_epochs": 2}, True, marks=pytest.mark.slow),
         ("grown", {"max_steps": None, "num_train_epochs": 2}, False),
-        ("grown", {}, True),
+        pytest.param("grown", {}, True, marks=pytest.mark.slow),
         ("shrunk", {"max_steps": None, "num_train_epochs": 2}, False),
     ],
 )

@@ -104,6 +104,7 @@ def test_a_run_is_the_same(wide_base: Path, data: Path, tmp_path: Path, request:
         assert mine == theirs
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_goes_on_the_same(
     wide_base: Path, data: Path, tmp_path: Path, unread: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def worker_of(base: Path, data: Path, out: Path) -> tuple[Load, dict[str, Join]]
     return Load(str(base), str(out), "cpu", time.time(), deterministic=True), {spec.name: Join(spec) for spec in specs}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unread")
 def test_a_worker_that_stops_checkpoints_all_though_one_of_them_fails_then(wide_base: Path, data: Path, tmp_path: Path) -> None:
     load, joins = worker_of(wide_base, data, tmp_path / "out")

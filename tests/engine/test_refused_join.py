@@ -28,6 +28,7 @@ def back_when_ended(made: Orders, name: str, neighbour: str) -> Any:
     return answer
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_costs_the_neighbour_no_step(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     join, refused = SuperModel.join, list[str]()
 

@@ -114,6 +114,7 @@ def test_a_worker_that_is_not_let_in_says_why_once(
     assert not crew.workers
 
 
+@pytest.mark.slow
 def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
     made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
 ) -> None:

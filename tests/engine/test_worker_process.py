@@ -117,6 +117,7 @@ def test_a_worker_without_a_base_says_why(tmp_path: Path, crews: list[WorkerPool
     assert ended.startswith("ended with exit status 1; its log, ") and "no such directory" in ended and "gpu0.log" in ended
 
 
+@pytest.mark.slow
 def test_the_next_controller_finds_it_training(made: Orders, long: Join, tmp_path: Path, crews: list[WorkerPool]) -> None:
     """It says what it has and goes on with that; steps and attempt are those of before."""
     load = made.load(tmp_path / "out")

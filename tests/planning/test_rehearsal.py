@@ -73,6 +73,7 @@ def test_a_plan_that_holds_stays(model: SuperModel) -> None:
     assert set(meter.seen) == {(128, 1), (BUDGET, 0)} and model.bank.jobs() == [] and model.recompute == RecomputePlan()
 
 
+@pytest.mark.slow
 def test_what_they_take_more_is_left_free_once(model: SuperModel) -> None:
     """The longest sample, of which no layer was to be recomputed, recomputes one then."""
     run, plan = plan_for(model, 128 * 220)

@@ -119,6 +119,7 @@ def test_priority_goes_before_shares() -> None:
     assert until_b_starts(timeline) == (4, 4)
 
 
+@pytest.mark.slow
 def test_a_long_job_is_not_stopped_for_a_tenant_that_has_had_more() -> None:
     """Theirs are shorter, and would be far more urgent."""
     timeline = made_timeline(1, settings=LIVE)

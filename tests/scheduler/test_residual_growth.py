@@ -262,6 +262,7 @@ def _alive(state: ClusterState, group: JobGroup) -> set[str]:
     return (set(group.job_ids) & set(state.jobs)) - state.held
 
 
+@pytest.mark.slow
 def test_moves_are_few_in_a_long_random_story() -> None:
     """Jobs of all sizes come at random to three nodes of four GPUs, about as many as these can serve; then no more."""
     draws = random.Random(5)

@@ -73,6 +73,7 @@ def test_each_means_is_used_and_mean_completion_is_shorter_than_backfills() -> N
     assert ours < theirs and ours != rigid
 
 
+@pytest.mark.slow
 def test_without_sharing_no_group_has_two_jobs() -> None:
     with_sharing, without = of_policy("residual_capacity"), of_policy("residual_capacity-no-sharing")
     assert max(len(span.job_ids) for span in with_sharing.spans) > 1
@@ -80,6 +81,7 @@ def test_without_sharing_no_group_has_two_jobs() -> None:
     assert _most_extra_gpus(without) > 0, "growth is still on"
 
 
+@pytest.mark.slow
 def test_without_growth_no_group_has_more_gpus_than_the_job_that_opened_it_asked_for() -> None:
     """Not even after that job has left: who stays keeps the GPUs that the group has, and no more."""
     with_growth, without = of_policy("residual_capacity"), of_policy("residual_capacity-no-growth")

@@ -26,6 +26,7 @@ def tenant_of(served: Served, job: str) -> str:
     return until(lambda: scheduler.state.jobs.get(job)).spec.tenant
 
 
+@pytest.mark.slow
 def test_use_is_counted_kept_and_recalled(tmp_path: Path, database_url: str) -> None:
     with serving(tmp_path / "server", eager=False, database_url=database_url) as served:
         job = served.submit("alice")["id"]

@@ -142,5 +142,6 @@ def test_killed_at_every_commit_point_of_postgresql(tmp_path: Path, postgres: st
     assert kill_at_every_point(tmp_path, database_url=lambda nth: make_database(postgres, f"killed{nth}")) >= 40
 
 
+@pytest.mark.slow
 def test_killed_at_some_commit_points_of_postgresql(tmp_path: Path, postgres: str) -> None:
     assert kill_at_every_point(tmp_path, first=4, step=18, database_url=lambda nth: make_database(postgres, f"some{nth}")) >= 2

@@ -51,6 +51,7 @@ def test_exclusive_replay_without_the_kernels_gain_is_the_recorded_durations(nam
         assert record.windows == 0 or record.worst_slowdown == pytest.approx(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICY_CASES)
 def test_gpu_seconds_and_tokens_are_neither_made_nor_lost(policy: str):
     jobs = trace_jobs("ee9e8c", 150, 64, 0.9)

@@ -58,6 +58,7 @@ def test_an_error_comes_as_it_was_raised(two_cores: None) -> None:
     assert not active_children()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_told(two_cores: None) -> None:
     with pytest.raises(CapacityError, match="one of 2 processes .*killed.*taskset"):
         list(map_in_processes(die, [1, 2], lambda _: None))

@@ -153,6 +153,7 @@ def three(data: Path) -> list[dict[str, Any]]:
     return [job(name, str(data / f"{name}.jsonl"), r=64, save_steps=1, max_steps=5) for name in ("a", "c", "d")]
 
 
+@pytest.mark.slow
 def test_older_checkpoints_go_before_an_adapter_does(base: Path, three: list[dict[str, Any]], tmp_path: Path) -> None:
     """The two checkpoints of each of three jobs have no room on this disk. What a resume needs stays to the end."""
     train(base, tmp_path / "whole", three, deterministic=True)
@@ -211,6 +212,7 @@ def test_a_save_that_needs_kept_room_is_alone(tmp_path: Path) -> None:
     assert order == ["saved", "saved alone"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_saved_where_its_last_checkpoint_has_no_room(
     base: Path, three: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

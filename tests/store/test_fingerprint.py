@@ -225,6 +225,7 @@ def test_a_revision_is_what_follows_the_name_of_a_hub_model(tmp_path: Path, monk
     assert split_revision("org/name") == ("org/name", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_start")  # the process that tokenizes reads HF_HUB_CACHE as it loads its libraries
 def test_a_hub_revision_that_moves_is_pinned(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, out = tmp_path / "hub", tmp_path / "out"

@@ -107,6 +107,7 @@ def bare_base(base: Path, tmp_path: Path) -> Path:
     return bare
 
 
+@pytest.mark.slow
 def test_the_prompt_stays_when_data_template_and_base_have_moved(base: Path, tmp_path: Path) -> None:
     """Plain text, the base's template and the job's own; also from a checkpoint and from a copy of the adapter's directory alone."""
     here = Path(shutil.copytree(base, tmp_path / "base"))

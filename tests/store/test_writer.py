@@ -196,6 +196,7 @@ def test_a_bug_in_the_last_checkpoint_takes_nobody_with_it(base: Path, data: Pat
     assert len(list((tmp_path / "out" / "other").glob("checkpoint-*"))) == 1
 
 
+@pytest.mark.slow
 def test_rows_and_checkpoints_of_a_cut_run_agree(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interruption waits for what was to be written before, and its own checkpoint is the newest."""
     jobs = [job("a", str(data / "a.jsonl"), save_steps=1, max_steps=30, save_total_limit=3)]

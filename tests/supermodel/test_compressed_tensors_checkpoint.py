@@ -115,7 +115,7 @@ def test_rows_that_fill_no_whole_int32(scheme: str, uneven: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("scheme", ["group", "zero", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["group", pytest.param("zero", marks=pytest.mark.slow), "nvfp4"])
 def test_every_code_with_every_scale(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """All finite scales of 16 bits, with all zero points, and of fp8 under many global scales; 0 times a code keeps its sign."""
     args, key, globals_ = QuantizationArgs(**SCHEMES[scheme]), "x.weight", list[float]()
@@ -174,7 +174,8 @@ def test_mxfp4_with_every_code_and_every_scale(tmp_path: Path) -> None:
     assert not bool(found[255].isfinite().any()), "255 means NaN"
 
 
-@pytest.mark.parametrize("scheme", [scheme if scheme == "zero" else pytest.param(scheme, marks=pytest.mark.slow) for scheme in SCHEMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(scheme: str, plain: Path, tmp_path: Path) -> None:
     """And `generate` and `check` take it."""
     packed, values = pack(plain, tmp_path / "packed", SCHEMES[scheme])

@@ -268,6 +268,7 @@ def test_each_family_compiled_with_dropout(family: str) -> None:
     check_family(family, "abd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", ONE_LAYER), *(pytest.param(family, {}, marks=pytest.mark.soak) for family in FAMILIES)]
 )
@@ -387,6 +388,7 @@ def test_a_pass_that_raises_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None
     assert shared.evaluate(batch_of("a"))["a"].mean == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 def test_a_pair_and_its_reference_are_those_of_the_reference_path() -> None:
     """DPO with dropout, beside jobs without an objective: the reference pass knows neither adapters nor dropout."""
@@ -493,6 +495,7 @@ def test_deterministic_layers_are_compiled_as_for_one_length(deterministic: bool
     assert num_graphs() == 1 and told == ({8192} if deterministic else {48}), "T is its only open size"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 def test_a_returning_name_is_another_adapter() -> None:
     """What the path remembers of "a" must not outlive it, nor the tensors that grow as a larger job joins."""

@@ -143,7 +143,9 @@ def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(kind: str, pl
         load_base(str(packed), base_precision="nf4")
 
 
-@pytest.mark.parametrize("kind", ["gptq-64-asymmetric", "gptq-rows-v2-asymmetric", "awq"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gptq-64-asymmetric", "gptq-rows-v2-asymmetric")), "awq"]
+)
 def test_every_code_with_every_zero_point_and_scale(kind: str, tmp_path: Path) -> None:
     """All finite scales in float16. Differences and products are numpy's, each rounded to float16."""
     scales = np.arange(1 << 16, dtype=np.uint16).view(np.float16)

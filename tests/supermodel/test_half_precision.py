@@ -58,6 +58,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.cosine_similarity(a, b, dim=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=MARKS)], ids=["plain", "kernels"])
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 def test_a_large_batch_loses_no_gradient(normalizer: float, fast: bool) -> None:

@@ -81,6 +81,7 @@ def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(plain: Path, 
     assert not found.problems and found.base_bytes < check(run_spec(plain, tmp_path / "new", jobs), device="cpu").base_bytes
 
 
+@pytest.mark.slow
 def test_a_packed_base_is_packed_no_second_time(plain: Path, tmp_path: Path) -> None:
     packed, _ = pack(plain, tmp_path / "packed", bnb_4bit_quant_type="fp4")
     with pytest.raises(ConfigError, match=r"packed already \(bitsandbytes fp4\), and base_precision nf4 would .*Take base_precision out"):

@@ -111,6 +111,7 @@ def load(rank: int, store: str, directory: str) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_loading_takes_the_memory_of_one_base_over_all_processes(ranks: Ranks, tmp_path: Path) -> None:
     """159 MB in 48 layers, of which two slots on each rank hold two more each."""
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 48, "num_attention_heads": 4, "num_key_value_heads": 1}

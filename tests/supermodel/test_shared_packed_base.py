@@ -60,7 +60,7 @@ def make(directory: Path, kind: str) -> tuple[Path, Path]:
     return base, unpack(base, values, directory / f"{kind} unpacked", dtype)
 
 
-@pytest.mark.parametrize("kind", ["zero points", "awq"])
+@pytest.mark.parametrize("kind", [pytest.param("zero points", marks=pytest.mark.slow), "awq"])
 def test_adapters_over_a_streamed_base_are_those_over_the_checkpoint_that_it_stands_for(kind: str, packed: Made, tmp_path: Path) -> None:
     base, plain = packed(kind)
     data = str(write_rows(tmp_path / "d.jsonl", 16))

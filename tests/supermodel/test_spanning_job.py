@@ -87,7 +87,7 @@ def step(peers: Sequence[SuperModel], rows: Sequence[BatchRow]) -> list[StepStat
     return [m.update().read()["spanning"] for m in measured]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_job_in_two_halves_learns_what_it_learns_in_one(models: tuple[SuperModel, SuperModel, SuperModel], size: int) -> None:
     """With one sample each the sums are added as one super-model adds them, sample by sample: then the bits are the same, on a CPU."""
     *peers, whole = models

@@ -112,6 +112,7 @@ def test_what_means_nothing_is_refused(order: dict[str, Any], words: str) -> Non
         shared("llama").layout(LoraConfig(r=2, **order))
 
 
+@pytest.mark.slow
 def test_a_pattern_that_takes_for_ever_is_stopped() -> None:
     with pytest.raises(ModelError, match=r"takes more than 2 s to match.*without repetitions inside repetitions"):
         find_matches(r"(?:a|aa)+[^\w]", ["a" * 60], "target_modules")

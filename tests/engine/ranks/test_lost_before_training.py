@@ -75,6 +75,7 @@ def test_and_one_that_is_lost_while_the_others_wait_for_it(
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_all_are_lost_at_once(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill_all(rank_group: rank_group.RankGroup) -> None:
         for rank in range(2):

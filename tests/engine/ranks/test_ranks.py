@@ -57,7 +57,9 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: 
     assert not list((tmp_path / "out").glob(".*")), "the ranks left something behind"
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))]
+)
 def test_a_lost_rank_costs_the_others_nothing_and_its_jobs_go_on(world: World, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     number = [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM][seed % 4]
@@ -115,6 +117,7 @@ def test_a_finished_job_whose_data_is_gone_stays_done(world: World, tmp_path: Pa
     assert told.last is not None and [row.status for row in told.last.jobs] == ["done"] * 3
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_run_fails_alone(world: World, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "x"}\n')

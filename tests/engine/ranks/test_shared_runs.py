@@ -158,6 +158,7 @@ def test_where_nothing_fits_on_what_is_left_one_message_says_how_to_go_on(world:
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_base_that_fits_in_no_form_is_refused_with_what_would_do(world: World, tmp_path: Path) -> None:
     spec = run_spec(world.base, tmp_path / "out", world.orders, memory_limit=int(0.6 * world.base_bytes))
     with pytest.raises(CapacityError, match="--gpus 3"):

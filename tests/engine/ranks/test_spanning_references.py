@@ -42,6 +42,7 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path) -> Non
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_a_job_over_has_its_reference(world: World, tmp_path: Path) -> None:
     """The adapter that the job starts from is gone by then."""
     start, out = shutil.copytree(world.data / "sft" / "j", tmp_path / "start"), tmp_path / "out"

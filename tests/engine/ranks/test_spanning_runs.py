@@ -87,6 +87,7 @@ def test_a_job_goes_on_where_none_of_it_was(world: World, tmp_path: Path, monkey
     assert sha256(tmp_path / "out" / "two") == sha256(tmp_path / "whole" / "two")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (0, *range(2, 10)))])
 def test_a_stopped_run_resumes_on_another_count(world: World, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -98,6 +99,7 @@ def test_a_stopped_run_resumes_on_another_count(world: World, tmp_path: Path, se
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_without_determinism_a_long_job_spans_by_itself(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlora.planning.job_work.LEAST_REPLICA_TOKENS", 4)
     told = Told()

@@ -137,7 +137,7 @@ def same_weights(ended: dict[str, Ended], alone: dict[str, Tensor], names: Seque
         assert torch.equal(state_of(ended[name]).params, alone[name]), name
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [3, *(pytest.param(stages, marks=pytest.mark.slow) for stages in (2, 4))])
 def test_stages_give_the_weights_of_the_whole_base(
     stages: int, base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]
 ) -> None:
@@ -161,7 +161,7 @@ def failing(times: int, error: Exception, when: Callable[[Any], bool] = lambda _
     return wrap
 
 
-@pytest.mark.parametrize("where", ["_go_forward", "_go_back"])
+@pytest.mark.parametrize("where", [pytest.param("_go_forward", marks=pytest.mark.slow), "_go_back"])
 def test_an_error_that_no_job_repeats_is_forgiven(where: str, base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]) -> None:
     pipeline = Pipeline(base, 3)
     calls = [0]
@@ -185,6 +185,7 @@ def test_memory_that_runs_out_on_one_stage_halves_the_budget_of_all(
     assert any("out of memory: the token budget is now" in note.line for note in of(pipeline.heard, Noted))
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_at_one_stage_fails_alone(base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]) -> None:
     """Each time that a micro-batch has its samples."""
     pipeline = Pipeline(base, 3)
@@ -196,7 +197,7 @@ def test_a_job_that_fails_at_one_stage_fails_alone(base: Path, sets: tuple[Datas
     assert (ended["b"].status, ended["b"].reason) == ("failed", "StageError: GPU 0: ValueError: a bad sample")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_job_that_a_stage_cannot_take_in_fails_alone(
     rank: int, base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_job_that_a_stage_cannot_take_in_fails_alone(
     assert (ended["late"].status, ended["late"].reason) == ("failed", f"OutOfMemoryError: GPU {rank}: OutOfMemoryError: no room")
 
 
+@pytest.mark.slow
 def test_a_job_leaves_in_the_middle_and_comes_back(base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]) -> None:
     pipeline = Pipeline(base, 2)
     with pipeline.running() as engine:
