@@ -1,6 +1,6 @@
 """How long a group of jobs takes to grow by a GPU and to give it back, and how long each job stands still for it.
 
-    python -m bench.growth [--shape llama3-8b] [--jobs 4] [--rank 16] [--device cuda] [--json FILE]
+    python -m bench.growth [--shape llama-3-8b | --base DIRECTORY] [--jobs 4] [--rank 16] [--device cuda] [--json FILE]
 
 One real worker leads its ranks from this process: on GPU 0, then on 0 and 1, then on 0. A job's pause is the longest time between two of
 its steps from the command until the change is through and it has stepped again, less its usual time. Steps are counted in its metrics.
@@ -99,7 +99,9 @@ def measure(base: Path, device: str, rank: int, count: int, directory: Path) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="of the base; the demo's base without it")
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--shape", choices=sorted(SHAPES), help="of a base that is made here; the demo's base without it")
+    base.add_argument("--base", type=Path, default=DEMO_BASE, help="a directory")
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -110,7 +112,7 @@ def main() -> None:
         os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
         if args.device == "cpu":
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-        base = write_base(args.shape, Path(name) / "base", torch.device(args.device)) if args.shape else DEMO_BASE
+        base = write_base(args.shape, Path(name) / "base", torch.device(args.device)) if args.shape else args.base
         if args.device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
         found = measure(base, args.device, args.rank, args.jobs, Path(name))
