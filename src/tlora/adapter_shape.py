@@ -47,6 +47,8 @@ class OneOf:
 _IN_NO_LIST = frozenset({"all", "all-linear", "all_linear"})
 NamePattern = Annotated[str, Field(min_length=1, max_length=1000), Words("a regular expression of whole names")]
 Alpha = Annotated[float, Field(ge=1e-6, le=1e6)]  # 1e308 is no number in fp32, and no scale is meant to be 1e-300
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+TokenList = Annotated[list[Token], Field(min_length=1, max_length=65536)]
 Layer = Annotated[int, Field(ge=0, le=10**6)]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
@@ -68,6 +70,11 @@ class LoraShape(BaseModel):
     use_rslora: bool = False
     rank_pattern: dict[str, Annotated[int, Field(ge=1, le=256)]] = {}
     alpha_pattern: dict[str, Alpha] = {}
+    # rows of the input embedding that are trained whole; a mapping names that embedding
+    trainable_token_indices: Annotated[
+        TokenList | Annotated[dict[str, TokenList], Field(min_length=1, max_length=1)] | None,
+        Words("a list of token ids, a mapping of the embedding's name to one or null"),
+    ] = None
 
     @field_validator("target_modules", "exclude_modules", "layers_pattern")
     @classmethod
@@ -89,6 +96,15 @@ class LoraShape(BaseModel):
                 f"{key}: {value!r} is a regular expression that no layer's whole name matches (model.layers.0...); write `{key}: {meant}`"
                 + (" ('all-linear' takes every layer)" if key == "target_modules" and meant != ALL_LINEAR else "")
             )
+        return value
+
+    @field_validator("trainable_token_indices")
+    @classmethod
+    def _check_tokens(cls, value: list[int] | dict[str, list[int]] | None) -> list[int] | dict[str, list[int]] | None:
+        for tokens in value.values() if isinstance(value, dict) else [value or []]:
+            if len(set(tokens)) < len(tokens):
+                twice = next(token for token in tokens if tokens.count(token) > 1)
+                raise ValueError(f"trainable_token_indices: token {twice} is listed twice; list each once")
         return value
 
     @model_validator(mode="after")

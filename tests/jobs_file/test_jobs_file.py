@@ -34,6 +34,7 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "use_rslora": True,
     "rank_pattern": {"q_proj": 3},
     "alpha_pattern": {"q_proj": 3.5},
+    "trainable_token_indices": [7, 9],
     "adapter_path": "/adapters/a",
     "objective": "dpo",
     "beta": 0.3,

@@ -72,6 +72,8 @@ CASES: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         "write a list of names, or correct it",
         [{"target_modules": ["q_proj"]}, {"target_modules": ".*(q_proj)"}],
     ),
+    ({"modules_to_save": ["embed_tokens"]}, "'trainable_token_indices'", [{"modules_to_save": TAKE_OUT, "trainable_token_indices": [7]}]),
+    ({"trainable_token_indices": [7, 7]}, "list each once", [{"trainable_token_indices": [7]}]),
     (
         {"layers_pattern": "layers"},
         "set both, or neither",

@@ -64,6 +64,7 @@ def peft_config(lora: LoraConfig) -> peft.LoraConfig:
         use_rslora=lora.use_rslora,
         rank_pattern=dict(lora.rank_pattern),
         alpha_pattern=dict(lora.alpha_pattern),
+        trainable_token_indices=lora.trainable_token_indices,
         task_type="CAUSAL_LM",
     )
 
@@ -78,8 +79,10 @@ def make_peft(base: Any, lora: LoraConfig, layout: AdapterLayout, params: Tensor
     base.set_attn_implementation("eager")
     model = peft.get_peft_model(base, peft_config(lora))
     modules = peft_modules(model)
-    assert list(modules) == [s.module for s in layout.shapes]
+    assert list(modules) == [s.module for s in layout.linears]
     for shape, a, b in layout.views(params):
+        if shape.tokens:
+            continue
         module = modules[shape.module]
         assert module.r["default"] == shape.rank and module.scaling["default"] == shape.scale
         module.lora_A["default"].weight.data.copy_(a)
@@ -113,7 +116,8 @@ def peft_train(base: Any, job: Job, layout: AdapterLayout, params: Tensor) -> tu
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return [m.get_delta_weight("default").detach().double() for m in peft_modules(model).values()], losses
+    rows = [p.detach().double() for name, p in model.named_parameters() if "trainable_tokens_delta" in name]
+    return [*(m.get_delta_weight("default").detach().double() for m in peft_modules(model).values()), *rows], losses
 
 
 def _loss(model: Any, job: Job, step: int, index: int) -> Tensor:

@@ -84,8 +84,9 @@ class Trained:
     error: Exception | None = None
 
     def delta(self) -> list[Tensor]:
-        """scale * B @ A of each module, in fp64."""
-        return [s.scale * (b.double().t() @ a.double()) for s, a, b in self.state.layout.views(self.state.params.detach())]
+        """scale * B @ A of each linear, and an embedding's trained rows, in fp64."""
+        parts = self.state.layout.views(self.state.params.detach())
+        return [a.double() if s.tokens else s.scale * (b.double().t() @ a.double()) for s, a, b in parts]
 
 
 @lru_cache(maxsize=4)

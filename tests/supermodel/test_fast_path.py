@@ -46,6 +46,7 @@ LORA = {
     "b": LoraConfig(r=20, target_modules=PART),
     "c": LoraConfig(r=70, target_modules=["o_proj", "up_proj"]),
     "d": LoraConfig(r=4, lora_dropout=0.2, target_modules=PART),
+    "t": LoraConfig(r=4, target_modules=PART, trainable_token_indices=list(range(20, 80))),
 }
 FEW_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 ONE_LAYER = {"num_hidden_layers": 1, **FEW_HEADS}
@@ -164,6 +165,12 @@ def check_family(family: str, job_ids: str, **changes: Any) -> None:
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.slow) for name in QUICK])
 def test_a_family_equals_the_reference_path_and_itself_alone(family: str) -> None:
     check_family(family, "ab", **QUICK[family])
+
+
+@pytest.mark.usefixtures("eager")
+def test_trained_rows_of_the_embedding_equal_the_reference_path_and_themselves_alone() -> None:
+    """The first layer's x has a gradient then, and the head is another for that job."""
+    check_family("llama-tied", "at", **ONE_LAYER)
 
 
 class Padding:

@@ -113,11 +113,15 @@ class AdapterBank:
 
     def slot(self, job_id: str, module: str) -> tuple[range, float] | None:
         """The job's true rank rows and scale at `module`; None where it has no adapter, there or at all."""
-        shape = self._shapes.get(job_id, {}).get(module)
+        shape = self.shape_at(job_id, module)
         if shape is None:
             return None
         start = self._linears[module].used[job_id].start
         return range(start, start + shape.rank), shape.scale
+
+    def shape_at(self, job_id: str, module: str) -> AdapterShape | None:
+        """The part of the job's layout at `module`; None where it has none, there or at all."""
+        return self._shapes.get(job_id, {}).get(module)
 
     def rows_at(self, job_id: str, module: str) -> SlotAddress | None:
         """Where the job's rows lie at `module`; None where it has no adapter."""

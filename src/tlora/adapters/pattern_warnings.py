@@ -10,14 +10,14 @@ from tlora.adapters.state import AdapterLayout
 
 def pattern_warnings(lora: LoraShape, layout: AdapterLayout) -> list[str]:
     """In lines, for `check`, the log of `train` and the model card."""
-    return [*_without_effect(lora, layout), *other_readers(lora, [shape.module for shape in layout.shapes])]
+    return [*_without_effect(lora, layout), *other_readers(lora, [shape.module for shape in layout.linears])]
 
 
 def _without_effect(lora: LoraShape, layout: AdapterLayout) -> list[str]:
     """Keys that come too late for each module that they mean."""
     warnings: list[str] = []
     for name, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        matched = [keys for shape in layout.shapes if (keys := matching_keys(pattern, shape.module))]
+        matched = [keys for shape in layout.linears if (keys := matching_keys(pattern, shape.module))]
         counting = {keys[0] for keys in matched}
         for key in pattern:
             if key not in counting:

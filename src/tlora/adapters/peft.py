@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlora.adapter_shape import LoraConfig, Number, matching_keys, pattern_value
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.state import AdapterLayout, AdapterShape
 from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.json_file import read_object
@@ -76,9 +76,11 @@ _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
     "arrow_config": ("routes between adapters", _RETRAIN),
     "monteclora_config": ("is MonteCLoRA", _RETRAIN),
     "kasa_config": ("is KaSA", _RETRAIN),
-    "modules_to_save": ("holds weights of whole modules", _RETRAIN),
+    "modules_to_save": (
+        "holds weights of whole modules",
+        "For new tokens train their rows alone (trainable_token_indices); else merge this one into its base (PEFT's merge_and_unload)",
+    ),
     "lora_bias": ("has biases in addition to A and B", _RETRAIN),
-    "trainable_token_indices": ("holds embeddings of its own", _RETRAIN),
     "layer_replication": ("is of a base with layers repeated", _RETRAIN),
     "alora_invocation_tokens": ("works behind these tokens only", _RETRAIN),
     "target_parameters": ("adapts parameters that are no linear layers", _RETRAIN),
@@ -89,8 +91,10 @@ _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
 }
 
 
-def _names(module: str) -> tuple[str, str]:
-    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+def _names(shape: AdapterShape) -> tuple[str, ...]:
+    """Of A and B; of an embedding's rows the one name."""
+    ends = ("token_adapter.trainable_tokens_delta",) if shape.tokens else ("lora_A.weight", "lora_B.weight")
+    return tuple(f"{_PREFIX}{shape.module}.{end}" for end in ends)
 
 
 def save_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: LoraConfig, base_model: str) -> None:
@@ -110,8 +114,7 @@ def write_weights(directory: Path, layout: AdapterLayout, params: Tensor) -> dic
     """The file of the weights alone; returns its sha256 by name."""
     tensors: dict[str, Tensor] = {}
     for shape, a_rK, b_rN in layout.views(params.detach().cpu()):
-        name_a, name_b = _names(shape.module)
-        tensors[name_a], tensors[name_b] = a_rK, b_rN.t()
+        tensors |= zip(_names(shape), (a_rK, b_rN.t()), strict=False)
     return {WEIGHTS_FILE: write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt"})}
 
 
@@ -119,7 +122,7 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
     """PEFT's config of this adapter. What it adapts is written as names, so that a reader needs no model, and patterns as one value for
     each module where their order counts: PEFT sorts them when it saves.
     """
-    ends = {s.module.rsplit(".", 1)[-1] for s in layout.shapes}
+    ends = {s.module.rsplit(".", 1)[-1] for s in layout.linears}
     targets = layout.names or sorted(lora.target_modules if isinstance(lora.target_modules, list) else ends)
     name, revision = split_revision(base_model)
     return {
@@ -138,6 +141,7 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
         "target_modules": list(targets),
         "use_rslora": lora.use_rslora,
         "use_dora": False,
+        **({"trainable_token_indices": lora.trainable_token_indices} if lora.trainable_token_indices else {}),
         "rank_pattern": _by_module(lora.rank_pattern, layout, lora.r),
         "alpha_pattern": {key: _plain(alpha) for key, alpha in _by_module(lora.alpha_pattern, layout, lora.lora_alpha).items()},
     }
@@ -145,7 +149,7 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
 
 def _by_module(pattern: dict[str, Number], layout: AdapterLayout, default: Number) -> dict[str, Number]:
     """`pattern`, or what it means by whole names where more than one of its keys matches a module."""
-    modules = [shape.module for shape in layout.shapes]
+    modules = [shape.module for shape in layout.linears]
     if not any(len(matching_keys(pattern, module)) > 1 for module in modules):
         return dict(pattern)
     value_by_module = {module: pattern_value(pattern, module, default) for module in modules}
@@ -195,7 +199,7 @@ def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> T
         with safe_open(path, framework="pt") as file:
             left = set(file.keys())
             for shape, a_rK, b_rN in layout.views(params):
-                for name, out in zip(_names(shape.module), (a_rK, b_rN.t()), strict=True):
+                for name, out in zip(_names(shape), (a_rK, b_rN.t()), strict=False):
                     _copy_tensor(file, name, out, left, path)
     except FileNotFoundError:
         raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}") from None

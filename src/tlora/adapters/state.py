@@ -23,13 +23,17 @@ _LARGE, _DRAWERS = 1 << 22, 16  # parameters; one thread draws 50 million a seco
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """One adapted linear: its dotted name in the base, rank, in and out features, and scale (alpha/r or alpha/sqrt(r))."""
+    """One adapted linear: its dotted name in the base, rank, in and out features, and scale (alpha/r or alpha/sqrt(r)).
+
+    With `tokens` it is an embedding instead: these rows of it are A, one a rank, and B has no columns.
+    """
 
     module: str
     rank: int
     in_features: int
     out_features: int
     scale: float
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,12 @@ class AdapterLayout:
 
     @cached_property
     def largest_rank(self) -> int:
-        return max((s.rank for s in self.shapes), default=0)
+        return max((s.rank for s in self.linears), default=0)
+
+    @property
+    def linears(self) -> tuple[AdapterShape, ...]:
+        """Without embeddings."""
+        return tuple(s for s in self.shapes if not s.tokens)
 
     def views(self, flat: Tensor) -> Iterator[tuple[AdapterShape, Tensor, Tensor]]:
         """Each module's (shape, A [r, K], B transposed [r, N]) as views of `flat`."""
@@ -116,12 +125,15 @@ def init_state(layout: AdapterLayout, seed: int, dtype: torch.dtype, device: tor
     """A fresh adapter as PEFT makes one: A uniform in ±1/sqrt(K) (Kaiming with a = sqrt 5), B zero.
 
     Each module draws from a generator of its own, keyed by seed and name: targets do not change each other's start, and a large adapter
-    is drawn by several threads.
+    is drawn by several threads. Rows of an embedding are NaN until the base's own take their place (`supermodel/new_tokens.py`).
     """
     params = _zeros(layout.numel, dtype)
 
     def draw(module: tuple[AdapterShape, Tensor, Tensor]) -> None:
         shape, a_rK, _ = module
+        if shape.tokens:
+            a_rK.fill_(math.nan)
+            return
         generator = torch.Generator().manual_seed(zlib.crc32(shape.module.encode(), seed))  # 32 bits are all that it takes in
         a_rK.copy_(torch.empty(a_rK.shape, dtype=torch.float32).uniform_(-1, 1, generator=generator).div_(math.sqrt(shape.in_features)))
 

@@ -102,13 +102,36 @@ def saved_names(targets: Collection[str], modules: Iterable[str], lora: LoraShap
 def read_shape(adapter: Path) -> LoraShape:
     """Of an adapter that PEFT or this program has written. Raises OSError, ValueError."""
     config = read_object(adapter / "adapter_config.json")
-    keys = ("r", "target_modules", "rank_pattern", "alpha_pattern")
+    keys = ("r", "target_modules", "rank_pattern", "alpha_pattern", "trainable_token_indices")
     return LoraShape.model_validate({key: config[key] for key in keys if config.get(key) is not None})
 
 
-def trained_parameters(targets: Sizes, lora: LoraShape) -> int:
-    """Of an adapter at `targets`."""
-    return sum(lora.rank_of(name) * (inputs + outputs) for name, (inputs, outputs) in targets.items())
+def token_rows(lora: LoraShape, embedding: str, rows: int) -> tuple[int, ...]:
+    """Ids of the tokens whose rows `lora` trains, of the input embedding of that name, which has so many (0: it is not known).
+
+    Raises ModelError for another module, and for an id that it lacks.
+    """
+    given = lora.trainable_token_indices
+    if isinstance(given, dict):
+        other = next((name for name in given if embedding and not _ends(embedding, [name])), None)
+        if other is not None:
+            raise ModelError(
+                f"trainable_token_indices: {other!r} is not the input embedding, which alone has trained rows. Write {embedding}, or a list"
+            )
+        given = next(iter(given.values()))
+    tokens = tuple(given or ())
+    if tokens and rows and max(tokens) >= rows:
+        raise ModelError(
+            f"trainable_token_indices: token {max(tokens)} has no row in this base's embedding of {rows}. "
+            "Enlarge it (resize_token_embeddings, save_pretrained), or name ids below that"
+        )
+    return tokens
+
+
+def trained_parameters(targets: Sizes, lora: LoraShape, embedding_width: int = 0) -> int:
+    """Of an adapter at `targets`, and of its rows of an embedding."""
+    linears = sum(lora.rank_of(name) * (inputs + outputs) for name, (inputs, outputs) in targets.items())
+    return linears + len(token_rows(lora, "", 0)) * embedding_width
 
 
 def _ends(name: str, ends: Iterable[str]) -> bool:

@@ -33,6 +33,7 @@ from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.inject import find_linears, resolve_targets
 from tlora.supermodel.load import load_config, load_weights, move_model
+from tlora.supermodel.new_tokens import row_shapes, rows_in, with_rows
 from tlora.supermodel.weight_files import check_unused
 
 OnText = Callable[[str], None]
@@ -110,7 +111,7 @@ def open_adapter(
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{directory}: its adapter_config.json is no LoRA of this program's range: {error}") from None
-    layout = make_layout(shape, resolve_targets(model, find_linears(model), shape))
+    layout = with_rows(make_layout(shape, resolve_targets(model, find_linears(model), shape)), row_shapes(model, shape))
     precision = torch.float64 if model.dtype == torch.float64 else torch.float32
     params = load_params(directory, layout, precision).to(place)
     vocabulary, chats = model.get_input_embeddings().num_embeddings, ChatSettings(prompting.kwargs)
@@ -164,25 +165,28 @@ def answer(
     with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(sampling.seed)
         if device.type == "cpu":
-            linears = [(shape.in_features, shape.out_features) for shape in model.layout.shapes]
+            linears = [(shape.in_features, shape.out_features) for shape in model.layout.linears]
             stack.enter_context(compute_with(min(default_threads(linears, CPU_BUDGET_CAP), torch.get_num_threads())))
         if adapted:
-            for hook in _attach(model):
-                stack.callback(hook.remove)
+            _attach(model, stack)
         out: Tensor = model.model.generate(input_ids, attention_mask=mask, generation_config=config, tokenizer=tokenizer, streamer=stream)
     return [_cut(tokenizer.decode(row, skip_special_tokens=True), stop_text) for row in out[:, longest:]]
 
 
-def _attach(model: AdaptedModel) -> list[Any]:
-    """One hook per adapted linear: y + scale · (x·Aᵀ)·Bᵀ, in the adapter's precision as PEFT computes it."""
-    handles: list[Any] = []
+def _attach(model: AdaptedModel, stack: ExitStack) -> None:
+    """One hook per adapted linear: y + scale · (x·Aᵀ)·Bᵀ, in the adapter's precision as PEFT computes it. Trained rows take the place of
+    the embedding's, and so of a head's that is tied to it.
+    """
     for shape, a_rK, b_rN in model.layout.views(model.params):
+        if shape.tokens:
+            weight = model.model.get_input_embeddings().weight
+            stack.enter_context(rows_in(weight, torch.tensor(shape.tokens, device=weight.device), a_rK))
+            continue
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor, a: Tensor = a_rK, b: Tensor = b_rN, scale: float = shape.scale):
             return (out + (inputs[0].to(a.dtype) @ a.t()) @ b * scale).to(out.dtype)
 
-        handles.append(model.model.get_submodule(shape.module).register_forward_hook(add))
-    return handles
+        stack.callback(model.model.get_submodule(shape.module).register_forward_hook(add).remove)
 
 
 def _prompt_ids(model: AdaptedModel, prompt: str) -> list[int]:

@@ -19,6 +19,8 @@ _OLD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("dropout", "lora_drop"), ("lora_dropout", "")),
     **dict.fromkeys(("lora_target_modules", "lora_target", "target", "targets", "modules", "lora_modules"), ("target_modules", "")),
     "lora_target_linear": ("target_modules", "'all-linear' is the default"),
+    "modules_to_save": ("trainable_token_indices", "whole modules are not trained; list the ids of the new tokens"),
+    **dict.fromkeys(("new_tokens", "token_indices", "trainable_tokens"), ("trainable_token_indices", "ids of tokens")),
     **dict.fromkeys(("rslora", "use_rs_lora", "rs_lora"), ("use_rslora", "")),
     **dict.fromkeys(("lora_model_dir", "adapter", "adapter_name_or_path", "peft_path", "init_from"), ("adapter_path", "")),
     **dict.fromkeys(

@@ -65,6 +65,7 @@ def describe_base(
         count_base(model, torch.device(device), layout),
         tuple(note.replace(base_model, "the base") for note in notes),  # a tenant does not see where it lies
         count_parts(model, torch.device(device), rank),
+        (model.new_tokens.name, *model.new_tokens.size),
     )
 
 

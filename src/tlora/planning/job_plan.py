@@ -170,8 +170,8 @@ def _place_warnings(ordered: JobSpec, adopted: JobSpec, start: Path, model: Supe
     if not said:
         return []
     meant = try_call(partial(model.layout, ordered))
-    modules = [shape.module for shape in model.layout(adopted).shapes]
-    if not isinstance(meant, Failure) and [shape.module for shape in meant.shapes] == modules:
+    modules = [shape.module for shape in model.layout(adopted).linears]
+    if not isinstance(meant, Failure) and [shape.module for shape in meant.linears] == modules:
         return []
     told = ", ".join(f"{key} {getattr(ordered, key)}" for key in said)
     return [f"the adapted modules are those of {start}, {len(modules)} with target_modules {adopted.target_modules} (the job says {told})"]
@@ -185,7 +185,7 @@ def _base_warnings(start: Path, base_model: str) -> list[str]:
 
 
 def _rank_warnings(layout: AdapterLayout) -> list[str]:
-    over = [s for s in layout.shapes if s.rank > min(s.in_features, s.out_features)]
+    over = [s for s in layout.linears if s.rank > min(s.in_features, s.out_features)]
     if not over:
         return []
     s = over[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tlora.adapters.targets import read_shape, resolve
+from tlora.adapters.targets import read_shape, resolve, token_rows
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Prepared
 from tlora.errors import DataError, ModelError, TloraError
@@ -98,4 +98,7 @@ def _adapter(spec: JobSpec, base: BaseShape) -> AdapterSketch:
         except (OSError, ValueError) as error:
             raise ModelError(f"adapter_path {spec.adapter_path}: the adapter there cannot be read ({error}). Name a PEFT adapter") from None
     targets = resolve(base.linears, base.modules, base.experts, shape)
-    return AdapterSketch(tuple(LinearSketch(name, shape.rank_of(name), k, n) for name, (k, n) in targets.items()))
+    linears = tuple(LinearSketch(name, shape.rank_of(name), k, n) for name, (k, n) in targets.items())
+    name, rows, width = base.embedding
+    tokens = token_rows(shape, name, rows)
+    return AdapterSketch((*linears, LinearSketch(name, len(tokens), width, 0)) if tokens else linears)

@@ -161,7 +161,7 @@ def plan_memory(
     """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at. `base`: its bytes there,
     or, of one of `stages`, what it takes.
     """
-    rank = max((s.rank for job in jobs if job.layout for s in job.layout.shapes), default=1)
+    rank = max((s.rank for job in jobs if job.layout for s in job.layout.linears), default=1)
     memory = measure(model, base, device, rank) if isinstance(base, int) else base
     base_bytes = memory.base_bytes
     sound = [job for job in jobs if is_sound(job) and not job.kept_out]

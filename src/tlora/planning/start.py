@@ -16,7 +16,7 @@ from tlora.job import JobSpec
 from tlora.jobs_file import explain
 
 PLACES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-_SHAPE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_SHAPE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 
 
 def find_start(spec: JobSpec, resumed: Path | None) -> Path | None:

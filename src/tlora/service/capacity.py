@@ -81,10 +81,12 @@ class Capacity:
         return least_gpus(outline.memory.bytes_by_gpus[: self._gpus], self._most) or 1
 
     def _count(self, order: OrderSpec, outline: BaseShape) -> int:
-        shape = order.model_dump_json(include={"base_model", "r", "target_modules", "rank_pattern", "alpha_pattern"})
+        shape = order.model_dump_json(
+            include={"base_model", "r", "target_modules", "rank_pattern", "alpha_pattern", "trainable_token_indices"}
+        )
         found = self._parameters.get(shape)
         if found is None:
-            found = trained_parameters(resolve(outline.linears, outline.modules, outline.experts, order), order)
+            found = trained_parameters(resolve(outline.linears, outline.modules, outline.experts, order), order, outline.embedding[2])
             if len(self._parameters) >= _MOST_REMEMBERED:
                 self._parameters.clear()
             self._parameters[shape] = found

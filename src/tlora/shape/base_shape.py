@@ -14,7 +14,8 @@ from tlora.shape.memory import BaseMemory
 @dataclass(frozen=True, slots=True)
 class BaseShape:
     """In and out features of its linears, names of its modules and of its blocks of experts, its bytes (of all weights, and in `memory`),
-    its vocabulary, how long a sample may be, notes for those who train over it, and what a plan cuts it by.
+    its vocabulary, how long a sample may be, notes for those who train over it, what a plan cuts it by, and its input embedding: name,
+    rows and width.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -28,6 +29,7 @@ class BaseShape:
     memory: BaseMemory
     notes: tuple[str, ...]
     parts: BaseParts
+    embedding: tuple[str, int, int] = ("", 0, 0)
 
     def check_length(self, tokens: int) -> None:
         """Of the longest sequence of a job. Raises DataError for one that the base cannot take."""
@@ -54,6 +56,7 @@ class BaseShape:
             "memory": counted,
             "notes": self.notes,
             "parts": self.parts.to_json(),
+            "embedding": self.embedding,
         }
 
 
@@ -71,7 +74,14 @@ def parse_shape(found: Mapping[str, Any]) -> BaseShape:
         _memory(found),
         tuple(map(str, found["notes"])),
         parse_parts(found["parts"]),
+        _embedding(found),
     )
+
+
+def _embedding(found: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Unknown of one that an earlier commit of this version wrote."""
+    name, rows, width = found.get("embedding", ("", 0, 0))
+    return str(name), int(rows), int(width)
 
 
 def _memory(found: Mapping[str, Any]) -> BaseMemory:

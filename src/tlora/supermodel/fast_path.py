@@ -180,7 +180,10 @@ class FastPath:
         tables = build_tables([*runs, *empty], self._slots(batch, bank, len(empty)), len(batch.input_ids_T), batch.keys_T, device)
         self.largest_rank = max(self.largest_rank, bank.largest_rank if bank is not None else 0)
         tables = replace(tables, width=rank_width(self.largest_rank))
-        return PassState(self.groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic))
+        groups = self.groups
+        if self._context.tokens is not None:  # the embedding learns
+            groups = [replace(groups[0], passes_back=True), *groups[1:]]
+        return PassState(groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic))
 
     def decode(
         self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
@@ -194,7 +197,7 @@ class FastPath:
                 return self._decode(batch, state), None
         if self._graphs is None or self._graphs.busy:
             return self.run(batch, state)
-        if self._base.decoder._forward_hooks:  # a measurement is on: a graph calls no hooks
+        if self._base.decoder._forward_hooks or self._context.tokens is not None:  # a graph calls no hooks
             return self._graphs.run_uncaptured(batch, state)
         tokens = len(batch.input_ids_T)
         own = Shape(tokens, self.recompute.layers(tokens), state.shape)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from tlora.kernels.grouped_lora import ChunkedJobs, ChunkSlots, grouped_lora_lin
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.reference import Segment, Segments
 from tlora.sharing.layer_stream import LayerStream
-from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.batch import PackedBatch, TokenSpan
 from tlora.supermodel.held_linear import HeldLinear
 
 
@@ -88,6 +89,12 @@ class ActiveBatch:
         return self._slots[key]
 
 
+class ReadsTokens(Protocol):
+    """Trained rows of the embedding (`new_tokens.TokenPass`), as the paths see them: they say how tokens are laid out."""
+
+    spans: Sequence[TokenSpan]
+
+
 class Context:
     """Whose forward or backward runs now, for all linears of one super-model: a batch on the plain path, or the number of a pass that
     runs on the kernels (`kernels/pass_operations.py`). With neither, a linear is the base's own.
@@ -96,6 +103,7 @@ class Context:
     def __init__(self) -> None:
         self.active: ActiveBatch | None = None
         self.pass_number: Tensor | None = None
+        self.tokens: ReadsTokens | None = None
 
     @contextmanager
     def enter(self, active: ActiveBatch) -> Iterator[None]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from tlora.kernels.head import Head
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.objectives import TokenLogprobs, UnitLoss, differentiate, round_exact
 from tlora.supermodel.batch import PackedBatch, TokenSpan
+from tlora.supermodel.new_tokens import TokenPass
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,16 @@ def sum_losses(parts: Iterable[Mapping[str, JobLoss]]) -> dict[str, JobLoss]:
 
 @dataclass(frozen=True)
 class Losses:
-    """What the jobs of `part` minimise. `reference`: by job, for the objectives that ask; `sum_dtype` of gradients, None in evaluation."""
+    """What the jobs of `part` minimise. `reference`: by job, for the objectives that ask; `sum_dtype` of gradients, None in evaluation;
+    `tokens`: of jobs whose head has rows of their own.
+    """
 
     part: PackedBatch
     head: Head
     objectives: Mapping[str, UnitLoss]
     reference: Mapping[str, Tensor]
     sum_dtype: torch.dtype | None
+    tokens: TokenPass | None = None
 
     def of(self, hidden_TH: Tensor) -> tuple[dict[str, JobLoss], Tensor | None]:
         """Losses of the hidden states [T, H], and their gradient [T, H]: None in evaluation, and where nothing is trained."""
@@ -73,7 +78,7 @@ class Losses:
             losses |= self._evaluate(plain, hidden_TH)
             return {span.job_id: losses[span.job_id] for span in part.spans}, None
         rows, weights_N = part.labelled, part.loss_weights_T[part.labelled]
-        losses_N, dh = linear_cross_entropy(hidden_TH[rows], self.head, part.labels_T[rows], grad_weights_N.to(self.sum_dtype))
+        losses_N, dh = self._entropy(hidden_TH[rows], part.spans, rows, grad_weights_N.to(self.sum_dtype))
         dhidden_TH = None
         if dh is not None and len(rows):
             dhidden_TH = torch.zeros_like(hidden_TH)
@@ -85,12 +90,32 @@ class Losses:
             losses[span.job_id] = JobLoss(weighted_N[own].sum(), weights_N[own].sum())
         return {span.job_id: losses[span.job_id] for span in part.spans}, dhidden_TH
 
+    def _entropy(
+        self, hidden_NH: Tensor, spans: Sequence[TokenSpan], rows_N: Tensor, grad_weights_N: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`linear_cross_entropy` at `rows_N`, the labelled tokens of `spans`: at once, but for jobs with a head of their own."""
+        tokens, labels_N = self.tokens, self.part.labels_T[rows_N]
+        if tokens is None or not any(tokens.changes_head(span.job_id) for span in spans):
+            return linear_cross_entropy(hidden_NH, self.head, labels_N, grad_weights_N)
+        found: list[tuple[Tensor, Tensor | None]] = []
+        start = 0
+        for span in spans:
+            own = slice(start, start + span.n1 - span.n0)
+            start, weights_n = own.stop, None if grad_weights_N is None else grad_weights_N[own]
+            with tokens.in_head(span.job_id):
+                losses_n, dh_nH = linear_cross_entropy(hidden_NH[own], self.head, labels_N[own], weights_n)
+                if weights_n is not None and tokens.changes_head(span.job_id):
+                    tokens.note_head(span, self.part, hidden_NH[own], losses_n, weights_n)
+            found.append((losses_n, dh_nH))
+        gradients = [dh for _, dh in found if dh is not None]
+        return torch.cat([losses_n for losses_n, _ in found]), torch.cat(gradients) if gradients else None
+
     def _evaluate(self, spans: Sequence[TokenSpan], hidden_TH: Tensor) -> dict[str, JobLoss]:
         """Cross-entropy of these spans alone."""
         if not spans:
             return {}
         rows = torch.cat([self.part.labelled[span.n0 : span.n1] for span in spans])
-        losses_N, _ = linear_cross_entropy(hidden_TH[rows], self.head, self.part.labels_T[rows])
+        losses_N, _ = self._entropy(hidden_TH[rows], spans, rows, None)
         weights_N = self.part.loss_weights_T[rows]
         sizes = [span.n1 - span.n0 for span in spans]
         parts = zip(spans, round_exact(losses_N.double() * weights_N).split(sizes), weights_N.split(sizes), strict=True)
@@ -100,7 +125,7 @@ class Losses:
         """The objective's losses of `span`. Its derivatives become the weights with which cross-entropy's gradient is taken."""
         own, part = slice(span.n0, span.n1), self.part
         weights_N = part.loss_weights_T[part.labelled[own]]
-        logprobs_N = _logprobs(part, span, hidden_TH, self.head)
+        logprobs_N = _logprobs(part, span, hidden_TH, self.head, self.tokens)
         sequence_N = ((part.position_ids_T[span.t0 : span.t1] == 0).cumsum(0) - 1)[part.labelled[own] - span.t0]
         scored = TokenLogprobs(logprobs_N, self.reference.get(span.job_id), weights_N, sequence_N, len(span.lengths))
         units, slope_N = differentiate(self.objectives[span.job_id], scored)
@@ -111,14 +136,15 @@ class Losses:
         return JobLoss(round_exact(units.losses_U).sum(), count, metrics, logprobs_N)
 
 
-def token_logprobs(part: PackedBatch, hidden_TH: Tensor, head: Head) -> dict[str, Tensor]:
-    """Log-probabilities [N] of each job's trained tokens, fp64."""
-    return {span.job_id: _logprobs(part, span, hidden_TH, head) for span in part.spans}
+def token_logprobs(part: PackedBatch, hidden_TH: Tensor, head: Head, tokens: TokenPass | None = None) -> dict[str, Tensor]:
+    """Log-probabilities [N] of each job's trained tokens, fp64. `tokens`: of jobs whose head has rows of their own."""
+    return {span.job_id: _logprobs(part, span, hidden_TH, head, tokens) for span in part.spans}
 
 
-def _logprobs(part: PackedBatch, span: TokenSpan, hidden_TH: Tensor, head: Head) -> Tensor:
+def _logprobs(part: PackedBatch, span: TokenSpan, hidden_TH: Tensor, head: Head, tokens: TokenPass | None) -> Tensor:
     rows = part.labelled[span.n0 : span.n1]
-    return -linear_cross_entropy(hidden_TH[rows], head, part.labels_T[rows])[0].double()
+    with nullcontext() if tokens is None else tokens.in_head(span.job_id):
+        return -linear_cross_entropy(hidden_TH[rows], head, part.labels_T[rows])[0].double()
 
 
 Forward = Callable[[], tuple[dict[str, JobLoss], Callable[[], object] | None]]

@@ -17,6 +17,7 @@ from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fast_path import FastPath
 from tlora.supermodel.load import Base
 from tlora.supermodel.losses import JobLoss, Losses, token_logprobs
+from tlora.supermodel.new_tokens import NewTokens, TokenPass
 from tlora.supermodel.plain_path import PlainPath
 from tlora.supermodel.stage import Upstream, decode_from
 
@@ -39,9 +40,10 @@ class PartPasses:
         bank: AdapterBank,
         references: AdapterBank,
         dropout_of: Callable[[str], float],
+        new_tokens: NewTokens,
     ) -> None:
         self._base, self._path, self.weights, self._dropout_of = base, path, weights, dropout_of
-        self._bank, self._references = bank, references
+        self._bank, self._references, self._new_tokens = bank, references, new_tokens
         self.upstream: Upstream | None = None
         self.computed_tokens = 0
 
@@ -52,28 +54,41 @@ class PartPasses:
         if train and self._bank.dtype == torch.float16:
             part = part.with_scaled_gradients()
         reference, sum_dtype = self._reference_logprobs(part, objectives), self._bank.sum_dtype if train else None
-        hidden_TH, back = self.of_stage(part, train)
+        tokens = self._new_tokens.begin(part, self._bank)
+        hidden_TH, back = self.of_stage(part, train, tokens)
         self.computed_tokens += len(hidden_TH)
-        losses, dhidden_TH = Losses(part, self._base.head, objectives, reference, sum_dtype).of(hidden_TH)
+        losses, dhidden_TH = Losses(part, self._base.head, objectives, reference, sum_dtype, tokens).of(hidden_TH)
         if self.upstream is not None and train and dhidden_TH is None:
             dhidden_TH = torch.zeros_like(hidden_TH)  # the stages before wait for one
         return losses, None if back is None or dhidden_TH is None else partial(back, dhidden_TH)
 
-    def of_stage(self, part: PackedBatch, train: bool) -> tuple[Tensor, Back | None]:
-        """Hidden states [T, H] of `part`, and in training what adds its gradients to the sums of the adapters here."""
+    def of_stage(self, part: PackedBatch, train: bool, tokens: TokenPass | None = None) -> tuple[Tensor, Back | None]:
+        """Hidden states [T, H] of `part`, and in training what adds its gradients to the sums of the adapters here. `tokens`: what it reads
+        of trained rows.
+        """
         dropout = {span.job_id: self._dropout_of(span.job_id) for span in part.spans if train and span.has_keys}
-        hidden_TH, back = self._decode(part, self._bank, dropout, train)
+        with self._new_tokens.reading(tokens):
+            hidden_TH, back = self._decode(part, self._bank, dropout, train)
         return hidden_TH, None if back is None else partial(self._go_back, part, back)
 
     def of_references(self, part: PackedBatch, job_ids: Collection[str]) -> tuple[Tensor, None]:
         """Hidden states of these jobs under what their objectives compare with."""
-        bank = self._references if any(job_id in self._references for job_id in job_ids) else None
-        return self._decode(part.only(job_ids), bank, {}, train=False)[0], None
+        bank = self._references_of(job_ids)
+        own = part.only(job_ids)
+        with self._new_tokens.reading(self._new_tokens.begin(own, bank)):
+            return self._decode(own, bank, {}, train=False)[0], None
+
+    def _references_of(self, job_ids: Collection[str]) -> AdapterBank | None:
+        return self._references if any(job_id in self._references for job_id in job_ids) else None
 
     def _reference_logprobs(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, Tensor]:
         """Log-probabilities [N] under each job's reference, for the jobs whose objective compares with it."""
         jobs = {s.job_id for s in part.spans if s.job_id in objectives and objectives[s.job_id].needs_reference}
-        return token_logprobs(part.only(jobs), self.of_references(part, jobs)[0], self._base.head) if jobs else {}
+        if not jobs:
+            return {}
+        own = part.only(jobs)
+        tokens = self._new_tokens.begin(own, self._references_of(jobs))
+        return token_logprobs(own, self.of_references(part, jobs)[0], self._base.head, tokens)
 
     def _decode(self, part: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool) -> tuple[Tensor, Back | None]:
         """Hidden states [T, H] and in training what takes their gradient back, behind the first stage from and to the stage before."""

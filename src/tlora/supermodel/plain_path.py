@@ -49,6 +49,8 @@ class PlainPath:
         chunked = chunk(batch, batch.input_ids_T.device) if self.grouped else None
         active = ActiveBatch(chunked.batch if chunked else batch, weights, bank, dropout, self._anchor, chunked and chunked.jobs)
         packed_batch = active.batch
+        if self._context.tokens is not None:
+            self._context.tokens.spans = packed_batch.spans
         samples = lay_out_samples(packed_batch.lengths, packed_batch.input_ids_T.device) if chunked else packed_batch.lengths
         with self._context.enter(active), self._repeatable_attention(), torch.set_grad_enabled(train):
             hidden_TH = hidden_states(self._base, packed_batch.input_ids_T, packed_batch.position_ids_T, samples)

@@ -36,6 +36,7 @@ from tlora.supermodel.job_by_job import make_host_optimizer, make_queued_optimiz
 from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
 from tlora.supermodel.losses import JobLoss, Pass, sum_losses
+from tlora.supermodel.new_tokens import NewTokens, with_rows
 from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
 from tlora.supermodel.part_passes import PartPasses
 from tlora.supermodel.plain_path import PlainPath
@@ -66,11 +67,13 @@ class SuperModel(nn.Module):
         self.model = base.model
         linears = find_linears(base.model)
         weight = base.head.weight_VH
-        self.bank = AdapterBank(sizes(linears), weight.dtype, weight.device)
-        self.references = AdapterBank(sizes(linears), weight.dtype, weight.device, frozen=True)
+        self.context = Context()
+        self.new_tokens = NewTokens(base, self.context)
+        places = {**sizes(linears), self.new_tokens.name: (self.new_tokens.size[1], 0)}
+        self.bank = AdapterBank(places, weight.dtype, weight.device)
+        self.references = AdapterBank(places, weight.dtype, weight.device, frozen=True)
         """The adapters that jobs' objectives compare with; jobs that have none there compare with the base alone."""
         self._longest_safe = longest_safe_sequence(base.model)
-        self.context = Context()
         self._linears = inject(base.model, linears, self.context)
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if (why := why_not_fused(base, self._linears, weight.device, deterministic)) is None:
@@ -79,7 +82,9 @@ class SuperModel(nn.Module):
             raise ConfigError(f"a base in stages needs the fused kernels on a GPU, and {why}. Take one GPU, or GPUs that hold it otherwise")
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
-        self.passes = PartPasses(base, self._path, base_weights(self._linears), self.bank, self.references, self._dropout_of)
+        self.passes = PartPasses(
+            base, self._path, base_weights(self._linears), self.bank, self.references, self._dropout_of, self.new_tokens
+        )
         make_optimizer = make_host_optimizer if weight.device.type == "cpu" else make_queued_optimizer
         self._optimizer: Optimizer = make_optimizer(self.bank)
         if weight.device.type == "cuda" and runs_kernels(weight.device):
@@ -175,7 +180,8 @@ class SuperModel(nn.Module):
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
         targets = resolve_targets(self.model, self._linears, lora)
-        return make_layout(lora, targets, saved_names(targets, self._module_names(), lora))
+        linears = make_layout(lora, targets, saved_names(targets, self._module_names(), lora))
+        return with_rows(linears, self.new_tokens.shape(lora))
 
     def left_out(self, lora: LoraConfig) -> list[str]:
         """In a line, what `all-linear` leaves as it is."""
@@ -212,11 +218,13 @@ class SuperModel(nn.Module):
         if total is None and train.lr_scheduler_type not in ("constant", "constant_with_warmup"):
             raise ConfigError(f"job {job_id!r}: the {train.lr_scheduler_type} schedule needs its length. Give total_steps or set max_steps")
         layout = self.layout(lora) if state is None else state.layout
-        if state is None:
-            state = init_state(layout, train.seed, self.bank.sum_dtype, self.device)
-        else:
-            self._check_finite(job_id, "adapter", state.params)
+        begun = state is not None
+        state = state or init_state(layout, train.seed, self.bank.sum_dtype, self.device)
         state = state.to(self.device)
+        if state.step == 0:
+            self.new_tokens.fill(state)
+        if begun:
+            self._check_finite(job_id, "adapter", state.params)
         self.bank.add(job_id, layout)
         try:
             self.bank.write(job_id, state.params)
