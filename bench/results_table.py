@@ -33,6 +33,12 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
     ("1 H100", "four jobs in LoRAFusion's setting, 8B", (
         ("tlora, caches empty", "h100_470af3c_lorafusion_heterogeneous_8b.json", FIRST),
         ("LoRAFusion, as published", "h100_470af3c_lorafusion_heterogeneous_8b.json", "setup.published_tokens_per_second"))),
+    ("1 H100", "the same, lengths like CNN/DailyMail", (
+        ("tlora, caches empty", "h100_eb19e95_lorafusion_cnn_dailymail_8b.json", FIRST),
+        ("LoRAFusion, as published", "h100_eb19e95_lorafusion_cnn_dailymail_8b.json", "setup.published_tokens_per_second"))),
+    ("1 H100", "the same, lengths mixed", (
+        ("tlora", "h100_eb19e95_lorafusion_mixed_8b.json", FIRST),
+        ("LoRAFusion, as published", "h100_eb19e95_lorafusion_mixed_8b.json", "setup.published_tokens_per_second"))),
     ("1 H100", "eight mixed jobs over real texts, 1.7B", (
         ("tlora", "h100_6a3054d_real_1.7b.json", SECOND),
         ("tlora with an A100's kernels", "h100_6a3054d_sm80_real_1.7b.json", SECOND),
