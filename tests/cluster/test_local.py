@@ -138,7 +138,7 @@ def test_a_worker_that_loads_hears_of_the_jobs_that_may_come_as_far_as_their_ker
     want = worker.worker_reconciler.want
     assert want is not None and want.expected == (small, LARGE, dropout) and not want.jobs
     worker.obey()
-    backend.poll()
+    backend.advance()
     backend.expect("base", LARGE.model_copy(update={"r": 128}))
     backend.execute(StartGroup(group("g1", 1, "b")))
     want = worker.worker_reconciler.want

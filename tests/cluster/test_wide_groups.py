@@ -161,7 +161,6 @@ def test_an_answer_to_an_earlier_wish_gives_back_no_gpu_of_a_later_one(backend: 
     (worker,) = STARTED
     for gpus in ((0, 1), (0,), (0, 1)):
         backend.execute(ChangeGroup(wide("g", gpus, "a")))
-        backend.advance()
     first, *_, last = [command.order for command in worker.commands if isinstance(command, SetGpus)]
     worker.commands.clear()
     worker.say(GpusChanged((0,), "no memory", order=first))

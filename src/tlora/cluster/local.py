@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,9 @@ from typing import Literal
 
 from tlora import durable
 from tlora.cluster.epochs import begin_epoch, lock_store
+from tlora.cluster.found_workers import FoundWorkers
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.reconciler import LocalJob, Reconciler
-from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, JobSpec, LayoutSetting, MemoryLimit, Recompute, TrackerName, UnusedWeights
@@ -120,6 +120,7 @@ class LocalBackend:
         self._found = bool(records)
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
+        self._folded: dict[str, str] = {}  # the same jobs by their names without case
         self._asked: list[tuple[float, int, JobSubmitted | JobRequest]] = []  # a heap: seconds, serial, what users ask
         self._serial = itertools.count()
         self._ended: set[str] = set()  # jobs that may be forgotten
@@ -182,15 +183,15 @@ class LocalBackend:
         elif at_seconds < self._began:
             spec = replace(spec, submitted_at=at_seconds)
         with self._asking:
-            known = self.reconciler.jobs
-            twin = next((name for name in known if name.casefold() == spec.job_id.casefold()), None)
+            twin = self._folded.get(spec.job_id.casefold())
             if twin is not None:
                 raise ConfigError(
                     f"job {spec.job_id!r}: there is a job {twin!r} already; names must differ in more than case, as they are directories. "
                     "Rename one"
                 )
             self._ask(spec, at_seconds)
-            known[spec.job_id] = replace(job, tokens_per_step=spec.profile.tokens_per_step)
+            self.reconciler.jobs[spec.job_id] = replace(job, tokens_per_step=spec.profile.tokens_per_step)
+            self._folded[spec.job_id.casefold()] = spec.job_id
             self._arrives[spec.job_id] = at_seconds
 
     def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
@@ -205,7 +206,7 @@ class LocalBackend:
         with self._asking:
             if job_id in self._ended:
                 self._ended.discard(job_id)
-                del self._arrives[job_id]
+                del self._arrives[job_id], self._folded[job_id.casefold()]
                 self.reconciler.forget_job(job_id)
 
     def expect(self, base_model: str, spec: JobSpec) -> None:
@@ -276,7 +277,7 @@ class LocalBackend:
             case StopGroup(group_id):
                 self.reconciler.forget(group_id)
             case RejectJob(job_id):
-                self.reconciler.open.discard(job_id)
+                self.reconciler.withdraw(job_id)
                 self._ended.add(job_id)
         self._settle()
 
@@ -303,6 +304,10 @@ class LocalBackend:
         """The groups of workers that were found go on with those of their jobs that are submitted by now; workers with other options than
         this machine's end.
         """
+        places = FoundWorkers(self.worker_pool.workers.values())
+        with self._asking:
+            early = {asked[2].job_id: asked for asked in self._asked if isinstance(asked[2], JobSubmitted)}
+        arrived: set[int] = set()  # serials
         for worker in self.worker_pool.workers.values():
             found = worker.found
             known = found is not None and found.base_model in self._machine.base_models
@@ -310,39 +315,25 @@ class LocalBackend:
                 if worker.load is not None:
                     worker.stop()
                 continue
-            if self._has_moved(found.group_id, worker):
+            if not places.is_last(worker, found.group_id):
                 continue
-            jobs = self._arrived_early([name for name in found.job_ids if self._is_best_place(worker, name)])
-            if jobs:
+            taken = sorted(early.pop(name) for name in found.job_ids if name in early and places.is_best(worker, name))
+            if taken:
+                arrived |= {serial for _, serial, _ in taken}
+                jobs = tuple(asked for _, _, asked in taken if isinstance(asked, JobSubmitted))
+                for job in jobs:
+                    self.reconciler.arrive(job.job_id, again=True)
                 weights = dict(zip(found.job_ids, found.weights, strict=True))
                 names = tuple(job.job_id for job in jobs)
                 group = replace(found, gpus=worker.gpus, job_ids=names, weights=tuple(weights[name] for name in names))
                 self.reconciler.adopt(group)
                 self._events.append(GroupFound(group, jobs, tuple(worker.jobs[name].steps for name in names)))
+        with self._asking:
+            self._asked = [asked for asked in self._asked if asked[1] not in arrived]
+            heapq.heapify(self._asked)
         self._events.append(Tick())
         self._pass_time()  # before the first `listen`: a worker may report the end of a job that left its group
         self._settle()
-
-    def _has_moved(self, group_id: str, worker: RemoteWorker) -> bool:
-        """A group that was moving to other GPUs, or belongs to two controllers, is found twice: it continues where its jobs went last."""
-        places = [other for other in self.worker_pool.workers.values() if other.found is not None and other.found.group_id == group_id]
-        return max(places, key=lambda other: max((held.attempt for held in other.jobs.values()), default=0)) is not worker
-
-    def _is_best_place(self, worker: RemoteWorker, job_id: str) -> bool:
-        """A job that was being handed over may be in the groups of two workers: it continues where its attempt is the later one."""
-        places = {other.gpu: other.jobs[job_id].attempt for other in self.worker_pool.workers.values() if job_id in other.jobs}
-        return job_id in worker.jobs and places[worker.gpu] == max(places.values())
-
-    def _arrived_early(self, names: Iterable[str]) -> tuple[JobSubmitted, ...]:
-        """Mark those of `names` that are submitted as arrived, since they run already: each with the time of its submission."""
-        with self._asking:
-            wanted = set(names)
-            taken = [asked for asked in self._asked if isinstance(asked[2], JobSubmitted) and asked[2].job_id in wanted]
-            self._asked = [asked for asked in self._asked if asked not in taken]
-            heapq.heapify(self._asked)
-            for asked in taken:
-                self.reconciler.arrive(asked[2].job_id, again=True)
-        return tuple(asked[2] for asked in sorted(taken, key=lambda asked: asked[:2]) if isinstance(asked[2], JobSubmitted))
 
     def _pass_time(self) -> None:
         now, living = self.now(), self.reconciler.open
@@ -355,7 +346,7 @@ class LocalBackend:
                 elif event.job_id not in living:  # it has ended meanwhile
                     continue
                 elif event.verb == "cancel":
-                    living.discard(event.job_id)
+                    self.reconciler.withdraw(event.job_id)
                     self._ended.add(event.job_id)
                 self._events.append(event)
         if self._next_tick <= now:

@@ -6,10 +6,13 @@ Starts no process, reads no clock and does not wait: `local.py` does. A worker r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from tlora.cluster.crash_attribution import CrashAttribution
+from tlora.cluster.gpu_owners import GpuOwners
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
 from tlora.protocol import (
@@ -26,7 +29,21 @@ from tlora.protocol import (
     ParallelPlan,
     StepsDone,
 )
-from tlora.worker_protocol import Failed, Finished, GpusChanged, Join, Joined, Left, Measured, Memory, Refused, Report, Settled, Stepped
+from tlora.worker_protocol import (
+    Failed,
+    Finished,
+    GpusChanged,
+    JobReport,
+    Join,
+    Joined,
+    Left,
+    Measured,
+    Memory,
+    Refused,
+    Report,
+    Settled,
+    Stepped,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +73,16 @@ class Reconciler:
         `record` hears of a worker whose GPUs were others before.
         """
         self._base_models, self._start, self._record = base_models, start, record
-        self.workers = workers
+        self.workers, self._owners = workers, GpuOwners(workers)
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
         self.open: set[str] = set()
         self.events: list[Event] = []  # for the back end to take
         self._last_attempt = epoch * NUMBERS_PER_EPOCH
+        self._group_of_job: dict[str, str] = {}  # as the groups are wanted
+        self._serials, self._numbers = itertools.count(), dict[str, int]()  # of the groups, in the order in which they came
         self._unready: set[str] = set()  # groups whose last change is not through
+        self._waiting: set[str] = set()  # groups that could get no worker yet, or lack a job that another worker has still
         self._refused: dict[str, tuple[ParallelPlan, set[str]]] = {}  # under which plan and with which jobs a job could not join
         self._speeds: dict[str, BaseSpeed] = {}  # of bases, as last reported
         self.crash_attribution = CrashAttribution()
@@ -74,10 +94,12 @@ class Reconciler:
         that one cannot, another worker continues from the jobs' checkpoints.
         """
         group = replace(group, gpus=tuple(sorted(group.gpus)))
-        for other in self.groups.values():
-            apart = other.group_id == group.group_id or set(other.gpus).isdisjoint(group.gpus)
-            assert apart, f"{group.group_id} shall have {group.gpus}, of which {other.group_id} has {other.gpus}"
+        before = self.groups.get(group.group_id)
+        self._owners.want(group, before)
         self.groups[group.group_id] = group
+        self._numbers.setdefault(group.group_id, next(self._serials))
+        self._leave(before)
+        self._group_of_job |= dict.fromkeys(group.job_ids, group.group_id)
         self._unready.add(group.group_id)
 
     def adopt(self, group: JobGroup) -> None:
@@ -102,6 +124,7 @@ class Reconciler:
         for worker in there:
             if not worker.loaded and not any(_compiles_for(known, spec) for known in worker.expected):
                 worker.expected = (*worker.expected, spec)
+                self._owners.mark(worker.gpus)
 
     def _workers_of(self, path: str) -> list[RemoteWorker]:
         return [worker for worker in self.workers.values() if worker.has_base(path)]
@@ -110,14 +133,36 @@ class Reconciler:
         """The job is submitted; with `again`, an earlier controller had it: then its end may have been reported already."""
         self.open.add(job_id)
         self._arrived.add(job_id)
+        self._mark_job(job_id)
         end = self._untold.pop(job_id, None)
         if again and end is not None:
             self._end(end)
 
+    def withdraw(self, job_id: str) -> None:
+        """The job is cancelled or rejected: no worker is to have it."""
+        self.open.discard(job_id)
+        self._mark_job(job_id)
+
     def forget(self, group_id: str) -> None:
         """End the group."""
-        self.groups.pop(group_id, None)
+        group = self.groups.pop(group_id, None)
+        if group is not None:
+            self._owners.forget(group)
+            self._leave(group)
+            del self._numbers[group_id]
         self._unready.discard(group_id)
+
+    def _leave(self, group: JobGroup | None) -> None:
+        """The group is no more, or another."""
+        for job_id in group.job_ids if group is not None else ():
+            if self._group_of_job.get(job_id) == group.group_id:
+                del self._group_of_job[job_id]
+
+    def _mark_job(self, job_id: str) -> None:
+        """Something has changed of the job that concerns the group that wants it."""
+        group = self.groups.get(self._group_of_job.get(job_id, ""))
+        if group is not None:
+            self._owners.mark(group.gpus)
 
     def forget_job(self, job_id: str) -> None:
         """The job has ended and will not be mentioned again."""
@@ -129,6 +174,9 @@ class Reconciler:
 
     def hear(self, worker: RemoteWorker, report: Report) -> None:
         """Take in a worker's report; one about an attempt that the worker does not hold is void."""
+        self._owners.mark(worker.gpus)
+        if isinstance(report, JobReport):
+            self._mark_job(report.job_id)
         match report:
             case Joined(job_id, steps, attempt) if worker.holds(job_id, attempt):
                 self.crash_attribution.see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
@@ -164,6 +212,7 @@ class Reconciler:
     def lose(self, worker: RemoteWorker, reason: str) -> None:
         """Its process has ended. Unless it was stopped, its group is lost with it, for `reason`."""
         del self.workers[worker.gpu]
+        self._owners.remove(worker)
         if worker.stopping:
             return
         if not worker.doomed:
@@ -174,41 +223,70 @@ class Reconciler:
             self.events.append(GroupLost(group.group_id, reason))
 
     def step(self) -> None:
-        """Send each worker its desired state, as far as others have let go of it; the rest follows when the awaited reports are here."""
-        own = self._workers()
-        for group in self.groups.values():
-            worker = own.get(group.group_id)
-            others = [other for other in self.workers.values() if other is not worker and other.overlaps(group.gpus)]
-            for other in others:
-                if other not in own.values():  # else it gives them back, or its own group takes them from it
-                    other.stop()
-            if not others and (worker is None or worker.load is None):
-                self._start(group.gpus, self._base_models[group.base_model])
-            elif not others and worker is not None and not set(group.gpus) <= set(worker.gpus):
-                self._set_gpus(worker, {*worker.gpus, *group.gpus})
-        groups = {worker.gpu: self.groups[group_id] for group_id, worker in self._workers().items()}
-        held = {job_id for worker in self.workers.values() for job_id in worker.jobs}
-        for worker in self.workers.values():
-            group = groups.get(worker.gpu)
+        """Send each worker its desired state, as far as others have let go of it; the rest follows when the awaited reports are here.
+
+        Looks at what has changed since the last call alone, and at groups that wait for what is not reported.
+        """
+        owners = self._owners
+        owners.notice()
+        waiting, self._waiting = self._waiting, set()
+        for group_id in waiting & self.groups.keys():
+            owners.mark(self.groups[group_id].gpus)
+        changed = owners.take_changed()
+        changed.update(*[worker.gpus for worker in owners.workers_on(changed)])  # a group on another GPU of it may wait for it
+        names = sorted(owners.groups_on(changed), key=self._numbers.__getitem__)
+        for name in names:
+            self._provide(self.groups[name])
+        changed.update(owners.take_changed(), *[self.groups[name].gpus for name in names])
+        held = cache(lambda: {job_id for worker in self.workers.values() for job_id in worker.jobs})
+        for worker in sorted(owners.workers_on(changed), key=lambda worker: worker.gpu):
+            group = self._own_group(worker)
             if worker.obeys and group is not None:
                 self._let_in(group, worker, held)
             elif worker.obeys and worker.load is not None:
                 worker.want(None, (), False)
 
-    def _workers(self) -> dict[str, RemoteWorker]:
-        """The worker of each group that has one: that which has run it and keeps a GPU of it, or that which has just its GPUs."""
-        able = {worker.gpu: worker for worker in self.workers.values() if worker.obeys}
-        found: dict[str, RemoteWorker] = {}
-        for again in (True, False):
-            for group in self.groups.values():
-                base = self._base_models[group.base_model]
-                for worker in able.values() if group.group_id not in found else ():
-                    fits = worker.gpus == group.gpus or (again and not worker.fixed and worker.overlaps(group.gpus))
-                    runs = not again or worker.group_id == group.group_id
-                    if fits and runs and (worker.load is None or worker.load.base_model == base):
-                        found[group.group_id] = able.pop(worker.gpu)
-                        break
-        return found
+    def _provide(self, group: JobGroup) -> None:
+        """See that the group has a worker on its GPUs, and no other worker is there."""
+        worker = self._worker_of(group)
+        others = [other for other in self._owners.workers_on(group.gpus) if other is not worker]
+        for other in others:
+            if self._own_group(other) is None:  # else it gives them back, or its own group takes them from it
+                other.stop()
+        if not others and (worker is None or worker.load is None):
+            self._start(group.gpus, self._base_models[group.base_model])
+            started = self.workers.get(group.gpus[0])
+            if started is None:
+                self._waiting.add(group.group_id)
+            else:
+                self._owners.enter(started)
+        elif not others and worker is not None and not set(group.gpus) <= set(worker.gpus):
+            self._set_gpus(worker, {*worker.gpus, *group.gpus})
+
+    def _worker_of(self, group: JobGroup) -> RemoteWorker | None:
+        """That which has run the group and keeps a GPU of it; else that which has just its GPUs, and keeps none of the group it has run."""
+        worker = self._earlier_worker(group)
+        if worker is None and len(there := self._able_workers(group)) == 1 and there[0].gpus == group.gpus:
+            own = self.groups.get(there[0].group_id)
+            worker = there[0] if own is None or self._earlier_worker(own) is not there[0] else None
+        return worker
+
+    def _earlier_worker(self, group: JobGroup) -> RemoteWorker | None:
+        there = [worker for worker in self._able_workers(group) if worker.group_id == group.group_id]
+        there = [worker for worker in there if worker.gpus == group.gpus or not worker.fixed]
+        if len(there) > 1:  # it was moving to other GPUs when its workers were found
+            there = [worker for worker in self.workers.values() if worker in there]
+        return there[0] if there else None
+
+    def _able_workers(self, group: JobGroup) -> list[RemoteWorker]:
+        """On its GPUs, with its base or none."""
+        base = self._base_models[group.base_model]
+        return [worker for worker in self._owners.workers_on(group.gpus) if worker.obeys and (worker.load is None or worker.has_base(base))]
+
+    def _own_group(self, worker: RemoteWorker) -> JobGroup | None:
+        """The group of which this is the worker."""
+        groups = [self.groups[name] for name in self._owners.groups_on(worker.gpus)]
+        return next((group for group in groups if self._worker_of(group) is worker), None)
 
     def _group_of(self, worker: RemoteWorker) -> JobGroup | None:
         """The group that the worker runs."""
@@ -220,6 +298,7 @@ class Reconciler:
         del self.workers[worker.gpu]
         worker.gpus = tuple(sorted(set(gpus)))
         self.workers[worker.gpu] = worker
+        self._owners.enter(worker)
         if worker.gpus != before:
             self._record(worker, before)
 
@@ -233,7 +312,7 @@ class Reconciler:
 
     def _end(self, event: JobFinished | JobFailed) -> None:
         if event.job_id in self.open:
-            self.open.discard(event.job_id)
+            self.withdraw(event.job_id)
             self.crash_attribution.forget(event.job_id)
             self.events.append(event)
         elif event.job_id not in self._arrived:  # its worker will not report it again
@@ -248,6 +327,8 @@ class Reconciler:
 
     def _crash_attribution(self, worker: RemoteWorker, reason: str) -> None:
         """Count the death against the worker's jobs. Before its base is loaded it computes no job: being alone would show nothing."""
+        for job_id in worker.suspects:  # which may have to be alone from now on
+            self._mark_job(job_id)
         for job_id in self.crash_attribution.die(worker.suspects, together=worker.loaded and len(worker.jobs) > 1):
             deaths = self.crash_attribution.of[job_id].deaths
             self._end(JobFailed(job_id, f"{deaths} workers in a row ended with this job and without progress of it; {reason}"))
@@ -258,13 +339,16 @@ class Reconciler:
         suspect = next((job_id for job_id in living if self.crash_attribution.is_alone(job_id)), None)
         return living if suspect is None else (suspect,)
 
-    def _let_in(self, group: JobGroup, worker: RemoteWorker, held: set[str]) -> None:
+    def _let_in(self, group: JobGroup, worker: RemoteWorker, held: Callable[[], set[str]]) -> None:
         """Let the residents that no other worker has join; the group is ready when all are in."""
         residents = self._residents(group)
         joins: list[Join] = []
         for job_id in residents:
             if job_id not in worker.jobs:
-                if job_id in held or self._is_refused(job_id, group, worker):
+                if job_id in held():
+                    self._waiting.add(group.group_id)
+                    continue
+                if self._is_refused(job_id, group, worker):
                     continue
                 self._last_attempt += 1
                 worker.jobs[job_id] = Held(self._last_attempt)
