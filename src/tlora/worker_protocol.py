@@ -1,4 +1,4 @@
-"""Messages between a worker and its controller, protocol 4: one JSON object a line over a socket that the worker opens.
+"""Messages between a worker and its controller, protocol 5: one JSON object a line over a socket that the worker opens.
 
 A worker sends `Hello`: its identity and its state. The controller answers with `DesiredState`: the whole desired state; the latest counts,
 and a lost one does no harm. The worker sends numbered reports (`Envelope`), again until an `Ack` counts them. `link/` carries the lines;
@@ -16,7 +16,7 @@ from tlora.job import BasePrecision, DType, JobSpec, LayoutSetting, MemoryLimit,
 from tlora.message_codec import Codec, message
 from tlora.protocol import BaseSpeed, JobGroup
 
-PROTOCOL = 4
+PROTOCOL = 5
 REFUSED = 2  # exit status of a worker that its controller has refused, or that found none
 
 
@@ -75,13 +75,15 @@ class Join:
 @message
 class DesiredState:
     """All that a worker shall have: the base, the GPUs, plan and weights of its group, and the jobs that shall be in now, which may be
-    fewer than the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit.
+    fewer than the group's. With `alone` the one job joins when all others have left. `stop`: checkpoint all jobs and exit, or, with
+    `begins_anew`, dial again as a new worker without a base.
 
     `expected`: jobs that may come, told until the base is loaded, so that what they will launch is compiled meanwhile.
 
     `epoch` counts the controllers of a store, `generation` the wishes of one of them: anything older than the newest known is void.
-    `gpus_order`: the generation in which the group's GPUs became what they are. `lease_seconds`: for so long a worker that is cut off
-    trains on.
+    `gpus_order`: the generation in which the group's GPUs became what they are. `lease_seconds`: for so long after its last `Alive` that
+    was answered, by its own clock, a worker that is cut off trains on. With `leased` its end cannot be seen from the controller's host:
+    it must have ended by then.
     """
 
     epoch: int
@@ -94,13 +96,19 @@ class DesiredState:
     lease_seconds: float = 600.0
     expected: tuple[JobSpec, ...] = ()
     gpus_order: int = 0
+    leased: bool = False
+    begins_anew: bool = False
 
 
 @message
 class Ack:
-    """The reports up to `seq` have been taken, and their consequences recorded."""
+    """The reports up to `seq` have been taken, and their consequences recorded.
+
+    In answer to an `Alive`, `heard` is its `said_seconds`: the worker's lease runs from there. Else None: nothing is renewed.
+    """
 
     seq: int
+    heard: float | None = None
 
 
 @message
@@ -245,6 +253,37 @@ class HeldJob:
     resident: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU as its driver calls it, or "cpu". `memory_bytes` 0: unknown. `uuid` "": it has none."""
+
+    kind: str
+    memory_bytes: int = 0
+    uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLink:
+    """What joins two of a host's GPUs, by their numbers there: `kind` is nvidia-smi's, as NV18, PIX or SYS."""
+
+    first: int
+    second: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostLabels:
+    """The host of a worker. `failure_domain`: what fails as one (a rack, a zone); "" for the host alone. `devices` are those of the
+    worker's GPUs, in their order, `links` those between them. `boot`: the kernel's id of this boot.
+    """
+
+    name: str
+    failure_domain: str = ""
+    boot: str = ""
+    devices: tuple[Device, ...] = ()
+    links: tuple[DeviceLink, ...] = ()
+
+
 @message
 class Hello:
     """The first line of a connection. `incarnation` names the process, over all its connections; `generation` is the last that it knows, of
@@ -262,6 +301,7 @@ class Hello:
     epoch: int = 0
     generation: int = 0
     last_seq: int = 0
+    host: HostLabels | None = None
     protocol: int = PROTOCOL
 
 
@@ -279,12 +319,15 @@ Phase = Literal["starting", "loading", "waiting", "compiling", "training"]
 
 @message
 class Alive:
-    """A sign of life. `count` grows with all work in `phase`; `in_flight` are the jobs of the micro-batch under way."""
+    """A sign of life. `count` grows with all work in `phase`; `in_flight` are the jobs of the micro-batch under way. `said_seconds`: when
+    it was said, by a clock of the worker's that runs while its host sleeps.
+    """
 
     generation: int
     phase: Phase
     count: int
     in_flight: tuple[str, ...] = ()
+    said_seconds: float | None = None
 
 
 FromWorker = Hello | Envelope | Alive

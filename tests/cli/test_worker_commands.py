@@ -82,7 +82,7 @@ def test_no_option_takes_a_token() -> None:
 def test_a_workers_gpus(left: str | None, options: list[str], chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --gpus the first that CUDA_VISIBLE_DEVICES leaves. The controller hears the numbers that the worker computes on."""
     ran: list[tuple[int, ...]] = []
-    monkeypatch.setattr("tlora.engine.worker.run", lambda address, gpus, fingerprint, token_file, see: (see(gpus), ran.append(gpus)))
+    monkeypatch.setattr("tlora.engine.worker.run", lambda address, gpus, fingerprint, token_file, see, label: (see(gpus), ran.append(gpus)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", left or "")
     if left is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.cluster.remote_hosts import RemoteHosts
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.messages import Command, Leave, SetGpus, SetPlan, Stop
 from tlora.engine.worker_reconciler import WorkerReconciler
@@ -141,6 +142,7 @@ class FakeCrew:
         self._epoch, self._loads = epoch, loads
         self.workers: dict[int, RemoteWorker] = {}
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.remote_hosts = RemoteHosts(directory, gpus, 180.0, lambda: "cpu", note)
 
     def find(self, records: Any) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import socket
 import time
@@ -16,8 +17,10 @@ import pytest
 from tests.cluster.test_worker_pool import HELLO, Station
 from tlora.cluster import listeners
 from tlora.cluster.credentials import CERTIFICATE, TOKENS, WorkerTokens
+from tlora.cluster.hosts import STRIDE
 from tlora.cluster.listeners import TlsListener
-from tlora.cluster.worker_process import write_record
+from tlora.cluster.worker_pool import Limits
+from tlora.cluster.worker_process import read_records, write_record
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_place
 from tlora.link.authentication import (
@@ -36,7 +39,10 @@ from tlora.link.endpoint import Endpoint, dial
 from tlora.link.lines import Line
 from tlora.link.process_identity import ProcessIdentity, identify
 from tlora.link.tls import connect_tls
-from tlora.worker_protocol import Hello, Refusal, worker_line
+from tlora.link.versions import versions
+from tlora.protocol import MemoryFound, NodeAdded
+from tlora.shape import CPU_SHARE
+from tlora.worker_protocol import Alive, Device, Hello, HostLabels, worker_line
 
 OWN = identify(os.getpid())
 assert OWN is not None
@@ -45,8 +51,8 @@ assert OWN is not None
 class TcpStation(Station):
     """One whose crew also listens on a TCP port, and a token for it."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, **limits: float) -> None:
+        super().__init__(directory, limits=Limits(**limits))
         self.directory = directory
         self.listener = TlsListener(directory, ("127.0.0.1", 0))
         self.worker_pool.listen_on(self.listener)
@@ -69,6 +75,14 @@ class TcpStation(Station):
     def enter(self, line: Line, entry: Entry) -> Any:
         line.send(admission_line(entry))
         return read_admission(line, 60)
+
+    def enter_as(self, change: dict[str, Any]) -> Line:
+        """Admitted as another process; the Hello may follow."""
+        line = self.by_hand()
+        challenge = self.enter(line, replace(self.entry, **change))
+        line.send(admission_line(prove(Path(challenge.path))))
+        assert read_admission(line, 60) == AuthOk()
+        return line
 
     @property
     def entry(self) -> Entry:
@@ -227,13 +241,62 @@ def test_what_is_no_entry_ends_the_connection_and_is_not_repeated(station: TcpSt
     assert "without a token" in note and "SECRET" not in note and station.is_empty()
 
 
+LABELS = HostLabels("b", "rack 2", "boot b", (Device("cpu", 10**10),))
+REMOTE = replace(HELLO, incarnation="of b", host=LABELS, jobs=(), load=None, versions=versions())
+
+
 @pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"start_ticks": OWN.start_ticks - 1}, {"boot": "of another host"}])
-def test_a_process_that_is_not_here_is_refused(station: TcpStation, change: dict[str, Any]) -> None:
-    line = station.by_hand()
-    answer = station.enter(line, replace(station.entry, **change))
+def test_a_process_that_is_not_here_is_of_another_host(station: TcpStation, change: dict[str, Any]) -> None:
+    """It has shown that it reads and writes the store: its GPU gets a number and its host a node; its lease, no pid, says when it ended."""
+    line = station.enter_as(change)
+    line.send(worker_line(REMOTE))
+    assert b'"ack"' in (line.read_line(60) or b"")
+    (worker,) = station.worker_pool.workers.values()
+    assert worker.gpus == (STRIDE,) and worker.process.identity is None and worker.display_name == "GPU 0 of host b"
+    assert station.worker_pool.remote_hosts.events == [
+        NodeAdded("b", (STRIDE,), "rack 2"),
+        MemoryFound((STRIDE,), (int(CPU_SHARE * 10**10),)),
+    ]
+    line.send(worker_line(Alive(0, "waiting", 1, said_seconds=12.5)))
+    assert b'"heard":12.5' in (line.read_line(60) or b"")
+    assert station.note() == "a worker has come for GPU 0 of host b"
+    assert not read_records(station.directory)
     line.close()
-    assert isinstance(answer, Refusal) and "other hosts, of containers and of other users are not supported yet" in answer.reason
-    assert station.note() == f"refused: {answer.reason}" and station.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("hello", "fact"),
+    [
+        (replace(REMOTE, host=None), "it says nothing of its host"),
+        (replace(REMOTE, host=replace(LABELS, name="local")), "calls itself 'local'"),
+        (replace(REMOTE, gpus=(0, 1)), "it names 1 devices for its 2 GPUs"),
+        (replace(REMOTE, gpus=(-1,)), "GPUs [-1]"),
+        (replace(REMOTE, gpus=(STRIDE,)), f"GPUs [{STRIDE}]"),
+        (replace(REMOTE, host=replace(LABELS, devices=(Device("NVIDIA H100"),))), "it has NVIDIA H100, and this cluster trains on CPUs"),
+        (replace(REMOTE, versions=versions() | {"torch": "1.0"}), "it has torch 1.0, and this is "),
+        (replace(REMOTE, versions={"tlora": "0.0.1"}), "is of tlora 0.0.1"),
+        (replace(REMOTE, epoch=6), "later controller"),
+    ],
+)
+def test_a_hello_of_another_host_that_is_refused_says_why(station: TcpStation, hello: Hello, fact: str) -> None:
+    line = station.enter_as({"boot": "of another host"})
+    line.send(worker_line(hello))
+    answer = json.loads(line.read_line(60) or b"{}")
+    line.close()
+    assert answer["kind"] == "refusal" and fact in answer["reason"] and not station.worker_pool.workers, answer
+    assert not station.worker_pool.remote_hosts.events
+
+
+def test_two_workers_of_a_host_cannot_have_one_gpu_and_a_replayed_hello_takes_nothing(station: TcpStation) -> None:
+    first = station.enter_as({"boot": "of another host"})
+    first.send(worker_line(REMOTE))
+    assert b'"ack"' in (first.read_line(60) or b"")
+    for other in (replace(REMOTE, incarnation="another"), replace(REMOTE, incarnation="another", gpus=(0,))):
+        line = station.enter_as({"boot": "of another host"})
+        line.send(worker_line(other))
+        assert b"there is a worker already that has GPU 0 of host b" in (line.read_line(60) or b"")
+        line.close()
+    first.close()
 
 
 def test_another_users_process_is_not_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,25 +327,19 @@ def _public_answer(path: Path) -> AuthResponse:
     return proof
 
 
-@pytest.mark.parametrize(
-    ("answer", "fact"),
-    [
-        (_elsewhere, "(No such file or directory)"),
-        (_guess, "(it read or wrote another file)"),
-        (_no_answer, "(its answer: No such file or directory)"),
-        (_other_answer, "(it read or wrote another file)"),
-        (_public_answer, "(its answer: its file is not this user's alone)"),
-    ],
-)
-def test_a_worker_that_does_not_see_the_store_is_refused(station: TcpStation, answer: Callable[[Path], AuthResponse], fact: str) -> None:
+@pytest.mark.parametrize("answer", [_elsewhere, _guess, _no_answer, _other_answer, _public_answer])
+def test_a_worker_that_does_not_see_the_store_is_not_taken_for_one_that_does(
+    station: TcpStation, answer: Callable[[Path], AuthResponse]
+) -> None:
     line = station.by_hand()
     challenge = station.enter(line, station.entry)
     assert isinstance(challenge, AuthRequest) and Path(challenge.path).parent == station.directory
     line.send(admission_line(answer(Path(challenge.path))))
-    refusal = read_admission(line, 60)
+    assert read_admission(line, 60) == AuthOk()
+    line.send(worker_line(REMOTE))
+    assert f"does not read and write {station.directory}" in (line.read_line(60) or b"").decode()
     line.close()
-    assert isinstance(refusal, Refusal) and fact in refusal.reason and "not supported yet" in refusal.reason
-    assert station.note() == f"refused: {refusal.reason}" and station.is_empty()
+    assert station.is_empty()
 
 
 def test_a_worker_that_ends_within_its_proof_leaves_nothing(station: TcpStation) -> None:

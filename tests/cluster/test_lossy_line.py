@@ -17,6 +17,7 @@ import pytest
 from tests.cluster.fake_workers import FakeProcess, local_backend
 from tests.cluster.test_local import job
 from tlora.cluster.controller import run
+from tlora.cluster.remote_hosts import RemoteHosts
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.messages import Leave, SetGpus, Stop
 from tlora.engine.worker_reconciler import WorkerReconciler
@@ -236,6 +237,7 @@ class LossyCrew:
         self._epoch, self._loads = epoch, loads
         self.workers: dict[int, RemoteWorker] = {}
         self.owner: dict[RemoteWorker, FarWorker] = {}
+        self.remote_hosts = RemoteHosts(directory, gpus, 180.0, lambda: "cpu", note)
         self.world.worker_pool = self
 
     def sender(self, far: FarWorker, near: RemoteWorker) -> Any:

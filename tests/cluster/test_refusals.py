@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlora.cluster.worker_pool import SAID, WINDOW_SECONDS, Refusals
+from tlora.cluster.refusals import SAID, WINDOW_SECONDS, Refusals
 
 
 class Noted:

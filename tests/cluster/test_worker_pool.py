@@ -40,10 +40,10 @@ HELLO = Hello("mine", (0,), {"tlora": __version__}, Load("b", "o", "cpu", 0.0), 
 class Station:
     """A crew whose notes are kept, and which listens in a thread."""
 
-    def __init__(self, directory: Path, epoch: int = 5) -> None:
+    def __init__(self, directory: Path, epoch: int = 5, limits: Limits = Limits()) -> None:  # noqa: B008
         directory.mkdir(parents=True, exist_ok=True)
         self.notes: list[str] = []
-        self.worker_pool = WorkerPool(directory, epoch, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), Limits(), self.notes.append)
+        self.worker_pool = WorkerPool(directory, epoch, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), limits, self.notes.append)
         self._ended = threading.Event()
         self.reports: list[Any] = []
         self._thread = threading.Thread(target=self._listen)
@@ -89,9 +89,9 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (worker_line(replace(HELLO, gpus=())), ("GPUs []", "[0, 1]")),
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
         (worker_line(Envelope(1, 1, Loaded())), ("must be a Hello",)),
-        (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 4",)),
+        (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 5",)),
         (b"[" * 100_000 + b"\n", ("nested too deeply",)),
-        (b'{"kind":"hello","protocol":4,"gpus":"all"}\n', ("none of protocol 4",)),
+        (b'{"kind":"hello","protocol":5,"gpus":"all"}\n', ("none of protocol 5",)),
         (worker_line(HELLO) * 2, ()),
     ],
 )

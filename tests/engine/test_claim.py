@@ -19,8 +19,8 @@ from tlora import durable
 from tlora.engine import trainer as trainer_room
 from tlora.engine.messages import Leave, Stop
 from tlora.errors import CheckpointError
+from tlora.link.job_lease import CLAIMS, HeldError, take_claim
 from tlora.store import checkpoint
-from tlora.store.lease import CLAIMS, HeldError, take_claim
 from tlora.worker_protocol import Finished, Join, Joined, Left, Refused, Stepped
 
 

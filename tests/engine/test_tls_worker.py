@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.engine.test_worker_process import GROUP, PATIENCE_SECONDS, crew_of, h
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.test_worker_process import long as long
 from tlora.cluster.credentials import WorkerTokens
+from tlora.cluster.hosts import STRIDE
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import WorkerPool
@@ -53,13 +55,13 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def came(crew: WorkerPool) -> RemoteWorker:
-    """The worker of GPU 0, when it has come."""
+def came(crew: WorkerPool, gpu: int = 0) -> RemoteWorker:
+    """The worker of that GPU, when it has come."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while 0 not in crew.workers:
+    while gpu not in crew.workers:
         assert time.monotonic() < deadline
         crew.listen(0.05)
-    return crew.workers[0]
+    return crew.workers[gpu]
 
 
 def where(listener: TlsListener) -> list[str]:
@@ -144,26 +146,53 @@ def _can_unshare() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.skipif(not _can_unshare(), reason="needs rights to make namespaces; tests/cluster/test_listeners.py says the same by hand")
-@pytest.mark.parametrize(
-    ("namespace", "before", "fact"),
-    [
-        (["--pid", "--fork", "--mount-proc"], "true", "this user has no such process on this host"),
-        (["--mount"], "mount -t tmpfs none STORE", "(No such file or directory)"),
-        (["--mount"], "mount --bind STORE STORE && mount -o remount,ro,bind STORE", "(Read-only file system)"),
-    ],
+needs_namespaces = pytest.mark.skipif(
+    not _can_unshare(), reason="needs rights to make namespaces; tests/cluster/test_listeners.py says the same by hand"
 )
-def test_a_worker_of_another_namespace_is_refused(
-    made: Orders, tmp_path: Path, store: Path, crews: list[WorkerPool], namespace: list[str], before: str, fact: str
+
+
+@needs_namespaces
+def test_a_worker_of_another_pid_namespace_trains_under_a_lease(
+    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool]
 ) -> None:
-    """As in a container: it has other processes, or sees another directory at the store's path, or may not write there."""
+    """As in a container with the store mounted: no pid of it means anything here. Ended by its controller, it hands its job back."""
+    load = made.load(tmp_path / "out")
+    crew = crew_of(crews, store, load)
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    crew.listen_on(listener)
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-m", "tlora", "worker", *where(listener), "--host", "b"]
+    environment = os.environ | {"TLORA_WORKER_TOKEN": WorkerTokens(store).create(600)[1], "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as process:
+        try:
+            worker = came(crew, STRIDE)
+            worker.give(load)
+            worker.want(replace(GROUP, gpus=(STRIDE,)), (long,), False)
+            assert hear(crew, Stepped).steps > 0 and worker.display_name == "GPU 0 of host b"
+            worker.stop()
+            left = hear(crew, Left)
+            assert left.steps > 0 and Path(left.checkpoint).is_dir()
+            hear(crew, None)
+            assert worker.process.how_it_ended() == "has ended by itself" and process.wait(PATIENCE_SECONDS) == 0
+        finally:
+            process.kill()
+
+
+@needs_namespaces
+@pytest.mark.parametrize("before", ["mount -t tmpfs none STORE", "mount --bind STORE STORE && mount -o remount,ro,bind STORE"])
+def test_a_worker_that_sees_another_store_is_refused(
+    made: Orders, tmp_path: Path, store: Path, crews: list[WorkerPool], before: str
+) -> None:
+    """It sees another directory at the store's path, or may not write there."""
     crew = crew_of(crews, store, made.load(tmp_path / "out"))
     listener = TlsListener(store, ("127.0.0.1", 0))
     crew.listen_on(listener)
     script = f'{before.replace("STORE", str(store))} && exec "$@"'
-    command = ["unshare", *namespace, "sh", "-c", script, "sh", sys.executable, "-m", "tlora", "worker", *where(listener)]
-    environment = os.environ | {"TLORA_WORKER_TOKEN": WorkerTokens(store).create(600)[1]}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and fact in done.stderr and "not supported yet" in done.stderr, done.stderr
-    crew.listen(0.05)
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "tlora", "worker", *where(listener)]
+    environment = os.environ | {"TLORA_WORKER_TOKEN": WorkerTokens(store).create(600)[1], "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            crew.listen(0.05)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 2 and f"does not read and write {store} as this controller does" in said, said
     assert not crew.workers

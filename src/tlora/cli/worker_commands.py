@@ -46,14 +46,31 @@ def worker(
         Path | None,
         typer.Option(metavar="FILE", help="For tcp://: a 0600 file with the token, instead of TLORA_WORKER_TOKEN.", show_default=False),
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="For tcp://: what the cluster calls this host.", show_default="TLORA_HOST, or its host name"),
+    ] = None,
+    failure_domain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For tcp://: what fails with this host, such as its rack.",
+            show_default="TLORA_FAILURE_DOMAIN, or the host",
+        ),
+    ] = None,
 ) -> None:
-    """Train for a running cluster on one group of GPUs, until it needs no more. Ctrl-C saves all jobs; the cluster goes on elsewhere."""
+    """Train for a running cluster on one group of GPUs, on this host or another, until it needs no more. Ctrl-C and SIGTERM save all jobs;
+    the cluster goes on elsewhere.
+    """
     from tlora.cluster.gpus import left_visible, see_only
+    from tlora.cluster.hosts import FAILURE_DOMAIN, HOST, describe_host
     from tlora.engine.worker import parse_gpus, run
 
     with exit_on_error(debug=False):
         chosen = parse_gpus(gpus) if gpus is not None else (left_visible() or (0,))[:1]
-    run(connect, chosen, fingerprint, token_file, see_only)
+    names = {HOST: host, FAILURE_DOMAIN: failure_domain}
+    os.environ.update({variable: name for variable, name in names.items() if name is not None})
+    run(connect, chosen, fingerprint, token_file, see_only, describe_host)
 
 
 def worker_token(

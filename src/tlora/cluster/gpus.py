@@ -37,20 +37,43 @@ class Gpu:
 
 def list_gpus() -> dict[int, Gpu]:
     """All GPUs by their numbers; none without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return {}
-    command = [program, "--query-gpu=index,memory.total,uuid,name", "--format=csv,noheader,nounits"]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return {}
     found: dict[int, Gpu] = {}
-    for line in ended.stdout.splitlines():
+    for line in _ask_driver("--query-gpu=index,memory.total,uuid,name", "--format=csv,noheader,nounits").splitlines():
         number, mebibytes, uuid, name = (part.strip() for part in (*line.split(",", 3), "", "", "")[:4])
         if number.isdecimal():
             found[int(number)] = Gpu(int(mebibytes) << 20 if mebibytes.isdecimal() else 0, uuid, name)
     return found
+
+
+def list_links() -> dict[tuple[int, int], str]:
+    """What joins each two GPUs, the lower number first, as `nvidia-smi topo -m` says it: NV18, PIX, SYS. Empty without a driver."""
+    found: dict[tuple[int, int], str] = {}
+    rows = [line.split() for line in _ask_driver("topo", "-m").replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
+    heads = [row for row in rows if row and _gpu_number(row[0]) is not None and "X" not in row]  # X: a GPU with itself
+    for row in rows if heads else ():
+        first = _gpu_number(row[0]) if row and row is not heads[0] else None
+        for name, kind in zip(heads[0], row[1:], strict=False):
+            second = _gpu_number(name)
+            if first is not None and second is not None and first < second:
+                found[first, second] = kind
+    return found
+
+
+def _gpu_number(name: str) -> int | None:
+    return int(name[3:]) if name.startswith("GPU") and name[3:].isdecimal() else None
+
+
+def _ask_driver(*arguments: str) -> str:
+    """What nvidia-smi prints; "" if it is not there, or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        return subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=True, stdin=subprocess.DEVNULL
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def room_of(gpus: Sequence[int], known: Mapping[int, Gpu], memory_limit: int | Literal["auto"]) -> tuple[int, ...]:

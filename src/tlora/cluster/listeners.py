@@ -46,12 +46,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Peer:
     """The process at the other end of a connection: `pid` 0 and no `identity` where a unix socket does not tell. Over TCP `token` let it
-    in.
+    in. `is_remote`: its end cannot be seen from here, as it is of another host, container or user; `shares_store`: it reads and writes
+    the store's files under their paths here.
     """
 
     pid: int
     identity: ProcessIdentity | None
     token: WorkerToken | None = None
+    is_remote: bool = False
+    shares_store: bool = True
 
 
 Admit = Callable[[Line], Peer]
@@ -158,14 +161,11 @@ class TlsListener:
         entry = _read(line, Entry, f"{who} without a token; a worker that was given another fingerprint ends it so")
         token = self._check_token(entry.token, who)
         identity = ProcessIdentity(entry.pid, entry.start_ticks, entry.boot)
-        if not identity.is_this_users:
-            raise AdmissionError(
-                f"the worker with {token.id} says that it is process {entry.pid}, and this user has no such process on this host. Workers "
-                "of other hosts, of containers and of other users are not supported yet. Start it where the controller runs, as its user"
-            )
-        self._check_directory(line, who, f"the worker that is process {entry.pid}")
+        problem = self._try_directory(line, who)
         line.send(admission_line(AuthOk()))
-        return Peer(entry.pid, identity, token)
+        if identity.is_this_users and not problem:
+            return Peer(entry.pid, identity, token)
+        return Peer(entry.pid, None, token, is_remote=True, shares_store=not problem)
 
     def _check_token(self, secret: str, who: str) -> WorkerToken:
         try:
@@ -178,8 +178,8 @@ class TlsListener:
             raise AdmissionError(f"{who} with {token.id}, which was revoked. `tlora worker-token` makes a new one")
         return token
 
-    def _check_directory(self, line: Line, who: str, worker: str) -> None:
-        """Check that the worker reads and writes the same store."""
+    def _try_directory(self, line: Line, who: str) -> str:
+        """Why the worker does not read and write the same store as this controller; "" if it does."""
         path, number = self._directory / f"{_PROOFS}{secrets.token_hex(16)}", secrets.token_hex(32)
         try:
             try:
@@ -188,18 +188,11 @@ class TlsListener:
                 raise ConnectionError(f"{who}: {path} cannot be written ({error.strerror}), which admitting a worker needs") from None
             line.send(admission_line(AuthRequest(str(path))))
             proof = _read(line, AuthResponse, f"{who} that ended before it had shown that it sees {self._directory}")
-            problem = proof.problem[:200]
-            if not problem:
-                problem = _disprove(number, proof, answer_path(path))
+            return proof.problem[:200] or _disprove(number, proof, answer_path(path))
         finally:
             for file in (path, answer_path(path)):
                 with contextlib.suppress(OSError):
                     file.unlink(missing_ok=True)
-        if problem:
-            raise AdmissionError(
-                f"{worker} does not see {self._directory} as this controller does ({problem}). Workers of other hosts and of containers "
-                "are not supported yet. Start it where that directory can be read and written"
-            )
 
 
 def _disprove(number: str, proof: AuthResponse, path: Path) -> str:

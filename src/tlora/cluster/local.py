@@ -22,6 +22,8 @@ from typing import Literal
 from tlora import durable
 from tlora.cluster.epochs import begin_epoch, lock_store
 from tlora.cluster.found_workers import FoundWorkers
+from tlora.cluster.hosts import OWN_NODE
+from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.worker_pool import Limits, WorkerPool
@@ -32,6 +34,7 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GroupFound,
+    GroupKept,
     JobFailed,
     JobFinished,
     JobGroup,
@@ -103,21 +106,23 @@ class LocalBackend:
             durable.make_directory(directory)
         self._lock_file: int | None = lock_store(machine.output_dir)
         records = pool.read_records(workers)
-        epoch_started = begin_epoch(workers, continues=bool(records))
+        continues = bool(records) or bool(Leases(workers).withheld)
+        epoch_started = begin_epoch(workers, continues=continues)
         self._start_unix = epoch_started.started_unix_seconds
-        self._began = max(0.0, time.time() - self._start_unix) if records else 0.0
+        self._began = max(0.0, time.time() - self._start_unix) if continues else 0.0
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
-        self._events: list[Event] = [NodeAdded("local", machine.gpus)]
+        self._events: list[Event] = [NodeAdded(OWN_NODE, machine.gpus)]
         if told := [(gpu, room) for gpu, room in zip(machine.gpus, machine.memory_bytes, strict=False) if room]:
             self._events.append(MemoryFound(tuple(gpu for gpu, _ in told), tuple(room for _, room in told)))
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if listener is not None:
             self.worker_pool.listen_on(listener)
-        workers_there, record = self.worker_pool.workers, self.worker_pool.record
-        self.reconciler = Reconciler(machine.base_models, self._start_worker, workers_there, epoch_started.epoch, record)
+        there, hosts = self.worker_pool, self.worker_pool.remote_hosts
+        names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
+        self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld)
         self.reconciler.crash_attribution.recall(workers, note)
-        self._found = bool(records)
+        self._found = continues
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
         self._folded: dict[str, str] = {}  # the same jobs by their names without case
@@ -127,6 +132,7 @@ class LocalBackend:
         self._expected: queue.SimpleQueue[tuple[str, JobSpec]] = queue.SimpleQueue()  # bases and jobs
         self._sealed = self._stopped = False
         self.worker_pool.find(records)
+        self._collect()
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -282,9 +288,11 @@ class LocalBackend:
         self._settle()
 
     def _want(self, group: JobGroup) -> None:
-        assert set(group.gpus) <= set(self._machine.gpus) and group.gpus, (
-            f"{group.group_id} is to run on {group.gpus}; there are {self._machine.gpus}"
-        )
+        assert group.gpus, f"{group.group_id} is to run on no GPU"
+        here = self.worker_pool.remote_hosts.hosts.on_one_host(group.gpus)
+        if len(here) < len(group.gpus):
+            self._events.append(GroupKept(group.group_id, here, "a group has GPUs of one host"))
+            group = group.on(here)
         self.reconciler.want(group)
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -362,8 +370,9 @@ class LocalBackend:
 
     def _collect(self) -> None:
         self._ended.update(event.job_id for event in self.reconciler.events if isinstance(event, JobFinished | JobFailed))
-        self._events += self.reconciler.events
-        self.reconciler.events.clear()
+        for events in (self.worker_pool.remote_hosts.events, self.reconciler.events):
+            self._events += events
+            events.clear()
 
     def _load(self, base_model: str) -> Load:
         machine = self._machine

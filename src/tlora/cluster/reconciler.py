@@ -68,11 +68,12 @@ class Reconciler:
         workers: dict[int, RemoteWorker],
         epoch: int,
         record: Callable[[RemoteWorker, tuple[int, ...]], object] = lambda _, __: None,
+        withheld: Callable[[], set[str]] = set,
     ) -> None:
         """`start` puts a new worker for GPUs and a base (directory or hub id) into `workers`, or tells one that is there to load that.
-        `record` hears of a worker whose GPUs were others before.
+        `record` hears of a worker whose GPUs were others before. `withheld`: jobs that no worker may be given yet.
         """
-        self._base_models, self._start, self._record = base_models, start, record
+        self._base_models, self._start, self._record, self._withheld = base_models, start, record, withheld
         self.workers, self._owners = workers, GpuOwners(workers)
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
@@ -238,7 +239,7 @@ class Reconciler:
         for name in names:
             self._provide(self.groups[name])
         changed.update(owners.take_changed(), *[self.groups[name].gpus for name in names])
-        held = cache(lambda: {job_id for worker in self.workers.values() for job_id in worker.jobs})
+        held = cache(lambda: {job_id for worker in self.workers.values() for job_id in worker.jobs} | self._withheld())
         for worker in sorted(owners.workers_on(changed), key=lambda worker: worker.gpu):
             group = self._own_group(worker)
             if worker.obeys and group is not None:
@@ -252,7 +253,7 @@ class Reconciler:
         others = [other for other in self._owners.workers_on(group.gpus) if other is not worker]
         for other in others:
             if self._own_group(other) is None:  # else it gives them back, or its own group takes them from it
-                other.stop()
+                other.stop(begins_anew=True)
         if not others and (worker is None or worker.load is None):
             self._start(group.gpus, self._base_models[group.base_model])
             started = self.workers.get(group.gpus[0])

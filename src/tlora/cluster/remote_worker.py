@@ -19,6 +19,7 @@ from tlora.worker_protocol import (
     FromController,
     GpusChanged,
     Hello,
+    HostLabels,
     Join,
     Joined,
     Load,
@@ -28,6 +29,7 @@ from tlora.worker_protocol import (
 )
 
 LEASE_SECONDS = 600.0
+HOST_LEASE_SECONDS = 180.0
 _NOTHING = Load("", "", "cpu", 0.0)
 NUMBERS_PER_EPOCH = 10**9  # generations and attempts of a later controller are higher than those of an earlier one
 
@@ -67,15 +69,27 @@ def gpu_names(gpus: tuple[int, ...], one: str = "GPU", several: str = "GPUs") ->
 class RemoteWorker:
     """`gpus` are its own, in ascending order, with those that are about to be. `jobs` are those that it holds. `loaded`, `doomed` (it ends
     by itself), `fixed` (it can have no other GPUs) and `settled` (the last generation) are as it has said.
+
+    `host` is None for one of the controller's own. Else `first_number` is the cluster's number of that host's GPU 0, and over the line
+    all GPUs have the host's numbers; it is leased. `about_to_tell` is called with the jobs that it is about to be told to have.
     """
 
     def __init__(
-        self, gpus: tuple[int, ...], load: Load | None, process: Process, epoch: int, lease_seconds: float = LEASE_SECONDS
+        self,
+        gpus: tuple[int, ...],
+        load: Load | None,
+        process: Process,
+        epoch: int,
+        lease_seconds: float = LEASE_SECONDS,
+        host: HostLabels | None = None,
+        first_number: int = 0,
     ) -> None:
         """`load` is None for a worker that came by itself, until the controller has chosen what it loads."""
         self.gpus, self.load, self.process = gpus, load, process
+        self.host, self._first_number = host, first_number
+        self.about_to_tell: Callable[[tuple[Join, ...]], object] = lambda _: None
         self.incarnation: str | None = None
-        self.loaded = self.stopping = self.doomed = self.fixed = False
+        self.loaded = self.stopping = self.begins_anew = self.doomed = self.fixed = False
         self.jobs: dict[str, Held] = {}
         self.found: JobGroup | None = None  # its group, as an earlier controller wanted it
         self.settled = 0
@@ -85,7 +99,8 @@ class RemoteWorker:
         self.given_up = ""  # why it was killed
         self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
         self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, once it has ended; empty if unknown
-        self._want = DesiredState(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds)
+        leased = host is not None
+        self._want = DesiredState(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds, leased=leased)
         self._inbox = ReportInbox()
         self._send: Send | None = None
 
@@ -96,7 +111,9 @@ class RemoteWorker:
 
     @property
     def display_name(self) -> str:
-        return gpu_names(self.gpus)
+        if self.host is None:
+            return gpu_names(self.gpus)
+        return f"{gpu_names(tuple(gpu - self._first_number for gpu in self.gpus))} of host {self.host.name}"
 
     def overlaps(self, gpus: tuple[int, ...]) -> bool:
         return not set(self.gpus).isdisjoint(gpus)
@@ -149,13 +166,16 @@ class RemoteWorker:
         if wanted != self._want or not self._is_decided:
             self._tell(wanted)
 
-    def stop(self) -> None:
-        """Have the worker checkpoint its jobs and exit."""
+    def stop(self, *, begins_anew: bool = False) -> None:
+        """Have the worker checkpoint its jobs and exit. With `begins_anew` its GPUs are wanted still: one of another host, which nobody
+        starts again from here, comes again by itself, without a base.
+        """
         if not self.stopping:
-            self.stopping = True
-            self._tell(replace(self._want, stop=True))
+            self.stopping, self.begins_anew = True, begins_anew
+            self._tell(replace(self._want, stop=True, begins_anew=begins_anew and self.host is not None))
 
     def _tell(self, wanted: DesiredState) -> None:
+        self.about_to_tell(wanted.jobs)
         self._want = replace(wanted, generation=self._want.generation + 1)
         self._say_want()
 
@@ -169,7 +189,13 @@ class RemoteWorker:
 
     def _say(self, message: FromController) -> None:
         if self._send is not None:
-            self._send(message)
+            self._send(replace(message, group=self._shifted(message.group, -1)) if isinstance(message, DesiredState) else message)
+
+    def _shifted(self, group: JobGroup | None, sign: int) -> JobGroup | None:
+        """The group with its host's numbers of GPUs (-1), or the cluster's (+1)."""
+        if group is None or not self._first_number:
+            return group
+        return replace(group, gpus=tuple(gpu + sign * self._first_number for gpu in group.gpus))
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
@@ -177,7 +203,7 @@ class RemoteWorker:
         """The worker has connected: send it what is wanted."""
         if self.incarnation is None:
             self.incarnation, self._inbox = hello.incarnation, ReportInbox(hello.last_seq)
-            self.loaded, self.found = hello.loaded, hello.group
+            self.loaded, self.found = hello.loaded, self._shifted(hello.group, 1)
             self.joined |= {held.job_id for held in hello.jobs if held.resident}
             self.jobs |= {held.job_id: Held(held.attempt, held.steps) for held in hello.jobs}
         self._send = send
@@ -193,6 +219,8 @@ class RemoteWorker:
         if not self._inbox.take(said):
             return None
         match said.report:
+            case GpusChanged(gpus):
+                return replace(said.report, gpus=tuple(gpu + self._first_number for gpu in gpus))
             case Loaded():
                 self.loaded = True
             case Ending():
@@ -224,7 +252,7 @@ class RemoteWorker:
     def hear_alive(self, alive: Alive) -> None:
         """Answer, so that the worker knows that it is heard, and repeat what it has missed."""
         self.heartbeat = alive
-        self._say(Ack(self._inbox.told))
+        self._say(Ack(self._inbox.told, alive.said_seconds))
         if alive.generation != self._want.generation:
             self._say_want()
 

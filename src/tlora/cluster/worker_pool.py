@@ -1,6 +1,7 @@
-"""Starts, adopts, hears, watches and ends the workers of one machine for their controller.
+"""Starts, adopts, hears, watches and ends the workers of a cluster for their controller.
 
-The reconciler decides what each worker gets. A worker's connection may end and begin again; a worker is lost when its process has ended.
+The reconciler decides what each worker gets. A worker's connection may end and begin again; a worker is lost when its process has ended,
+as the kernel says of one of this host. For those of other hosts see `remote_hosts.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.listeners import Listener, TlsListener, UnixListener
-from tlora.cluster.remote_worker import LEASE_SECONDS, RemoteWorker, gpu_names
+from tlora.cluster.refusals import Refusals
+from tlora.cluster.remote_hosts import RemoteHosts
+from tlora.cluster.remote_worker import HOST_LEASE_SECONDS, LEASE_SECONDS, RemoteWorker, gpu_names
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
 from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
 from tlora.link.address import forget
@@ -23,45 +26,7 @@ from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
 from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
-from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Report
-
-SAID = 8  # refusals that are noted one by one, before they are counted
-WINDOW_SECONDS = 60.0  # between two counts; without a refusal for so long, the next are noted one by one again
-
-
-class Refusals:
-    """At most `SAID` notes after a quiet window, and one for each window while refusals go on. Not for several threads."""
-
-    def __init__(self, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
-        self._note, self._clock = note, clock
-        self._began = clock() - WINDOW_SECONDS
-        self._room = SAID  # how many more are noted before they are counted
-        self._counted, self._last = 0, ""
-
-    def see(self, reason: str) -> None:
-        """A connection was refused."""
-        self.look()
-        if self._clock() - self._began >= WINDOW_SECONDS:
-            self._began, self._room = self._clock(), SAID
-        if self._room:
-            self._room -= 1
-            self._note(f"refused: {reason}")
-        else:
-            self._counted, self._last = self._counted + 1, reason
-
-    def look(self) -> None:
-        """Call now and then: notes the count when its window is over."""
-        if self._counted and self._clock() - self._began >= WINDOW_SECONDS:
-            self.tell_rest()
-
-    def tell_rest(self) -> None:
-        """Note the count now and begin the next window."""
-        if self._counted:
-            seconds, more = self._clock() - self._began, f"{self._counted:,} more connection{'s' * (self._counted > 1)}"
-            self._note(f"refused: {more} in {seconds:.0f} s, the last: {self._last}")
-            self._began, self._counted = self._clock(), 0
-
+from tlora.worker_protocol import REFUSED, Alive, Hello, JobEnd, Load, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
@@ -74,7 +39,7 @@ _LAST_WORDS_SECONDS = 10.0  # to read what an ended process has sent before
 @dataclass(frozen=True, slots=True)
 class Limits:
     """For how many seconds a worker may be silent: stopped, silent although it runs, and at one thing in a phase. `lease`: for how long it
-    trains on when it hears nothing of a controller.
+    trains on when it hears nothing of a controller; `host_lease`: the same for a worker of another host, whose jobs wait for so long.
     """
 
     stopped: float = 20.0
@@ -84,6 +49,7 @@ class Limits:
     compiling: float = 3600.0
     training: float = 900.0
     lease: float = LEASE_SECONDS
+    host_lease: float = HOST_LEASE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -120,6 +86,7 @@ class WorkerPool:
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or entered a new phase
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
         self._watched = self._asked_tokens = time.monotonic()
+        self.remote_hosts = RemoteHosts(directory, gpus, limits.host_lease, lambda: loads("").device, note)
         self._listeners: list[Listener] = []
         self._open(UnixListener(directory))
         self.address = self._listeners[0].address
@@ -140,7 +107,7 @@ class WorkerPool:
         """
         deadline = time.monotonic() + _FOUND_SECONDS
         waiting = dict(records)
-        while waiting and (left := deadline - time.monotonic()) > 0:
+        while (waiting or self.remote_hosts.awaits_workers) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 heard = self.inbox.get(timeout=min(left, _WATCH_SECONDS))
                 if isinstance(heard, Arrived) or (isinstance(heard, Spoke) and isinstance(heard.message, Alive)):
@@ -160,9 +127,9 @@ class WorkerPool:
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
         """Start a worker on those GPUs. None if the system has no process or file to spare now, and for a while after a worker that was
-        started here was refused: the caller tries again later.
+        started here was refused: the caller tries again later. None too for GPUs of another host, whose worker comes by itself.
         """
-        if time.monotonic() < self._not_before.get(gpus, 0.0):
+        if not set(gpus) <= set(self._gpus) or time.monotonic() < self._not_before.get(gpus, 0.0):
             return None
         load = self._loads(base_model)
         try:
@@ -191,12 +158,23 @@ class WorkerPool:
         for worker in self.workers.values():
             worker.stop()
         deadline = time.monotonic() + stop_seconds
+        self._hear_out(deadline)
         for worker in self.workers.values():
             if not worker.process.wait(max(0.0, deadline - time.monotonic())):
                 worker.process.kill(_GONE_SECONDS)
         self.workers.clear()
         self.abandon()
         forget(self.address)
+
+    def _hear_out(self, deadline: float) -> None:
+        """Wait for the last words of the workers of other hosts."""
+        remote = [worker for worker in self.workers.values() if worker.host is not None]
+        while not all(worker.process.wait(0.0) for worker in remote) and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                for worker, report in self._hear(self.inbox.get(timeout=min(left, _WATCH_SECONDS))):
+                    if isinstance(report, JobEnd):
+                        worker.jobs.pop(report.job_id, None)
+        self.remote_hosts.forget_released(remote)
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 
@@ -226,6 +204,7 @@ class WorkerPool:
 
     def acknowledge(self) -> None:
         """The consequences of all that `listen` has returned so far are recorded."""
+        self.remote_hosts.forget_released(self.workers.values())
         for worker in self.workers.values():
             worker.acknowledge()
 
@@ -235,7 +214,7 @@ class WorkerPool:
                 self._arrive(heard)
             case Spoke(session, message):
                 worker = self._sessions.get(session)
-                if worker is not None:
+                if worker is not None and not (worker.given_up and worker.host is not None):  # else its lease shall end
                     self._heard_at[worker] = time.monotonic()
                     if isinstance(message, Alive):
                         worker.hear_alive(message)
@@ -246,6 +225,7 @@ class WorkerPool:
                 worker = self._sessions.pop(session, None)
                 if worker is not None:
                     worker.detach(session.send)
+                    self.remote_hosts.see_line_end(worker)
                 if reason:
                     (self._of_strangers if worker is None else self._of_workers).see(reason)
             case _Ended(worker):
@@ -254,7 +234,9 @@ class WorkerPool:
                     self._moved_at.pop(worker, None)
                     if worker.incarnation is None and worker.process.exit_status == REFUSED:  # none of its jobs is to blame
                         worker.doomed, self._not_before[worker.gpus] = True, time.monotonic() + AGAIN_SECONDS
-                    if worker.load is not None:
+                    if worker.host is not None:
+                        self.remote_hosts.lose(worker)
+                    elif worker.load is not None:
                         worker.in_flight = read_flight(Path(worker.load.output_dir), worker.process.pid)
                     return [(worker, None)]
             case None:
@@ -268,9 +250,11 @@ class WorkerPool:
             self._of_workers.see(reason)
             session.refuse(reason)
             return
-        gpus = hello.gpus
+        gpus = self.remote_hosts.numbers(hello, arrived.peer)
         worker = self._same(hello) or self.workers.get(gpus[0])
-        if worker is None:
+        if worker is None and arrived.peer.is_remote and hello.host is not None:
+            worker = self._watch_over(self.remote_hosts.take_on(gpus, hello, hello.host, arrived.peer.pid, self._epoch))
+        elif worker is None:
             worker = self._take_on(gpus, hello.load, supervise(self._log(gpus), arrived.peer.identity))
         self._sessions[session] = worker
         if arrived.peer.token is not None:
@@ -280,23 +264,27 @@ class WorkerPool:
 
     def _why_not(self, arrived: Arrived) -> str:
         """Why a worker that sends Hello is refused; "" if it is accepted."""
-        hello, pid, token = arrived.hello, arrived.peer.pid, arrived.peer.token
-        who = f"the worker that is process {pid}"
+        hello, pid, token, remote = arrived.hello, arrived.peer.pid, arrived.peer.token, arrived.peer.is_remote
+        who = f"the worker that is process {pid}" + (f" of host {hello.host.name}" if remote and hello.host is not None else "")
         if (version := hello.versions.get("tlora")) != __version__:
             updated = "The program was updated while this process ran: stop it and start it again. Jobs wait"
-            remedy = updated if self._started_here(pid) else "Start it with the same version"
+            remedy = updated if not remote and self._started_here(pid) else "Start it with the same version"
             return f"{who} is of tlora {version}, and this is {__version__}. {remedy}"
-        if not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus):
+        if remote and (reason := self.remote_hosts.why_not(hello, arrived.peer)):
+            return f"{who}: {reason}"
+        if not remote and (not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus)):
             there = list(self._gpus)
             return f"{who} has GPUs {list(hello.gpus)}, and a worker here has some of {there}, in ascending order. Start it with such"
         if hello.epoch > self._epoch:
             return f"{who} has heard of a later controller (epoch {hello.epoch}) than this one ({self._epoch}). Stop this one"
-        if token is not None and token.has_expired and read_records(self._directory).get(hello.gpus) != arrived.peer.identity:
+        known = self._same(hello) is not None if remote else read_records(self._directory).get(hello.gpus) == arrived.peer.identity
+        if token is not None and token.has_expired and not known:
             return f"{who} comes with {token.id}, which has expired, and was not here before. `tlora worker-token` makes a new one"
+        gpus = self.remote_hosts.numbers(hello, arrived.peer)
         for worker in self.workers.values():
-            same = worker.gpus == hello.gpus or worker.incarnation == hello.incarnation
+            same = worker.gpus == gpus or worker.incarnation == hello.incarnation
             known = same and not worker.given_up and pid in (0, worker.process.pid)
-            if worker.overlaps(hello.gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
+            if worker.overlaps(gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
                 what = f"comes for {gpu_names(hello.gpus)}, and there is a worker already that has {worker.display_name}"
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
@@ -310,10 +298,13 @@ class WorkerPool:
         return any(worker.process.pid == pid and worker.incarnation is None for worker in self.workers.values())
 
     def _take_on(self, gpus: tuple[int, ...], load: Load | None, process: SupervisedProcess) -> RemoteWorker:
-        worker = self.workers[gpus[0]] = RemoteWorker(gpus, load, process, self._epoch, self._limits.lease)
         write_record(self._directory, gpus, process.identity)
+        return self._watch_over(RemoteWorker(gpus, load, process, self._epoch, self._limits.lease))
+
+    def _watch_over(self, worker: RemoteWorker) -> RemoteWorker:
+        self.workers[worker.gpu] = worker
         self._heard_at[worker] = time.monotonic()
-        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{gpus[0]}", daemon=True).start()
+        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{worker.gpu}", daemon=True).start()
         return worker
 
     def _await_end(self, worker: RemoteWorker) -> None:
@@ -332,12 +323,15 @@ class WorkerPool:
         late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
         for refusals in (self._of_strangers, self._of_workers):
             refusals.look()
+        self.remote_hosts.look()
         for worker in self.workers.values():
+            self.remote_hosts.watch(worker, now - self._heard_at.get(worker, now))
             if late:  # this process itself was stopped and could not look
                 self._heard_at[worker] = now
             if not worker.given_up and (reason := self._why_lost(worker, now)):
                 worker.given_up = reason
-                self._note(f"the worker of {worker.display_name} {reason}: it is killed")
+                how = "it is killed" if worker.host is None else "it is answered no more, until its lease has ended"
+                self._note(f"the worker of {worker.display_name} {reason}: {how}")
                 threading.Thread(target=worker.process.kill, args=(_GONE_SECONDS,), daemon=True).start()
 
     def _stop_revoked(self) -> None:
@@ -358,7 +352,7 @@ class WorkerPool:
             return f"was stopped for {silent:.0f} s"
         if worker.incarnation is None:
             return f"has said nothing for {silent:.0f} s since its start" if silent > limits.starting else ""
-        if silent > (limits.silent if heartbeat is None or heartbeat.phase == "training" else limits.loading):
+        if worker.host is None and silent > (limits.silent if heartbeat is None or heartbeat.phase == "training" else limits.loading):
             return f"has given no sign of life for {silent:.0f} s"
         if heartbeat is None or heartbeat.phase == "waiting":
             return ""

@@ -34,11 +34,11 @@ from tlora.group.reports import Report as GroupReport
 from tlora.group.reports import Stepped as GroupStepped
 from tlora.job import JobSpec, RunSpec
 from tlora.link.flight import FlightRecorder
+from tlora.link.job_lease import HeldError, JobLease, take_claim
 from tlora.link.log import note
 from tlora.planning.job_plan import plan_job
 from tlora.store.full_disk import Backoff, DiskReserve, retry_when_disk_full
 from tlora.store.job_result import JobResult
-from tlora.store.lease import HeldError, JobLease, take_claim
 from tlora.store.recorder import RunContext
 from tlora.store.run_directory import pin_data
 from tlora.store.serving import ServingFiles

@@ -11,14 +11,12 @@ from __future__ import annotations
 import _thread
 import argparse
 import os
-import platform
 import queue
 import signal
 import threading
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +25,23 @@ from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.errors import ConfigError, RankError
 from tlora.libraries import leave_unused_out, no_collection
+from tlora.link.address import is_tcp
 from tlora.link.dialer import Dialer
 from tlora.link.endpoint import Endpoint, find_entrance
 from tlora.link.log import leave, note, show_stacks_when_asked
+from tlora.link.versions import versions
 from tlora.sharing.multicast import turn_multicast_off
-from tlora.version import __version__
-from tlora.worker_protocol import REFUSED, Alive, DesiredState, Hello, Load, Report
+from tlora.worker_protocol import REFUSED, Alive, DesiredState, Hello, HostLabels, Load, Report
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
     from tlora.engine.ranks.spanning_jobs import RankContext
     from tlora.engine.trainer import Trainer
     from tlora.job import JobSpec
 
+EXPIRED = 75  # exit status of a worker whose lease ended before its jobs were saved: a temporary failure, by sysexits.h
 FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
+_ANEW = -1  # instead of an exit status: serve once more
 _DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
-_LIBRARIES = ("torch", "transformers")
 
 SeeGpus = Callable[[tuple[int, ...]], None]  # this process uses those GPUs alone, or it raises ConfigError
 
@@ -49,10 +49,11 @@ SeeGpus = Callable[[tuple[int, ...]], None]  # this process uses those GPUs alon
 class Worker:
     """The threads of a worker meet here: the one that trains, and the two of the line."""
 
-    def __init__(self, gpus: tuple[int, ...], endpoint: Endpoint) -> None:
+    def __init__(self, gpus: tuple[int, ...], endpoint: Endpoint, host: HostLabels | None = None) -> None:
+        """`host`: what is said of this one, for a worker that may be of another host than its controller."""
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.heartbeat = Heartbeat()
-        self._incarnation = uuid.uuid4().hex
+        self._incarnation, self._host = uuid.uuid4().hex, host
         self._worker_reconciler, self._lock = WorkerReconciler(gpus), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
@@ -92,6 +93,7 @@ class Worker:
                 want.epoch if want is not None else 0,
                 want.generation if want is not None else 0,
                 last_seq,
+                self._host,
             )
 
     def alive(self) -> Alive:
@@ -117,11 +119,21 @@ class Worker:
             self._pass_on()
             self._told.set()
 
+    def expire(self) -> None:
+        note("its lease has ended, and its jobs may begin elsewhere: this worker ends at once, with all its ranks")
+        leave(EXPIRED)
+
     def be_refused(self, reason: str) -> None:
         with self._lock:
             if not self._worker_reconciler.stopping:
                 self._refusal = f"refused by the controller: {reason}"
             self.end(self._refusal)
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether its controller wants its GPUs still, and not what it has loaded."""
+        want = self._worker_reconciler.want
+        return want is not None and want.stop and want.begins_anew
 
     def check_refusal(self) -> None:
         """Raises ConfigError where that is what has ended it."""
@@ -140,26 +152,16 @@ class Worker:
             self.dialer.put(reports, worker_reconciler.want.generation if worker_reconciler.want is not None else 0)
 
 
-def versions() -> dict[str, str]:
-    """Of what decides about results, without importing it."""
-    found = {"tlora": __version__, "python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = None) -> int:
-    """Work for the controller there until it sends a stop. Returns the exit status: 143 after SIGTERM, as a shell expects. `see_gpus` is
-    called before torch is imported, if there is something to load on GPUs.
+def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = None, host: HostLabels | None = None) -> int:
+    """Work for the controller there until it sends a stop. Returns the exit status: 143 after SIGTERM, as a shell expects; `_ANEW` where
+    the controller wants a worker here that has loaded nothing. `see_gpus` is called before torch is imported, if there is something to
+    load on GPUs.
 
     Raises ConfigError if nothing listens there, or the controller cannot be trusted or refuses this worker; then all is saved.
     """
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # no library may wait for an answer
     open_caches(note)
-    worker = Worker(gpus, endpoint)
+    worker = Worker(gpus, endpoint, host)
     received: list[int] = []
 
     def on_signal(number: int, _: object) -> None:
@@ -191,7 +193,8 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
             raise
     worker.dialer.drain(_DRAIN_SECONDS)
     worker.check_refusal()
-    return 128 + received[0] if received else 0
+    worker.dialer.close()
+    return 128 + received[0] if received else _ANEW if worker.begins_anew else 0
 
 
 def open_trainer(
@@ -240,6 +243,7 @@ def run(
     fingerprint: str | None = None,
     token_file: Path | None = None,
     see_gpus: SeeGpus | None = None,
+    label: Callable[[tuple[int, ...]], HostLabels] | None = None,
 ) -> None:
     """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
     status = 1
@@ -247,7 +251,10 @@ def run(
     leave_unused_out()
     turn_multicast_off()
     try:
-        status = serve(find_entrance(address, fingerprint, token_file), gpus, see_gpus)
+        endpoint = find_entrance(address, fingerprint, token_file)
+        host = label(gpus) if label is not None and is_tcp(endpoint.address) else None
+        while (status := serve(endpoint, gpus, see_gpus, host)) == _ANEW:
+            pass
     except ConfigError as error:
         note(f"error: {error}")
         status = REFUSED

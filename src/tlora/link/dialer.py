@@ -19,7 +19,10 @@ from tlora.link.outbox import Outbox
 from tlora.worker_protocol import Ack, Alive, DesiredState, Hello, Refusal, Report, parse_controller_line, worker_line
 
 BEAT_SECONDS = 5.0
+NOTICE_SECONDS = 60.0  # for a worker of another host to save its jobs before its lease ends
 _SEND_SECONDS = 10  # for the controller to read: one that does not counts as lost
+_BEATS_PER_LEASE = 8  # at least
+_LOOK_SECONDS = 0.5  # between two looks at the lease
 _AGAIN_SECONDS = 10.0  # without an answer, after which reports are sent once more
 _REDIAL_SECONDS = (0.1, 1.0)  # the first pause and the longest
 
@@ -37,6 +40,10 @@ class Client(Protocol):
         """Save all and exit: cut off for longer than the lease."""
         ...
 
+    def expire(self) -> None:
+        """Write nothing more, from now on: another may write. It does not return."""
+        ...
+
     def be_refused(self, reason: str) -> None:
         """Save all and exit: the controller does not want this worker."""
         ...
@@ -44,13 +51,22 @@ class Client(Protocol):
 
 @dataclass
 class _Contact:
-    """When the controller was last heard, on a clock that runs while the machine sleeps, and for how long it may be silent."""
+    """When this worker said the last sign of life that the controller has answered, on a clock that runs while the machine sleeps: no
+    controller has heard it earlier, so its count of the lease ends later. `leased`: all must have ended when the lease does.
+    """
 
     heard: float
     lease_seconds: float
+    leased: bool = False
+
+    @property
+    def notice_seconds(self) -> float:
+        """How long before the end of the lease the jobs are saved: none where the end of the process is proof enough."""
+        return min(NOTICE_SECONDS, self.lease_seconds / 2) if self.leased else 0.0
 
 
 def _now() -> float:
+    """Seconds that pass while the host sleeps too; no setting of the wall clock changes them."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -62,7 +78,7 @@ class Dialer:
         self._contact = _Contact(_now(), lease_seconds)
         self._changed = threading.Condition()  # of all that follows, and of the outbox
         self._line: Line | None = None
-        self._again = self._ended = self._sending = False
+        self._again = self._ended = self._closed = self._sending = False
         self._sent = _now()
 
     def start(self) -> None:
@@ -70,6 +86,7 @@ class Dialer:
         first = dial(self._endpoint, _SEND_SECONDS)
         threading.Thread(target=self._dial, args=(first,), name="dialer", daemon=True).start()
         threading.Thread(target=self._send, name="sender", daemon=True).start()
+        threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
 
     def put(self, reports: Sequence[Report], generation: int) -> None:
         with self._changed:
@@ -83,6 +100,14 @@ class Dialer:
         with self._changed:
             while self._has_to_send and self._line is not None and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
+
+    def close(self) -> None:
+        """End the connection, and dial no more: nothing is held under the lease any more."""
+        with self._changed:
+            self._ended = self._closed = True
+            if self._line is not None:
+                self._line.end()
+            self._changed.notify_all()
 
     @property
     def _has_to_send(self) -> bool:
@@ -145,11 +170,12 @@ class Dialer:
 
     def _take(self, line: Line, message: DesiredState | Ack) -> None:
         with self._changed:
-            self._contact.heard = _now()
             if isinstance(message, DesiredState):
-                self._contact.lease_seconds = message.lease_seconds
+                self._contact.lease_seconds, self._contact.leased = message.lease_seconds, message.leased
             else:
                 self._outbox.taken(message.seq)
+                if message.heard is not None and self._contact.heard < message.heard <= _now():  # never from the future
+                    self._contact.heard = message.heard
             if self._line is None:  # reports follow the Hello when that has been answered
                 self._line, self._again = line, True
             self._changed.notify_all()
@@ -166,7 +192,8 @@ class Dialer:
                     self._again = False
                     self._sent = _now()
                 self._sending = bool(due)
-                if not due and (left := beat + BEAT_SECONDS - _now()) > 0:
+                pause = min(BEAT_SECONDS, self._contact.lease_seconds / _BEATS_PER_LEASE)
+                if not due and (left := beat + pause - _now()) > 0:
                     self._changed.wait(left)
             if line is not None:
                 for said in due:
@@ -174,14 +201,26 @@ class Dialer:
                 with self._changed:
                     self._sending = False
                     self._changed.notify_all()
-            if _now() - beat >= BEAT_SECONDS:
+            if _now() - beat >= pause:
                 beat = _now()
                 if line is not None:
-                    line.send(worker_line(self._client.alive()))
-                self._look_at_lease()
+                    line.send(worker_line(replace(self._client.alive(), said_seconds=beat)))
 
-    def _look_at_lease(self) -> None:
-        silent = _now() - self._contact.heard
-        if silent > self._contact.lease_seconds:
+    # -- the thread that watches the lease -----------------------------------------------------------------------------
+
+    def _watch_lease(self) -> None:
+        while True:
+            time.sleep(min(_LOOK_SECONDS, self._contact.lease_seconds / 10))
+            if self._look_at_lease():
+                return
+
+    def _look_at_lease(self) -> bool:
+        """End by the lease. Returns whether nothing is left to watch."""
+        contact = self._contact
+        silent = _now() - contact.heard
+        if silent > contact.lease_seconds - contact.notice_seconds and not self._ended:
             self._ended = True
-            self._client.end(f"nothing was heard of the controller for {silent:.0f} s, and the lease is {self._contact.lease_seconds:g} s")
+            self._client.end(f"nothing was heard of the controller for {silent:.0f} s, and the lease is {contact.lease_seconds:g} s")
+        if silent > contact.lease_seconds and contact.leased and not self._closed:
+            self._client.expire()
+        return self._closed or (self._ended and not contact.leased)

@@ -1,0 +1,87 @@
+"""Hosts of a cluster: what a worker says of its own, and the numbers that GPUs of several hosts have in the cluster.
+
+A GPU of the controller's host keeps nvidia-smi's number. Those of the hosts that come are counted on from a multiple of `STRIDE` each, so
+that no two GPUs have one number; over the line a host's own numbers are used.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+
+import psutil
+
+from tlora.cluster.gpus import left_visible, list_gpus, list_links
+from tlora.link.process_identity import boot_id
+from tlora.protocol import Event, MemoryFound, NodeAdded
+from tlora.shape import CPU_SHARE, GPU_SHARE
+from tlora.worker_protocol import Device, DeviceLink, HostLabels
+
+OWN_NODE = "local"  # the controller's host, as a scheduler's node
+STRIDE = 1000
+HOST, FAILURE_DOMAIN = "TLORA_HOST", "TLORA_FAILURE_DOMAIN"
+
+
+def describe_host(gpus: Sequence[int]) -> HostLabels:
+    """This host, for a worker with these GPUs, or so many processes on its CPU. The environment may name the host and its failure
+    domain: `HOST`, `FAILURE_DOMAIN`.
+    """
+    known = {} if left_visible() == () else list_gpus()
+    there = [known.get(gpu) for gpu in gpus]
+    memory = psutil.virtual_memory().total
+    devices = tuple(Device(gpu.name, gpu.memory_bytes, gpu.uuid) if gpu is not None else Device("cpu", memory) for gpu in there)
+    links = tuple(DeviceLink(*pair, kind) for pair, kind in (list_links() if known else {}).items() if set(pair) <= set(gpus))
+    name = os.environ.get(HOST) or platform.node()
+    return HostLabels(name, os.environ.get(FAILURE_DOMAIN, ""), boot_id(), devices, links)
+
+
+class Hosts:
+    """The hosts that have come, by their names."""
+
+    def __init__(self, own: tuple[int, ...]) -> None:
+        """`own`: the GPUs of the controller's host."""
+        self._own = frozenset(own)
+        self._next = (max(own, default=0) // STRIDE + 1) * STRIDE
+        self._first: dict[str, int] = {}
+
+    def first_number(self, host: HostLabels) -> int:
+        """What is added to the numbers of that host's GPUs."""
+        if host.name not in self._first:
+            self._first[host.name] = self._next
+            self._next += STRIDE
+        return self._first[host.name]
+
+    def on_one_host(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `gpus` that are of one host, of the one that has most of them: no worker spans hosts."""
+        by_host: dict[int, list[int]] = {}
+        for gpu in gpus:
+            by_host.setdefault(-1 if gpu in self._own else gpu // STRIDE, []).append(gpu)
+        return tuple(max(by_host.values(), key=len))
+
+    def why_not(self, host: HostLabels, gpus: tuple[int, ...]) -> str:
+        """What is wrong with a host's labels; "" if nothing is."""
+        if not host.name or host.name == OWN_NODE:
+            return f"its host calls itself {host.name!r}, which is no name for it here. Set {HOST} there to another"
+        if not gpus or list(gpus) != sorted(set(gpus)) or not all(0 <= gpu < STRIDE for gpu in gpus):
+            return f"it has GPUs {list(gpus)}, and a worker has some from 0 to {STRIDE - 1}, in ascending order. Start it with such"
+        if len(host.devices) != len(gpus):
+            return f"it names {len(host.devices)} devices for its {len(gpus)} GPUs"
+        uuids = {device.uuid for device in host.devices if device.uuid}
+        if uuids and host.boot == boot_id():
+            for gpu, facts in list_gpus().items():
+                if gpu in self._own and facts.uuid in uuids:
+                    return f"its GPU is GPU {gpu} of this cluster under another name. Start it with GPUs that the cluster does not have"
+        return ""
+
+
+def node_events(host: HostLabels, gpus: tuple[int, ...]) -> list[Event]:
+    """What a scheduler is told of a host's GPUs, whose numbers are the cluster's."""
+    rooms = tuple(_room(device, len(host.devices)) for device in host.devices)
+    found: list[Event] = [NodeAdded(host.name, gpus, host.failure_domain)]
+    return [*found, MemoryFound(gpus, rooms)] if all(rooms) else found
+
+
+def _room(device: Device, places: int) -> int:
+    """Bytes that may be planned for until the worker has found what is free there."""
+    return int((CPU_SHARE / places if device.kind == "cpu" else GPU_SHARE) * device.memory_bytes)

@@ -1,0 +1,119 @@
+"""The workers of other hosts, as a pool sees them: who may come, which GPUs come and go with them, and when one counts as lost.
+
+Such a worker's end cannot be seen from here. It is proven by its last word, by an engine, or by the end of its lease; until then its jobs
+have no other place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tlora.cluster.hosts import Hosts, node_events
+from tlora.cluster.leased_process import DRIFT_SECONDS, LeasedProcess
+from tlora.cluster.leases import Leases
+from tlora.cluster.listeners import Peer
+from tlora.cluster.remote_worker import RemoteWorker
+from tlora.link.versions import versions
+from tlora.protocol import Event, GpusLost
+from tlora.worker_protocol import Hello, HostLabels
+
+AWAY_SECONDS = 60.0  # for a worker that begins anew to come again
+
+
+class RemoteHosts:
+    """`events`, for the back end to take, say which GPUs have come and gone. Not for several threads."""
+
+    def __init__(
+        self, directory: Path, own: tuple[int, ...], lease_seconds: float, device: Callable[[], str], note: Callable[[str], None]
+    ) -> None:
+        """`directory`: the store's `workers/`; `own`: the GPUs of the controller's host; `device`: "cpu" if the cluster trains on CPUs."""
+        self._directory, self._lease_seconds, self._device, self._note = directory, lease_seconds, device, note
+        self.hosts, self._leases, self._began = Hosts(own), Leases(directory), time.monotonic()
+        self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
+        self._outlived: set[str] = set()  # incarnations that were lost by their leases
+        self.events: list[Event] = []
+
+    @property
+    def withheld(self) -> set[str]:
+        """Jobs that workers of an earlier controller may still hold, and no other may be given yet."""
+        return self._leases.withheld
+
+    @property
+    def awaits_workers(self) -> bool:
+        """Whether workers of an earlier controller have not come again."""
+        return bool(self._leases.awaited)
+
+    def numbers(self, hello: Hello, peer: Peer) -> tuple[int, ...]:
+        """The numbers of the worker's GPUs in the cluster; of one of this host its own."""
+        if not peer.is_remote or hello.host is None:
+            return hello.gpus
+        return tuple(gpu + self.hosts.first_number(hello.host) for gpu in hello.gpus)
+
+    def why_not(self, hello: Hello, peer: Peer) -> str:
+        """Why a worker of another host is refused at its Hello; "" if it is not."""
+        host = hello.host
+        if host is None:
+            return "it says nothing of its host"
+        if hello.incarnation in self._outlived:
+            return "its lease has ended, and its jobs have gone on elsewhere. Start it again"
+        ours, theirs = versions().get("torch", ""), hello.versions.get("torch", "")
+        if ours and theirs.partition("+")[0] != ours.partition("+")[0]:
+            return f"it has torch {theirs or 'of no version'}, and this is {ours}: results would depend on the host. Install the same there"
+        on_cpu = self._device() == "cpu"
+        if any((device.kind == "cpu") != on_cpu for device in host.devices):
+            return f"it has {host.devices[0].kind}, and this cluster trains on {'CPUs' if on_cpu else 'GPUs'}"
+        if not peer.shares_store:
+            return f"it does not read and write {self._directory} as this controller does. Mount it there, under the same path and user"
+        return self.hosts.why_not(host, hello.gpus)
+
+    def take_on(self, gpus: tuple[int, ...], hello: Hello, host: HostLabels, pid: int, epoch: int) -> RemoteWorker:
+        """A worker that has come; `gpus` are the cluster's numbers."""
+        process = LeasedProcess(host.name, pid, self._lease_seconds)
+        worker = RemoteWorker(gpus, hello.load, process, epoch, self._lease_seconds, host, self.hosts.first_number(host))
+        worker.about_to_tell = lambda joins: self._leases.grant(
+            hello.incarnation, {join.job.name: join.attempt for join in joins}, self._lease_seconds
+        )
+        self._leases.arrive(hello.incarnation)
+        self._away.pop(gpus, None)
+        self.events += node_events(host, gpus)
+        self._note(f"a worker has come for {worker.display_name}")
+        return worker
+
+    def lose(self, worker: RemoteWorker) -> None:
+        """Its end is proven. Its GPUs go with it, unless it was stopped to begin anew. A cut line is no job's fault."""
+        how = worker.process.how_it_ended()
+        if not worker.doomed:
+            worker.doomed = True
+            self._outlived.add(worker.incarnation or "")
+            self._note(f"the worker of {worker.display_name} {how}")
+        if worker.begins_anew:
+            self._away[worker.gpus] = time.monotonic() + AWAY_SECONDS
+        else:
+            self.events.append(GpusLost(worker.gpus, how))
+
+    def see_line_end(self, worker: RemoteWorker) -> None:
+        """Its connection has ended: if it had said that it ends, and holds no job any more, that was its end."""
+        if isinstance(worker.process, LeasedProcess) and worker.doomed and not worker.jobs:
+            worker.process.prove_end("has ended by itself")
+
+    def watch(self, worker: RemoteWorker, silent_seconds: float) -> None:
+        """Call now and then: its lease may have ended."""
+        process = worker.process
+        if isinstance(process, LeasedProcess) and process.has_outlived(silent_seconds):
+            process.prove_end(f"was not heard for {silent_seconds:.0f} s, and its lease of {process.lease_seconds:g} s has ended")
+
+    def look(self) -> None:
+        """Call now and then: what was waited for may be late."""
+        now = time.monotonic()
+        if self._leases.withheld and now - self._began > self._leases.longest_seconds + DRIFT_SECONDS:
+            names = ", ".join(self._leases.release_withheld())
+            self._note(f"workers of other hosts have not come again, and their leases have ended: {names} may go on elsewhere")
+        for gpus in [gpus for gpus, until in self._away.items() if now > until]:
+            del self._away[gpus]
+            self.events.append(GpusLost(gpus, "its worker has not come again"))
+
+    def forget_released(self, workers: Iterable[RemoteWorker]) -> None:
+        """The jobs that none of `workers` holds are free, also for the next controller."""
+        self._leases.keep(name for worker in workers if worker.host is not None for name in worker.jobs)

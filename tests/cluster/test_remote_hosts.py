@@ -1,0 +1,184 @@
+"""Workers of other hosts as their controller counts their leases: real TLS on loopback, spoken to by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.fake_workers import local_backend
+from tests.cluster.test_listeners import LABELS, REMOTE, TcpStation, wait_for
+from tests.cluster.test_local import job as job_of
+from tests.cluster.test_local import submitted
+from tlora.cluster.hosts import STRIDE, Hosts
+from tlora.cluster.leases import Leases
+from tlora.link.dialer import NOTICE_SECONDS, Dialer, _now
+from tlora.link.lines import Line
+from tlora.protocol import GpusLost, GroupKept, JobGroup, ParallelPlan, StartGroup
+from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, HeldJob, Join, Load, worker_line
+
+LEASE = 1.0
+
+
+LINES: list[Line] = []
+
+
+@pytest.fixture
+def station(tmp_path: Path) -> Iterator[TcpStation]:
+    made = TcpStation(tmp_path, host_lease=LEASE)
+    yield made
+    made.close()
+    while LINES:
+        LINES.pop().close()
+
+
+def come(station: TcpStation, **changes: Any) -> tuple[Line, dict[str, Any]]:
+    line = station.enter_as({"boot": "of another host"})
+    LINES.append(line)
+    line.send(worker_line(replace(REMOTE, **changes)))
+    return line, json.loads(line.read_line(60) or b"{}")
+
+
+def test_a_silent_host_is_lost_when_its_lease_ends_and_never_before(station: TcpStation) -> None:
+    """Its connection is cut at once, and then nothing: only the lease says that it has ended. What comes after is refused."""
+    line, _ = come(station, jobs=(HeldJob("a", 7, 3, True),))
+    (worker,) = station.worker_pool.workers.values()
+    began = _now()
+    line.end()
+    wait_for(lambda: any(report is None for _, report in station.reports))
+    assert _now() - began >= LEASE + 1.9, "its clock may be a little slower"
+    assert station.reports == [(worker, None)] and worker.doomed, "no job is to blame"
+    assert isinstance(station.worker_pool.remote_hosts.events[-1], GpusLost)
+    assert "its lease of 1 s has ended" in worker.process.how_it_ended()
+    del station.worker_pool.workers[worker.gpu]  # as the reconciler does
+    _, answer = come(station, jobs=(HeldJob("a", 7, 3, True),))
+    assert "its lease has ended, and its jobs have gone on elsewhere" in answer["reason"]
+    assert come(station, incarnation="begun again")[1]["kind"] == "ack"
+
+
+def test_its_last_word_is_proof_enough(station: TcpStation) -> None:
+    line, _ = come(station)
+    (worker,) = station.worker_pool.workers.values()
+    line.send(worker_line(Envelope(1, 0, Ending("signal 15"))))
+    wait_for(lambda: worker.doomed)
+    line.end()
+    assert worker.process.wait(60) and worker.process.how_it_ended() == "has ended by itself"
+
+
+def test_a_host_that_holds_a_job_yet_has_not_said_its_last_word(station: TcpStation) -> None:
+    line, _ = come(station, jobs=(HeldJob("a", 7, 3, True),))
+    (worker,) = station.worker_pool.workers.values()
+    line.send(worker_line(Envelope(1, 0, Ending("signal 15"))))
+    wait_for(lambda: worker.doomed)
+    line.end()
+    assert not worker.process.wait(LEASE / 2)
+
+
+def test_one_that_hangs_is_answered_no_more(station: TcpStation) -> None:
+    """No signal reaches it. Its signs of life count for nothing, so that its lease ends here and there."""
+    line, _ = come(station)
+    (worker,) = station.worker_pool.workers.values()
+    worker.given_up = "has been training for 900 s without getting further"
+    for _ in range(3):
+        line.send(worker_line(Alive(0, "training", 1, said_seconds=1.0)))
+    assert worker.process.wait(60) and "its lease of 1 s has ended" in worker.process.how_it_ended()
+    with pytest.raises(TimeoutError):
+        line.read_line(0.1)
+
+
+def test_what_it_is_told_is_in_its_hosts_numbers_and_on_disk_first(station: TcpStation) -> None:
+    line, _ = come(station, gpus=(2, 3), host=replace(LABELS, devices=LABELS.devices * 2))
+    (worker,) = station.worker_pool.workers.values()
+    group = JobGroup("g", "base", (STRIDE + 2, STRIDE + 3), ParallelPlan(2, 512), ("a",), (1.0,))
+    worker.give(Load("b", "o", "cpu", 0.0))
+    worker.want(group, (Join(job_of("a").spec, attempt=9),), False)
+    told = json.loads(line.read_line(60) or b"{}")
+    assert told["group"]["gpus"] == [2, 3] and told["leased"] and told["lease_seconds"] == LEASE and worker.wanted_gpus == group.gpus
+    (written,) = (station.directory / "leases").iterdir()
+    assert json.loads(written.read_text()) == {"attempt": 9, "incarnation": "of b", "lease_seconds": LEASE}
+    worker.jobs.clear()
+    station.worker_pool.acknowledge()
+    assert not written.exists()
+
+
+def test_the_next_controller_gives_no_job_away_that_may_be_held(tmp_path: Path) -> None:
+    earlier = Leases(tmp_path)
+    earlier.grant("of b", {"a": 3, "c": 4}, 5.0)
+    earlier.grant("of d", {"e": 1}, 7.0)
+    later = Leases(tmp_path)
+    assert later.withheld == {"a", "c", "e"} and later.awaited == {"of b", "of d"} and later.longest_seconds == 7.0
+    later.keep(())
+    later.arrive("of b")
+    assert later.withheld == {"e"}
+    later.grant("of b", {"a": 3}, 5.0)
+    later.keep(["a"])
+    assert Leases(tmp_path).withheld == {"a", "e"}
+    assert later.release_withheld() == ["e"] and not later.withheld
+    later.keep(["a"])
+    assert Leases(tmp_path).withheld == {"a"}
+
+
+def test_a_group_has_gpus_of_one_host(tmp_path: Path) -> None:
+    hosts = Hosts((0, 1))
+    assert hosts.first_number(LABELS) == STRIDE and hosts.first_number(replace(LABELS, name="c")) == 2 * STRIDE
+    assert hosts.on_one_host((0, STRIDE, STRIDE + 1)) == (STRIDE, STRIDE + 1) and hosts.on_one_host((0, 1, STRIDE)) == (0, 1)
+    with local_backend(tmp_path) as backend:
+        backend.submit(submitted("a"), job_of("a"))
+        backend.execute(StartGroup(JobGroup("g", "base", (0, 1, STRIDE), ParallelPlan(3, 768), ("a",), (1.0,))))
+        kept = next(event for event in backend.poll() + backend.poll() if isinstance(event, GroupKept))
+        assert kept.gpus == (0, 1) and backend.reconciler.groups["g"].gpus == (0, 1)
+
+
+class Client:
+    """Of a dialer: what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def end(self, reason: str) -> None:
+        self.said.append(reason)
+
+    def expire(self) -> None:
+        self.said.append("expired")
+
+
+def test_a_lease_runs_from_the_last_sign_of_life_that_was_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the answer: a late one must not lengthen it; nor from anything else that is heard, where the other way is cut."""
+    now = 1000.0
+    monkeypatch.setattr("tlora.link.dialer._now", lambda: now)
+    client: Any = Client()
+    dialer = Dialer(None, client, 600.0)  # type: ignore[arg-type]
+    line: Any = None
+    dialer._take(line, DesiredState(1, 1, Load("b", "o", "cpu", 0.0), lease_seconds=180.0, leased=True))
+    dialer._take(line, Ack(0, heard=1050.0))  # of a clock that is not its own
+    now = 1100.0
+    dialer._take(line, Ack(0, heard=1060.0))
+    dialer._take(line, Ack(0, heard=1010.0))  # replayed
+    dialer._take(line, Ack(5))
+    dialer._take(line, DesiredState(1, 2, Load("b", "o", "cpu", 0.0), lease_seconds=180.0, leased=True))
+    now = 1060.0 + 180.0 - NOTICE_SECONDS
+    assert not dialer._look_at_lease() and not client.said
+    now += 1.0
+    assert not dialer._look_at_lease() and "the lease is 180 s" in client.said[0], "it saves its jobs while the lease lasts"
+    now = 1060.0 + 181.0  # or the host has slept until now
+    dialer._look_at_lease()
+    assert client.said[1:] == ["expired"]
+    dialer.close()
+    assert dialer._look_at_lease() and len(client.said) == 2
+
+
+def test_a_job_that_another_host_may_still_train_waits_for_the_end_of_that_lease(tmp_path: Path) -> None:
+    Leases(tmp_path / "workers").grant("of b", {"a": 3}, 5.0)
+    with local_backend(tmp_path) as backend:
+        backend.submit(submitted("a"), job_of("a"))
+        backend.poll()
+        backend.execute(StartGroup(JobGroup("g", "base", (0,), ParallelPlan(1, 256), ("a",), (1.0,))))
+        (worker,) = backend.worker_pool.workers.values()
+        assert not worker.jobs
+        backend.worker_pool.remote_hosts._leases.arrive("of b")
+        backend.reconciler.step()
+        assert worker.jobs.keys() == {"a"}
