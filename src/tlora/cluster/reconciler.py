@@ -99,7 +99,8 @@ class Reconciler:
         self._owners.want(group, before)
         self.groups[group.group_id] = group
         self._numbers.setdefault(group.group_id, next(self._serials))
-        self._leave(before)
+        if before is not None:
+            self._leave(before)
         self._group_of_job |= dict.fromkeys(group.job_ids, group.group_id)
         self._unready.add(group.group_id)
 
@@ -153,9 +154,9 @@ class Reconciler:
             del self._numbers[group_id]
         self._unready.discard(group_id)
 
-    def _leave(self, group: JobGroup | None) -> None:
+    def _leave(self, group: JobGroup) -> None:
         """The group is no more, or another."""
-        for job_id in group.job_ids if group is not None else ():
+        for job_id in group.job_ids:
             if self._group_of_job.get(job_id) == group.group_id:
                 del self._group_of_job[job_id]
 

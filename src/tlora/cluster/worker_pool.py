@@ -83,6 +83,7 @@ class WorkerPool:
         self._unheard: list[Heard | _Ended] = []  # what came before the first `listen`
         self._sessions: dict[Session, RemoteWorker] = {}
         self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
+        self._unacknowledged: set[RemoteWorker] = set()
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or entered a new phase
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
         self._watched = self._asked_tokens = time.monotonic()
@@ -102,10 +103,10 @@ class WorkerPool:
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
     def find(self, records: Mapping[tuple[int, ...], ProcessIdentity]) -> None:
-        """Wait for the workers of an earlier controller to dial again; those that do not are killed. Their reports are kept for
-        `listen`: the caller cannot act on them yet.
+        """Wait for the workers of an earlier controller to dial again, as long as some do; those that do not are killed. Their reports are
+        kept for `listen`: the caller cannot act on them yet.
         """
-        deadline = time.monotonic() + _FOUND_SECONDS
+        deadline, looked = time.monotonic() + _FOUND_SECONDS, 0.0
         waiting = dict(records)
         while (waiting or self.remote_hosts.awaits_workers) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -114,8 +115,13 @@ class WorkerPool:
                     self._hear(heard)
                 elif heard is not None:
                     self._unheard.append(heard)
-            come = list(self.workers.values())
-            waiting = {gpus: who for gpus, who in waiting.items() if not any(worker.overlaps(gpus) for worker in come) and who.is_alive}
+                if isinstance(heard, Arrived):
+                    deadline = time.monotonic() + _FOUND_SECONDS
+                    come = {gpu for worker in self.workers.values() for gpu in worker.gpus}
+                    waiting = {gpus: who for gpus, who in waiting.items() if come.isdisjoint(gpus)}
+            if time.monotonic() - looked >= _WATCH_SECONDS:
+                looked = time.monotonic()
+                waiting = {gpus: who for gpus, who in waiting.items() if who.is_alive}
         others = [worker.process.identity for worker in self.workers.values()]  # with other GPUs than recorded, if their record is old
         for gpus, identity in waiting.items():
             if identity in others:
@@ -205,7 +211,8 @@ class WorkerPool:
     def acknowledge(self) -> None:
         """The consequences of all that `listen` has returned so far are recorded."""
         self.remote_hosts.forget_released(self.workers.values())
-        for worker in self.workers.values():
+        heard, self._unacknowledged = self._unacknowledged, set()
+        for worker in heard:
             worker.acknowledge()
 
     def _hear(self, heard: Heard | _Ended | None) -> list[tuple[RemoteWorker, Report | None]]:
@@ -216,6 +223,7 @@ class WorkerPool:
                 worker = self._sessions.get(session)
                 if worker is not None and not (worker.given_up and worker.host is not None):  # else its lease shall end
                     self._heard_at[worker] = time.monotonic()
+                    self._unacknowledged.add(worker)
                     if isinstance(message, Alive):
                         worker.hear_alive(message)
                     elif (report := worker.take(message)) is not None:
@@ -320,6 +328,8 @@ class WorkerPool:
     def _watch(self) -> None:
         """Kill workers that are silent, or without progress, for too long; `listen` reports their ends."""
         now = time.monotonic()
+        if now - self._watched < _WATCH_SECONDS / 4:
+            return
         late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
         for refusals in (self._of_strangers, self._of_workers):
             refusals.look()

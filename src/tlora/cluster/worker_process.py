@@ -7,8 +7,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from tlora import durable
-from tlora.errors import CheckpointError
 from tlora.json_file import read_object
 from tlora.link.process_identity import ProcessIdentity
 from tlora.link.supervisor import SupervisedProcess, start_process
@@ -38,10 +36,14 @@ def file_stem(gpus: tuple[int, ...]) -> str:
 
 
 def write_record(directory: Path, gpus: tuple[int, ...], identity: ProcessIdentity | None) -> None:
-    """Record the worker of those GPUs for the next controller of this store. A full disk costs only its adoption."""
+    """Record the worker of those GPUs for the next controller of this store. A full disk costs only its adoption. Not synced: what ends
+    the kernel ends the worker.
+    """
     if identity is not None:
-        with contextlib.suppress(CheckpointError):
-            durable.write_file(directory / f"{file_stem(gpus)}.json", json.dumps(asdict(identity)) + "\n")
+        path = directory / f"{file_stem(gpus)}.json"
+        with contextlib.suppress(OSError):
+            path.with_suffix(".new").write_text(json.dumps(asdict(identity)) + "\n")
+            path.with_suffix(".new").replace(path)
 
 
 def remove_record(directory: Path, gpus: tuple[int, ...], identity: ProcessIdentity | None) -> None:
