@@ -149,10 +149,6 @@ class BaseOrder(BaseModel, frozen=True, extra="forbid"):
     path: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
 
 
-class DrainOrder(BaseModel, frozen=True, extra="forbid"):
-    draining: bool
-
-
 def job_spec(order: OrderSpec, job_id: str, files: Mapping[str, Path], adapter: Path | None) -> JobSpec:
     """The order as the engine takes it, with `job_id` as its name; `files` are paths by id, `adapter` is where it starts from."""
     own = {"base_model", "data", "start_from", "name", "gpus", "metadata"}
@@ -338,44 +334,6 @@ class BaseView(Answer):
 class BaseList(Answer):
     object: Literal["list"] = "list"
     data: list[BaseView]
-
-
-class GroupView(Answer):
-    """Jobs that share a base on GPUs. Other tenants' jobs are only counted."""
-
-    id: str
-    base_model: str
-    gpus: list[int]
-    token_budget: int
-    jobs: list[str]
-    other_jobs: int
-
-
-class WaitingView(Answer):
-    """`place`: among all tenants' jobs that wait for a GPU, 1 being the next; `estimated_start`: as of a job."""
-
-    job: str
-    name: str
-    reason: str
-    place: int | None = None
-    estimated_start: float | None = None
-
-
-class ClusterView(Answer):
-    object: Literal["cluster"] = "cluster"
-    device: str
-    gpus: list[int]
-    groups: list[GroupView]
-    waiting: list[WaitingView]
-    others_waiting: int
-    draining: bool
-
-
-class Drained(Answer):
-    """Whether new orders are refused, and how many jobs have not ended."""
-
-    draining: bool
-    open_jobs: int
 
 
 class LoginLink(Answer):

@@ -96,6 +96,16 @@ class GpusLost:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeDraining:
+    """A node is to be left: nothing starts there any more, and its GPUs go as they come free. Its groups are stopped and their jobs go on
+    elsewhere from their checkpoints; with `finish` they train to their end there. `NodeAdded` takes it back.
+    """
+
+    node: str
+    finish: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class JobSubmitted:
     """`gpus` is what the job would get by itself: its alone speed, and so its slowdown, is counted on these.
 
@@ -221,6 +231,7 @@ class Tick:
 Event = (
     NodeAdded
     | GpusLost
+    | NodeDraining
     | JobSubmitted
     | JobRequest
     | StepsDone

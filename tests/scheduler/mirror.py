@@ -26,6 +26,7 @@ from tlora.protocol import (
     JobRequest,
     JobSubmitted,
     NodeAdded,
+    NodeDraining,
     RejectJob,
     StartGroup,
     StepsDone,
@@ -87,6 +88,8 @@ class Mirror:
     """What runs on which GPUs, by what actions and events tell alone. Asserts that each action can be done at its turn."""
 
     owner: dict[int, str | None] = field(default_factory=dict)  # of GPUs that are there
+    node: dict[int, str] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)
     groups: dict[str, JobGroup] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)  # jobs submitted and not ended
     seen: set[str] = field(default_factory=set)
@@ -95,11 +98,17 @@ class Mirror:
     def happen(self, event: Event) -> None:
         match event:
             case NodeAdded():
+                self.drained.discard(event.node)
                 for gpu in event.gpus:
                     self.owner.setdefault(gpu, None)
+                    self.node[gpu] = event.node
             case GpusLost():
                 for gpu in event.gpus:
                     self.owner.pop(gpu, None)
+            case NodeDraining(node, finish):
+                self.drained.add(node)
+                for gpu in [gpu for gpu, owner in self.owner.items() if self.node.get(gpu) == node and (owner is None or not finish)]:
+                    del self.owner[gpu]
             case JobSubmitted():
                 if event.job_id not in self.seen:
                     self.alive.add(event.job_id)
@@ -130,6 +139,7 @@ class Mirror:
                 assert before.base_model == group.base_model
                 assert set(before.job_ids) & set(group.job_ids) and set(before.gpus) & set(group.gpus), "nothing of it stays"
                 self._end(group.group_id)
+                self.owner |= {gpu: None for gpu in before.gpus if gpu in group.gpus}
                 self._take(group)
             case StopGroup(group_id):
                 self._end(group_id)
@@ -154,6 +164,8 @@ class Mirror:
         for gpu in group.gpus:
             if gpu in self.owner:
                 self.owner[gpu] = None
+                if self.node.get(gpu) in self.drained:
+                    del self.owner[gpu]
 
     def _keep(self, group: JobGroup, keeps: Callable[[str], bool]) -> None:
         kept = [(name, weight) for name, weight in zip(group.job_ids, group.weights, strict=True) if keeps(name)]
@@ -180,6 +192,7 @@ _KINDS = (
         "again",
         "lose",
         "lose GPU",
+        "drain",
         "add",
         "add",
         "end",
@@ -231,6 +244,8 @@ class Story:
                 return GpusLost(self._gpus(one % self.nodes))
             case "lose GPU":
                 return GpusLost((one % (4 * self.nodes), 99))
+            case "drain":
+                return NodeDraining(f"n{one % self.nodes}", finish=bool(two % 2))
             case "add":
                 return NodeAdded(f"n{one % self.nodes}", self._gpus(one % self.nodes), f"r{one % self.nodes // 2}")
             case "measure":

@@ -47,6 +47,23 @@ def test_gpus_that_are_lost_end_their_groups_and_may_come_back() -> None:
     assert state.num_free == 4
 
 
+def test_a_node_that_is_to_be_left_is_empty_at_once_or_when_its_groups_have_ended() -> None:
+    state = made_state(4, 2)
+    place(state, "g0", (0, 1), "a")
+    place(state, "g1", (4,), "b")
+    assert state.drain_node("n0", finish=True) == [] and state.drain_node("n9", finish=False) == []
+    check(state)
+    assert (state.num_gpus, state.num_free, state.node_size) == (4, 1, 2) and list(state.groups) == ["g0", "g1"]
+    state.end_job("a")
+    state.end_group("g0")
+    check(state)
+    assert (state.num_gpus, state.nodes["n0"].gpus) == (2, ())
+    state.add_node("n0", "r0", (0, 1, 2, 3))
+    assert state.drain_node("n1", finish=False) == ["g1"] and list(state.pending) == ["b"]
+    check(state)
+    assert (state.num_gpus, state.num_free, state.node_size, state.draining) == (4, 4, 4, {"n1"})
+
+
 # -- jobs ------------------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora.cluster.reconciler import LocalJob
+from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.protocol import (
     Action,
@@ -23,6 +24,7 @@ from tlora.protocol import (
     JobRequest,
     JobSubmitted,
     NodeAdded,
+    NodeDraining,
     RejectJob,
     StartGroup,
     StepsDone,
@@ -46,7 +48,8 @@ class FakeCluster:
     def __init__(self, directory: Path, eager: bool = True, gpus: int = 2) -> None:
         self._directory, self.eager = directory, eager
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._inbox.put(NodeAdded("local", tuple(range(gpus))))
+        self._node = NodeAdded("local", tuple(range(gpus)))
+        self._inbox.put(self._node)
         self._began = time.monotonic()
         self.placed: dict[str, str] = {}  # job -> group
         self.submitted: list[str] = []
@@ -93,6 +96,11 @@ class FakeCluster:
 
     def forget(self, job_id: str) -> None:
         self.asked.append(("forget", job_id))
+
+    def drain(self, host: str, *, finish: bool = False, undo: bool = False) -> None:
+        if host != "local":
+            raise ConfigError(f"unknown host {host!r}. There are local")
+        self._inbox.put(self._node if undo else NodeDraining(host, finish))
 
     def expect(self, base_model: str, spec: JobSpec) -> None:
         self.asked.append(("expect", base_model))

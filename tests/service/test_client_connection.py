@@ -8,10 +8,11 @@ import sys
 import httpx
 import pytest
 
-from tlora.api import BaseList, Drained, JobView
+from tlora.api import BaseList, JobView
 from tlora.client.access import Access
 from tlora.client.connection import Connection
 from tlora.client.jobs import watch
+from tlora.cluster_api import Drained
 from tlora.errors import ServiceError
 from tlora.version import __version__
 

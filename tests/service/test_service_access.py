@@ -54,6 +54,7 @@ def body_of(served: Served, method: str, path: str, tenant: str) -> dict[str, An
         ("POST", "/v1/keys"): {"json": {"name": "made", "tenant": "carol"}},
         ("POST", "/v1/bases"): {"json": {"name": "more", "path": "models/more"}},
         ("PUT", "/v1/drain"): {"json": {"draining": False}},
+        ("PUT", "/v1/hosts/{host}/drain"): {"json": {"draining": False}},
         ("POST", "/v1/fine_tuning/jobs"): {"json": {"model": "base", "training_file": served.upload(tenant)}},
     }
     return bodies.get((method, path), {})
@@ -67,7 +68,7 @@ def test_every_route_is_documented(served: Served) -> None:
 
 def test_every_route_against_every_credential(served: Served) -> None:
     """Without a key, with an unknown one, a revoked one, and one of each scope: what is not allowed is refused before anything is done."""
-    ids = {"job_id": served.submit("alice")["id"], "file_id": served.upload("alice"), "key_id": "key-0", "name": "base"}
+    ids = {"job_id": served.submit("alice")["id"], "file_id": served.upload("alice"), "key_id": "key-0", "name": "base", "host": "local"}
     revoked = served.key("alice", "read", "submit", "admin")
     by_scope = {scope: served.key("mallory", scope) for scope in ("read", "submit", "admin")}
     services = served.opened.services

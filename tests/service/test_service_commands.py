@@ -262,6 +262,23 @@ def test_drain_refuses_new_jobs_until_it_is_undone(job_controller: Desk) -> None
     job_controller("submit", "jobs.yaml")
 
 
+def test_a_host_that_is_left_gets_no_jobs_until_it_is_taken_back(job_controller: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_commands, "_LOOK_SECONDS", 0.1)
+    ended = job_controller("drain", "--host", "local", "--wait", tenant="operator").output
+    assert "host local gets no new jobs, and has no job" in ended
+    shown = " ".join(job_controller("queue").output.split())
+    assert "0-1 0 of 2 drained" in shown and "left" in shown and "free" not in shown
+    job_controller("submit", "jobs.yaml")
+    page = job_controller.served.client.get("/", headers={"X-API-Key": job_controller.served.key("alice")}).text
+    assert "<h1>Hosts</h1>" in page and "drained" in page
+    assert not job_controller.asked("/v1/cluster")["groups"], "it starts nothing"
+    assert "unknown host 'xy'. There are local" in job_controller("drain", "--host", "xy", tenant="operator", status=2).output
+    assert job_controller("drain", "--finish", tenant="operator", status=2) and job_controller("drain", "--host", "local", status=2)
+    assert "host local gets jobs again" in job_controller("drain", "--host", "local", "--undo", tenant="operator").output
+    until(lambda: all(job["status"] == "succeeded" for job in job_controller.asked("/v1/jobs?limit=100")["data"]))
+    assert "host" not in job_controller("queue").output
+
+
 def test_a_drain_that_waits_leaves_anothers_undo_alone(slow_desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     job_controller = slow_desk
     job_controller("submit", "jobs.yaml")

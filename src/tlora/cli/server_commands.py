@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import quote
 
 import typer
 
@@ -17,9 +18,11 @@ from tlora.cli.terminal import add_command, bytes_text, note, open_console, path
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from tlora.client.connection import Connection as ClientConnection
     from tlora.service.config import ServerConfig
 
 
+_LOOK_SECONDS = 2.0  # between two looks whether all has ended
 WorkerListen = Annotated[
     str | None,
     typer.Option(
@@ -228,17 +231,24 @@ def add_base(
 
 def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Accept jobs again.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when all jobs have ended.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Return when all jobs have ended, or the host has none.")] = False,
+    host: Annotated[str | None, typer.Option("--host", help="Leave this host alone; the others train on.", show_default=False)] = None,
+    finish: Annotated[bool, typer.Option("--finish", help="With --host: its jobs end there; else they go on elsewhere.")] = False,
 ) -> None:
-    """Let the server refuse new jobs; those that it has accepted are trained. It lasts until --undo or a restart; --wait then ends
-    with status 1.
+    """Let the server refuse new jobs; those that it has accepted are trained. With --host, start nothing on one host any more. It lasts
+    until --undo or a restart; --wait then ends with status 1.
     """
+    if finish and host is None:
+        raise typer.BadParameter("is of a host: give --host too", param_hint="--finish")
     with connected() as connection:
-        from tlora.api import Drained
+        from tlora.cluster_api import Drained
 
+        if host is not None:
+            drain_host(connection, host, undo=undo, finish=finish, wait=wait)
+            return
         drained = connection.send("PUT", "/v1/drain", Drained, {"draining": not undo})
         while wait and drained.draining and drained.open_jobs:
-            time.sleep(2.0)
+            time.sleep(_LOOK_SECONDS)
             drained = connection.get("/v1/drain", Drained)
         undone = not undo and not drained.draining
         again = " again (the drain was undone, or the server was started anew)" if undone else ""
@@ -246,6 +256,26 @@ def drain(
         say(f"the server {state}; {drained.open_jobs} have not ended")
         if undone:
             raise typer.Exit(1)
+
+
+def drain_host(connection: ClientConnection, host: str, *, undo: bool, finish: bool, wait: bool) -> None:
+    """Ask for it, and wait until the host has no job."""
+    from tlora.cluster_api import ClusterView, HostDrained
+
+    order = {"draining": not undo, "finish": finish}
+    drained = connection.send("PUT", f"/v1/hosts/{quote(host, safe='')}/drain", HostDrained, order)
+    in_use, begun = 1, False
+    while wait and drained.draining and in_use:
+        time.sleep(_LOOK_SECONDS)
+        there = [one for one in connection.get("/v1/cluster", ClusterView).hosts if one.name == host]
+        leaves = all(one.draining for one in there)
+        begun |= leaves
+        if begun and not leaves:
+            say(f"host {host} is used again (the drain was undone, or the server was started anew)")
+            raise typer.Exit(1)
+        in_use = sum(one.in_use for one in there) or not leaves
+    free = ", and has no job" if drained.draining and not in_use else ""
+    say(f"host {host} gets {'no new jobs' if drained.draining else 'jobs again'}{free}")
 
 
 def backup(

@@ -159,9 +159,9 @@ def download(
 def queue(as_json: Json = False) -> None:
     """Show the cluster of the server: which jobs share which GPU, and what the others wait for."""
     with connected() as connection:
-        from tlora.api import ClusterView
         from tlora.cli.service_view import print_cluster
         from tlora.client.jobs import list_jobs
+        from tlora.cluster_api import ClusterView
 
         cluster = connection.get("/v1/cluster", ClusterView)
         if as_json:

@@ -10,13 +10,15 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
-from tlora.api import BaseView, ClusterView, EventView, JobView, KeyView
+from tlora.api import BaseView, EventView, JobView, KeyView
 from tlora.cli.terminal import bytes_text, open_table, printable, shows_live
 from tlora.client.jobs import Sight
+from tlora.cluster_api import ClusterView, HostView
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
-from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, shorten
+from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, ranges_text, shorten
 
 STYLES = {"running": "cyan", "succeeded": "green", "failed": "bold red", "cancelled": "yellow", "paused": "yellow"}  # others are dim
 _SHOWN_EVENTS = 12
@@ -136,10 +138,14 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         ]
         listed += [f"{group.other_jobs} of others"] if group.other_jobs else []
         table.add_row(", ".join(map(str, group.gpus)), Text(printable(group.base_model)), Text(printable(", ".join(listed) or DASH)))
+    leaving = {gpu for host in cluster.hosts if host.draining for gpu in host.gpus}
     for gpu in cluster.gpus:
         if gpu not in used:
-            table.add_row(str(gpu), Text("free", style="dim"), "")
+            table.add_row(str(gpu), Text("left" if gpu in leaving else "free", style="dim"), "")
     console.print(table)
+    if len(cluster.hosts) > 1 or leaving:
+        console.print()
+        console.print(_hosts_table(cluster.hosts, place))
     console.print()
     if cluster.waiting:
         queue = open_table()
@@ -154,6 +160,22 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         console.print(Text(f"{cluster.others_waiting} jobs of others wait", style="dim"))
     if cluster.draining:
         console.print(Text("the server is drained: it accepts no new jobs", style="yellow"))
+
+
+def _hosts_table(hosts: Sequence[HostView], place: str) -> Table:
+    table = open_table()
+    for name in ("host", "fails with", f"{place}s", "in use", ""):
+        table.add_column(name, overflow="fold")
+    for host in hosts:
+        state = "" if not host.draining else "drained" if not host.in_use else "drains"
+        table.add_row(
+            Text(printable(host.name)),
+            Text(printable(host.failure_domain or DASH)),
+            ranges_text(host.gpus),
+            f"{host.in_use} of {len(host.gpus)}",
+            Text(state, style="yellow"),
+        )
+    return table
 
 
 def print_keys(console: Console, keys: Iterable[KeyView]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tlora.errors import ConfigError
-from tlora.protocol import Action, BaseAdded, Event, GroupFound, JobSubmitted, NodeAdded, StepsDone, Tick, to_json
+from tlora.protocol import Action, BaseAdded, Event, GpusLost, GroupFound, JobSubmitted, NodeAdded, NodeDraining, StepsDone, Tick, to_json
 
 KEPT = 5  # older files
 _AGAIN_SECONDS = 60.0  # after a write that failed
@@ -87,7 +87,7 @@ class EventLog:
     def __init__(self, path: Path, began_at_seconds: float = 0.0, most_bytes: int | None = None) -> None:
         """`began_at_seconds`: what the back end's clock showed when it began. `most_bytes`: of a file, or a little more."""
         self._begin = (_mend(path) if path.is_file() else 0.0) - began_at_seconds
-        self._there: list[NodeAdded | BaseAdded] = []
+        self._there: list[NodeAdded | GpusLost | NodeDraining | BaseAdded] = []  # what each file of the log begins with
         self._file = LogFile(path, most_bytes)
 
     def write(self, seconds: float, item: Event | Action) -> None:
@@ -99,7 +99,7 @@ class EventLog:
         line = self._line(seconds, item)
         if self._file.is_full(line):
             line = "".join(self._line(seconds, one) for one in self._there) + line
-        if isinstance(item, NodeAdded | BaseAdded):
+        if isinstance(item, NodeAdded | GpusLost | NodeDraining | BaseAdded):
             self._there.append(item)
         self._file.write([line])
 

@@ -25,6 +25,7 @@ from tlora.cluster.found_workers import FoundWorkers
 from tlora.cluster.hosts import OWN_NODE
 from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import TlsListener
+from tlora.cluster.nodes import Nodes
 from tlora.cluster.reconciler import LocalJob, Reconciler
 from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.errors import ConfigError
@@ -50,6 +51,7 @@ from tlora.protocol import (
 from tlora.worker_protocol import Load, settings_of
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
+_ASKED_AT_ONCE = 64  # requests between which workers are heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class LocalBackend:
         self._began = max(0.0, time.time() - self._start_unix) if continues else 0.0
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
-        self._events: list[Event] = [NodeAdded(OWN_NODE, machine.gpus)]
+        self._nodes, self._drains = Nodes(), queue.SimpleQueue[tuple[str, bool, bool]]()
+        self._events: list[Event] = self._nodes.see([NodeAdded(OWN_NODE, machine.gpus)])
         if told := [(gpu, room) for gpu, room in zip(machine.gpus, machine.memory_bytes, strict=False) if room]:
             self._events.append(MemoryFound(tuple(gpu for gpu, _ in told), tuple(room for _, room in told)))
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
@@ -214,6 +217,12 @@ class LocalBackend:
                 self._ended.discard(job_id)
                 del self._arrives[job_id], self._folded[job_id.casefold()]
                 self.reconciler.forget_job(job_id)
+
+    def drain(self, host: str, *, finish: bool = False, undo: bool = False) -> None:
+        """Leave a host: as `NodeDraining`; or take it back. Raises ConfigError for an unknown one."""
+        self._nodes.check(host)
+        self._drains.put((host, finish, undo))
+        self.worker_pool.wake()
 
     def expect(self, base_model: str, spec: JobSpec) -> None:
         """The job will perhaps be submitted: if no worker has its base, start one on a free GPU that loads it."""
@@ -346,8 +355,12 @@ class LocalBackend:
     def _pass_time(self) -> None:
         now, living = self.now(), self.reconciler.open
         self._collect()
+        while not self._drains.empty():
+            host, finish, undo = self._drains.get()
+            self._events.append(self._nodes.take_back(host) if undo else self._nodes.drain(host, finish=finish))
         with self._asking:
-            while self._asked and self._asked[0][0] <= now:
+            most = len(self._events) + _ASKED_AT_ONCE
+            while self._asked and self._asked[0][0] <= now and len(self._events) < most:
                 event = heapq.heappop(self._asked)[2]
                 if isinstance(event, JobSubmitted):
                     self.reconciler.arrive(event.job_id, again=event.submitted_at is not None)
@@ -370,9 +383,9 @@ class LocalBackend:
 
     def _collect(self) -> None:
         self._ended.update(event.job_id for event in self.reconciler.events if isinstance(event, JobFinished | JobFailed))
-        for events in (self.worker_pool.remote_hosts.events, self.reconciler.events):
-            self._events += events
-            events.clear()
+        hosts, self.worker_pool.remote_hosts.events[:] = list(self.worker_pool.remote_hosts.events), []
+        self._events += [*self._nodes.see(hosts), *self.reconciler.events]
+        self.reconciler.events.clear()
 
     def _load(self, base_model: str) -> Load:
         machine = self._machine

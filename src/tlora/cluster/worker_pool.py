@@ -285,17 +285,25 @@ class WorkerPool:
             return f"{who} has GPUs {list(hello.gpus)}, and a worker here has some of {there}, in ascending order. Start it with such"
         if hello.epoch > self._epoch:
             return f"{who} has heard of a later controller (epoch {hello.epoch}) than this one ({self._epoch}). Stop this one"
-        known = self._same(hello) is not None if remote else read_records(self._directory).get(hello.gpus) == arrived.peer.identity
-        if token is not None and token.has_expired and not known:
+        if token is not None and token.has_expired and not self._was_here(arrived):
             return f"{who} comes with {token.id}, which has expired, and was not here before. `tlora worker-token` makes a new one"
         gpus = self.remote_hosts.numbers(hello, arrived.peer)
+        there = set(gpus)
         for worker in self.workers.values():
+            if there.isdisjoint(worker.gpus):
+                continue
             same = worker.gpus == gpus or worker.incarnation == hello.incarnation
             known = same and not worker.given_up and pid in (0, worker.process.pid)
-            if worker.overlaps(gpus) and not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
+            if not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
                 what = f"comes for {gpu_names(hello.gpus)}, and there is a worker already that has {worker.display_name}"
                 return f"{who} {what} (process {worker.process.pid}). End one of the two"
         return ""
+
+    def _was_here(self, arrived: Arrived) -> bool:
+        """Whether the worker was let in before."""
+        if arrived.peer.is_remote:
+            return self._same(arrived.hello) is not None
+        return read_records(self._directory).get(arrived.hello.gpus) == arrived.peer.identity
 
     def _same(self, hello: Hello) -> RemoteWorker | None:
         """The worker that has said Hello before, which may have other GPUs by now."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from tlora.progress.view import Change, ProgressView
 from tlora.protocol import (
     Action,
     ChangeGroup,
     Event,
+    GpusLost,
     GroupFound,
     GroupLost,
     JobFailed,
@@ -14,6 +17,8 @@ from tlora.protocol import (
     JobGroup,
     JobRequest,
     JobSubmitted,
+    NodeAdded,
+    NodeDraining,
     RejectJob,
     StartGroup,
     StepsDone,
@@ -21,12 +26,23 @@ from tlora.protocol import (
 )
 
 
+@dataclass(slots=True)
+class Host:
+    """`failure_domain`: what fails as one with it; "" if unknown. `draining`: nothing starts there any more."""
+
+    name: str
+    failure_domain: str
+    gpus: set[int] = field(default_factory=set[int])
+    draining: bool = False
+
+
 class ClusterProgress:
-    """`view` has the jobs, `groups` those that run, by id."""
+    """`view` has the jobs, `groups` those that run, by id, and `hosts` those that are there, by name."""
 
     def __init__(self, view: ProgressView) -> None:
         self.view = view
         self.groups: dict[str, JobGroup] = {}
+        self.hosts: dict[str, Host] = {}
         self._group_of: dict[str, str] = {}
         self._tokens_per_step: dict[str, float] = {}
 
@@ -72,6 +88,17 @@ class ClusterProgress:
                 view.end(name, "failed", reason=reason)
             case JobRequest(name, "cancel"):
                 view.end(name, "stopped")
+            case NodeAdded(name, gpus, rack):
+                host = self.hosts.setdefault(name, Host(name, rack))
+                host.gpus.update(gpus)
+                host.draining = False
+            case NodeDraining(name) if name in self.hosts:
+                self.hosts[name].draining = True
+            case GpusLost(gpus):
+                for host in list(self.hosts.values()):
+                    host.gpus.difference_update(gpus)
+                    if not host.gpus:
+                        del self.hosts[host.name]
             case _:
                 pass
 

@@ -103,8 +103,9 @@ class Decision:
         return self.take_free(nodes)
 
     def is_kept_from(self, node: str, job: Job) -> bool:
-        """Whether the node is kept for another one that comes first."""
-        return self.is_kept_for_share(node, job) or any(node in kept.nodes and kept.job is not job for kept in self.reservations)
+        """Whether the node is kept for another one that comes first, or is to be left."""
+        kept = node in self.state.draining or self.is_kept_for_share(node, job)
+        return kept or any(node in kept.nodes and kept.job is not job for kept in self.reservations)
 
     def is_kept_for_share(self, node: str, job: Job) -> bool:
         """Whether it is kept for another one that is below its share."""
@@ -145,7 +146,7 @@ class Decision:
 
     def soonest_nodes(self, job: Job) -> list[str]:
         """Nodes that can hold it, those freest now; none where the GPUs that are there are too few for it, as some are lost."""
-        gpus, nodes, memory = job.spec.gpus, self.state.nodes, self.state.memory
+        gpus, nodes, memory = job.spec.gpus, self.state.lasting_nodes, self.state.memory
         roomy = {name: len(node.gpus) for name, node in nodes.items()}
         if job.least_room:
             roomy = {name: sum(memory.has_room(gpu, job.least_room) for gpu in node.gpus) for name, node in nodes.items()}

@@ -83,8 +83,9 @@ class Draft:
     def give_back(self, gpus: Iterable[int]) -> None:
         for gpu in gpus:
             name = self.state.node_of[gpu]
-            self._free[name] = sorted((*self.free_of(name), gpu))
-            self.num_free += 1
+            if name not in self.state.draining:
+                self._free[name] = sorted((*self.free_of(name), gpu))
+                self.num_free += 1
 
     def take(self, gpus: Sequence[int]) -> None:
         """These very GPUs, which are free."""

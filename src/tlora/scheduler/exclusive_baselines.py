@@ -218,9 +218,9 @@ def _who_gives_way(draft: Draft, job: Job, others: Iterable[Job]) -> list[Job] |
 
 
 def _add(free: dict[str, int], state: ClusterState, job: Job, sign: int, least_room: float) -> None:
-    """Those of its GPUs that have so much room."""
+    """Those of its GPUs that have so much room and are not to be left."""
     for gpu in state.groups[_group_of(job)].group.gpus:
-        if state.memory.has_room(gpu, least_room):
+        if state.memory.has_room(gpu, least_room) and state.node_of[gpu] not in state.draining:
             free[state.node_of[gpu]] += sign
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.job import Job
+from tlora.scheduler.members import Group
 from tlora.scheduler.plans import most_capacity
 from tlora.scheduler.predictions import Choice, Prediction, Predictions
-from tlora.scheduler.state import ClusterState, Group
+from tlora.scheduler.state import ClusterState
 
 
 @dataclass(slots=True, eq=False)

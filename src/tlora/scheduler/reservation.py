@@ -84,13 +84,13 @@ def _left(state: ClusterState, settings: Settings, job: Job) -> float:
 def _soonest(draft: Draft, job: Job, end_of: EndOf) -> tuple[float, int, tuple[str, ...]] | None:
     """When, how many GPUs it then leaves, and on which nodes."""
     count, size, state = job.spec.gpus, draft.state.node_size, draft.state
-    coming = {name: _coming(draft, name, job, end_of) for name in state.nodes}
+    coming = {name: _coming(draft, name, job, end_of) for name in state.lasting_nodes}
     if count <= size:
         time_by_node = {name: times[count - 1] for name, times in coming.items() if len(times) >= count}
         if time_by_node:
             node = min(time_by_node, key=lambda name: (time_by_node[name], name))
             return time_by_node[node], sum(at <= time_by_node[node] for at in coming[node]) - count, (node,)
-    if count <= size and not job.least_room:
+    if not size or (count <= size and not job.least_room):
         return None
     if job.least_room:  # its GPUs may lie on any nodes
         every = sorted((at, name) for name, times in coming.items() for at in times)[:count]

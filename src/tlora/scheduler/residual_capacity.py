@@ -282,7 +282,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         if name in decision.touched:
             continue
         view = decision.view(name)
-        if decision.is_kept_for_share(view.nodes[0], job):
+        if decision.is_kept_for_share(view.nodes[0], job) or not decision.state.draining.isdisjoint(view.nodes):
             continue
         jobs = [*view.jobs, job]
         prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None

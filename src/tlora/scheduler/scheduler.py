@@ -29,6 +29,7 @@ from tlora.protocol import (
     JobSubmitted,
     MemoryFound,
     NodeAdded,
+    NodeDraining,
     RejectJob,
     StartGroup,
     StepsDone,
@@ -153,6 +154,8 @@ class Scheduler:
             case MemoryFound(gpus, memory_bytes):
                 changed = state.find_memory(gpus, memory_bytes)
                 return self._reject_too_large() if changed else [], changed
+            case NodeDraining(node, finish):
+                return [StopGroup(group_id) for group_id in state.drain_node(node, finish=finish)], True
             case GpusLost():
                 return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
 
@@ -223,7 +226,7 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
     if (
         spec.gpus > state.node_size
         and complete
-        and not has_room([len(node.gpus) for node in state.nodes.values()], spec.gpus, state.node_size)
+        and not has_room([len(node.gpus) for node in state.lasting_nodes.values()], spec.gpus, state.node_size)
     ):
         return f"it asks for {spec.gpus} GPUs, and the nodes of {state.node_size} are too few to hold so many. Ask for fewer"
     if not math.isfinite(spec.priority):
@@ -351,6 +354,8 @@ def _gpus_taken(state: ClusterState, group: JobGroup, changed: dict[str, JobGrou
         owner = state.group_on.get(gpu)
         if owner not in (None, group.group_id) and (owner not in changed or (changed[owner].job_ids and gpu in changed[owner].gpus)):
             return f"GPU {gpu} is {owner}'s"
+        if owner != group.group_id and state.node_of[gpu] in state.draining:
+            return f"GPU {gpu} is on {state.node_of[gpu]}, which is to be left"
         if taken.setdefault(gpu, group.group_id) != group.group_id:
             return f"GPU {gpu} is {taken[gpu]}'s too"
     return None if len(set(group.gpus)) == len(group.gpus) else "it has a GPU twice"

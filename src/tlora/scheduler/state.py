@@ -14,36 +14,13 @@ from dataclasses import dataclass, field, replace
 from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.job import RECENT_SECONDS, Job
+from tlora.scheduler.members import Group, Node
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import group_step_seconds, lone_step_seconds
 
 REMEMBERED_SECONDS = 3 * RECENT_SECONDS  # for so long a job that has ended is among `ended_late`
 LONG_WAIT_SECONDS = 3600.0
-
-
-@dataclass(slots=True)
-class Node:
-    """`free` holds the node's free GPUs, in rising order. `place` is the node's own in the order in which nodes came."""
-
-    name: str
-    rack: str
-    gpus: tuple[int, ...]
-    free: list[int]
-    place: int = 0
-    groups: tuple[str, ...] | None = field(default=None, compare=False)  # as `groups_on` gave them, as long as no GPU changes hands
-
-
-@dataclass(slots=True)
-class Group:
-    """`need` is the sum over its members; `step_seconds` the time between their optimizer steps, in their order."""
-
-    group: JobGroup
-    num_nodes: int
-    need: float
-    step_seconds: list[float]
-    changed_at: float
-    ready: bool = False
 
 
 @dataclass(slots=True)
@@ -66,7 +43,8 @@ class ClusterState:
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, the last to change or end behind; some that have ended
     memory: GpuMemory = field(default_factory=GpuMemory)
     tenants: Tenants = field(default_factory=Tenants)
-    node_size: int = 0  # GPUs of the largest node
+    draining: set[str] = field(default_factory=set[str])  # nodes that are to be left
+    node_size: int = 0  # GPUs of the largest node that is not to be left
     num_gpus: int = 0
     most_gpus: int = 0  # that there ever were: those that are lost may come back
     num_free: int = 0
@@ -86,13 +64,30 @@ class ClusterState:
         if node is None:
             node = self.nodes[name] = Node(name, rack, (), [], len(self.node_names))
             self.node_names.append(name)
+        self.draining.discard(name)
         node.gpus = tuple(sorted((*node.gpus, *new)))
         for gpu in new:
             self.node_of[gpu] = name
         self.num_gpus += len(new)
         self.most_gpus = max(self.most_gpus, self.num_gpus)
-        self.node_size = max(self.node_size, len(node.gpus))
+        self._find_node_size()
         self._set_free(node, sorted((*node.free, *new)))
+
+    @property
+    def lasting_nodes(self) -> Mapping[str, Node]:
+        """Those that are not to be left."""
+        return {name: node for name, node in self.nodes.items() if name not in self.draining} if self.draining else self.nodes
+
+    def drain_node(self, name: str, *, finish: bool) -> list[str]:
+        """Take the node's GPUs out: all, or with `finish` those that are free now, and the others when their groups give them back. Returns
+        the groups that have ended.
+        """
+        node = self.nodes.get(name)
+        if node is None:
+            return []
+        self.draining.add(name)
+        self._find_node_size()
+        return self.lose_gpus(node.free if finish else node.gpus)
 
     def lose_gpus(self, gpus: Iterable[int]) -> list[str]:
         """Take GPUs out; the groups on them end, and their jobs wait again. Returns these groups' names."""
@@ -100,6 +95,11 @@ class ClusterState:
         ended = [name for name, g in self.groups.items() if lost.intersection(g.group.gpus)]
         for name in ended:
             self.end_group(name)
+        self._remove(lost & self.node_of.keys())
+        return ended
+
+    def _remove(self, lost: Collection[int]) -> None:
+        """GPUs that no group has."""
         for name in dict.fromkeys(self.node_of[gpu] for gpu in lost):
             node = self.nodes[name]
             node.gpus = tuple(gpu for gpu in node.gpus if gpu not in lost)
@@ -107,8 +107,10 @@ class ClusterState:
         for gpu in lost:
             del self.node_of[gpu]
         self.num_gpus -= len(lost)
-        self.node_size = max((len(node.gpus) for node in self.nodes.values()), default=0)
-        return ended
+        self._find_node_size()
+
+    def _find_node_size(self) -> None:
+        self.node_size = max((len(node.gpus) for node in self.lasting_nodes.values()), default=0)
 
     def find_memory(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
         """As `GpuMemory.find`; what was predicted with other memory is forgotten."""
@@ -150,6 +152,8 @@ class ClusterState:
         for name, own in self._by_node(gpus).items():
             node = self.nodes[name]
             self._set_free(node, sorted((*node.free, *own)))
+            if name in self.draining:
+                self._remove(set(own))
 
     def _by_node(self, gpus: Sequence[int]) -> Mapping[str, Sequence[int]]:
         if len(gpus) == 1:

@@ -21,7 +21,7 @@ from tlora.api import OrderSpec
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.event_log import EventRecord
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
-from tlora.errors import TloraError
+from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec
 from tlora.protocol import Action, Event, JobRequest, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
@@ -35,7 +35,7 @@ from tlora.service.intake import Answer, IntakeRequest, request_line
 from tlora.service.job_status_writer import JobStatusWriter, Recorded
 from tlora.service.live_state import LiveState
 from tlora.service.machine import NAMES
-from tlora.service.order_reader import STORE_SECONDS, Accepted, Feeder, OrderReader, submit
+from tlora.service.order_reader import STORE_SECONDS, Accepted, Feeder, OrderReader, submit, try_later
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
 from tlora.service.usage import Usage
@@ -45,12 +45,11 @@ from tlora.shape.hardware import live_cost_model
 
 T = TypeVar("T")
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
-_ROOM_SECONDS = 10.0  # between two tries to read data whose tokens have no room on the disk
 _BASE_KEY = "base:"  # of intake's questions about bases
 
 
 class Controller:
-    """A `services.Desk`. `start` once; `close` checkpoints all jobs and returns when their workers have ended."""
+    """`start` once; `close` checkpoints all jobs and returns when their workers have ended."""
 
     def __init__(self, config: ServerConfig, engine: Engine, writer: Writer, live: LiveState, backend_factory: BackendFactory) -> None:
         self._config, self._engine, self._writer, self._live = config, engine, writer, live
@@ -132,6 +131,16 @@ class Controller:
         if request.verb == "cancel":
             self._outcomes.ended(request.job_id)
 
+    def drain_host(self, host: str, *, finish: bool, undo: bool) -> None:
+        """Raises RefusedError for a host that there is not."""
+        with self._lock:
+            if self._cluster is None:
+                raise RefusedError(503, "not_ready", self._live.fault or "the cluster has not begun yet")
+            try:
+                self._cluster.drain(host, finish=finish, undo=undo)
+            except ConfigError as error:
+                raise RefusedError(404, "not_found", str(error)) from None
+
     def base_added(self, name: str, path: str) -> None:
         with self._lock:
             self._bases[name] = path
@@ -193,19 +202,19 @@ class Controller:
                 use()
                 return
             except SQLAlchemyError:
-                _log(f"{what}: waits for the store")
+                logging.getLogger(__name__).exception(f"{what}: waits for the store")
                 time.sleep(STORE_SECONDS)
 
     def _take_answer(self, answer: Answer) -> None:
         key = answer["key"]
         if key.startswith(_BASE_KEY) and answer.get("disk_full"):  # nothing is known of it yet: its jobs wait
-            _later(self._look_at_base, key.removeprefix(_BASE_KEY))
+            try_later(self._look_at_base, key.removeprefix(_BASE_KEY))
         elif key.startswith(_BASE_KEY):
             self._see_base(key.removeprefix(_BASE_KEY), answer)
         elif "rows" in answer:
             self._outcomes.reading(key, answer["rows"], answer["share"])
         elif answer.get("disk_full"):
-            self._read_later(key, "room on the server's disk, for what is made of its data")
+            self._readtry_later(key, "room on the server's disk, for what is made of its data")
         elif "problem" in answer:
             self._see_problem(key, answer["problem"])
         else:
@@ -224,12 +233,12 @@ class Controller:
         """A job is never failed for what the server has lost: a disk may not be mounted, a backup not be back yet."""
         more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         logging.getLogger(__name__).warning("%s waits: %s%s is not in %s", job_id, missing[0], more, self._directory)
-        self._read_later(job_id, f"{missing[0]}{more}, which the server has lost: its operator must bring it back")
+        self._readtry_later(job_id, f"{missing[0]}{more}, which the server has lost: its operator must bring it back")
 
-    def _read_later(self, job_id: str, waits_for: str) -> None:
+    def _readtry_later(self, job_id: str, waits_for: str) -> None:
         """Its data cannot be read now, for reasons of the server's: the job waits, and nothing of it is lost."""
         self._outcomes.wait_for(job_id, waits_for)
-        _later(self._look_again, job_id)
+        try_later(self._look_again, job_id)
 
     def _look_again(self, job_id: str) -> None:
         if self._closing:
@@ -238,7 +247,7 @@ class Controller:
             with self._engine.connect() as connection:
                 row = job_rows.row_of(connection, job_id)
         except SQLAlchemyError:
-            _later(self._look_again, job_id)
+            try_later(self._look_again, job_id)
             return
         if row is not None and row.ended is None:
             self._feeder.put([Accepted(row)])
@@ -348,7 +357,7 @@ class Controller:
                 cluster.close()
                 self._events.close()
         except Exception as error:
-            _log("the controller ended")
+            logging.getLogger(__name__).exception("the controller ended")
             self._outcomes.requeue()
             self._live.fault = f"the controller ended ({type(error).__name__}: {error}); jobs are accepted, and trained after a restart"
         else:
@@ -387,15 +396,3 @@ class Controller:
             self._known.pop(job_id, None)
             if self._cluster is not None:
                 self._cluster.forget(job_id)
-
-
-def _later(what: Callable[[T], object], argument: T) -> None:
-    """As soon as there may be room on the disk."""
-    again = threading.Timer(_ROOM_SECONDS, what, (argument,))
-    again.daemon = True
-    again.start()
-
-
-def _log(message: str) -> None:
-    """With the error that is handled. Where the log cannot be written, as on a full disk, nothing else ends for that."""
-    logging.getLogger(__name__).exception(message)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tlora.progress.cluster import Host
 from tlora.protocol import JobGroup
 from tlora.service.machine import NAMES
 from tlora.wording.numbers import duration_text
@@ -19,7 +20,7 @@ PAUSED = "paused by its owner"
 class ClusterSnapshot:
     """The cluster at one moment. `waiting` has the jobs in the order in which the policy will start them, each with the reason why it
     waits, and `places` their numbers there, from 1; `starts` are the Unix times at which they are expected to, where that is foreseen.
-    `reading` are those whose data is being read, and how far that has come.
+    `reading` are those whose data is being read, and how far that has come. `gpus` are those of all `hosts`.
     """
 
     device: str = ""
@@ -29,6 +30,7 @@ class ClusterSnapshot:
     reading: Mapping[str, str] = field(default_factory=dict[str, str])
     places: Mapping[str, int] = field(default_factory=dict[str, int])
     starts: Mapping[str, float] = field(default_factory=dict[str, float])
+    hosts: tuple[Host, ...] = ()
 
 
 class LiveState:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import Engine, Row
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,6 +25,7 @@ from tlora.protocol import JobProfile, JobSubmitted
 from tlora.service.backend_factory import Cluster
 from tlora.service.database import file_rows, job_rows
 
+T = TypeVar("T")
 _MOST_PATHS = 10_000
 _KEYS = {"eval_path": "eval_file", "adapter_path": "start_from"}  # of a jobs file
 
@@ -123,6 +124,7 @@ def submit(cluster: Cluster, row: Row[Any], spec: JobSpec, gpus_there: int, leas
     )
 
 
+_ROOM_SECONDS = 10.0  # between two tries to read data whose tokens have no room on the disk
 STORE_SECONDS = 2.0  # between two tries of a store that does not answer
 
 
@@ -167,3 +169,10 @@ class Feeder:
                 return
             except Exception:  # of this job alone: the others are taken up all the same
                 logging.getLogger(__name__).exception("%s: is taken up when the server starts again", job.row.id)
+
+
+def try_later(what: Callable[[T], object], argument: T) -> None:
+    """As soon as there may be room on the disk."""
+    again = threading.Timer(_ROOM_SECONDS, what, (argument,))
+    again.daemon = True
+    again.start()

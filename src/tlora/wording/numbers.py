@@ -71,6 +71,17 @@ def names_text(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def ranges_text(numbers: Iterable[int]) -> str:
+    """Whole numbers in rising order, neighbours as one: 0-7, 12."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
 MANY_JOBS = 40  # more are summarised: their first and last rows, and a count
 _AT_AN_END = 10  # rows at the start and at the end of what is summarised
 

@@ -11,9 +11,10 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily
 from sqlalchemy import func, select
 
-from tlora.api import ClusterView, Drained, DrainOrder, GroupView, WaitingView
+from tlora.cluster_api import ClusterView, Drained, DrainOrder, GroupView, HostDrained, HostDrainOrder, HostView, WaitingView
 from tlora.service.access import caller_of
 from tlora.service.database.tables import jobs
+from tlora.service.live_state import ClusterSnapshot
 from tlora.service.routes.jobs import REFUSALS
 from tlora.service.services import Services, services_of
 
@@ -51,11 +52,33 @@ def show_cluster(request: Request) -> ClusterView:
     return ClusterView(
         device=snapshot.device,
         gpus=list(snapshot.gpus),
+        hosts=_host_views(snapshot),
         groups=groups,
         waiting=waiting,
         others_waiting=len({*snapshot.waiting, *snapshot.reading} - own - in_groups),
         draining=services.live.draining,
     )
+
+
+def _host_views(snapshot: ClusterSnapshot) -> list[HostView]:
+    used = {gpu for group in snapshot.groups for gpu in group.gpus}
+    return [
+        HostView(
+            name=host.name,
+            failure_domain=host.failure_domain,
+            gpus=sorted(host.gpus),
+            in_use=len(used & host.gpus),
+            draining=host.draining,
+        )
+        for host in snapshot.hosts
+    ]
+
+
+@router.put("/v1/hosts/{host}/drain", tags=["cluster"])
+def drain_host(host: str, order: HostDrainOrder, request: Request) -> HostDrained:
+    """Start nothing on a host any more, or use it again. It lasts until then, or a restart of the server."""
+    services_of(request).job_controller.drain_host(host, finish=order.finish, undo=not order.draining)
+    return HostDrained(host=host, draining=order.draining)
 
 
 @router.put("/v1/drain", tags=["cluster"])

@@ -31,7 +31,7 @@ from tlora.service.routes.jobs import REFUSALS, JobId
 from tlora.service.services import Services, services_of
 from tlora.service.signed import COOKIE_SECONDS, LINK_SECONDS
 from tlora.version import __version__
-from tlora.wording.numbers import DASH, count_text, duration_text, loss_text
+from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, ranges_text
 
 _TEXT: dict[str, Any] = {"content": {"text/html": {"schema": {"type": "string"}}}}
 # refusals are pages for browsers, and JSON for all others
@@ -128,6 +128,8 @@ def show_page(request: Request) -> HTMLResponse:
         places=places,
         boxes=boxes,
         free=[gpu for gpu in cluster.gpus if gpu not in used],
+        hosts=cluster.hosts,
+        leaving={gpu for host in cluster.hosts if host.draining for gpu in host.gpus},
         waiting=waiting[:_MOST_WAITING],
         more_waiting=max(0, len(waiting) - _MOST_WAITING),
         paused=paused[:_MOST_WAITING],
@@ -205,7 +207,14 @@ def _environment() -> Environment:
         loader=PackageLoader("tlora.service", "page"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals |= {"version": __version__, "dash": DASH}
-    environment.filters |= {"loss": loss_text, "count": count_text, "duration": duration_text, "ago": _ago, "clock": _clock}
+    environment.filters |= {
+        "loss": loss_text,
+        "count": count_text,
+        "duration": duration_text,
+        "ago": _ago,
+        "clock": _clock,
+        "ranges": ranges_text,
+    }
     return environment
 
 

@@ -1,0 +1,78 @@
+"""What the HTTP API says of a cluster, and takes: read and written by the server and by its clients."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from tlora.api import Answer
+
+
+class DrainOrder(BaseModel, frozen=True, extra="forbid"):
+    draining: bool
+
+
+class HostDrainOrder(BaseModel, frozen=True, extra="forbid"):
+    """`finish`: its jobs train to their end there; else they go on elsewhere from their checkpoints."""
+
+    draining: bool
+    finish: bool = False
+
+
+class GroupView(Answer):
+    """Jobs that share a base on GPUs. Other tenants' jobs are only counted."""
+
+    id: str
+    base_model: str
+    gpus: list[int]
+    token_budget: int
+    jobs: list[str]
+    other_jobs: int
+
+
+class WaitingView(Answer):
+    """`place`: among all tenants' jobs that wait for a GPU, 1 being the next; `estimated_start`: as of a job."""
+
+    job: str
+    name: str
+    reason: str
+    place: int | None = None
+    estimated_start: float | None = None
+
+
+class HostView(Answer):
+    """`failure_domain`: what fails as one with it, as a rack. `in_use`: how many of its GPUs groups have. `draining`: nothing starts there
+    any more.
+    """
+
+    name: str
+    failure_domain: str
+    gpus: list[int]
+    in_use: int
+    draining: bool
+
+
+class ClusterView(Answer):
+    object: Literal["cluster"] = "cluster"
+    device: str
+    gpus: list[int]
+    hosts: list[HostView]
+    groups: list[GroupView]
+    waiting: list[WaitingView]
+    others_waiting: int
+    draining: bool
+
+
+class Drained(Answer):
+    """Whether new orders are refused, and how many jobs have not ended."""
+
+    draining: bool
+    open_jobs: int
+
+
+class HostDrained(Answer):
+    """What was asked for a host."""
+
+    host: str
+    draining: bool

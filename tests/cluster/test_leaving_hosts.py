@@ -1,0 +1,120 @@
+"""Hosts that drain, and a rack that is lost at once: the jobs go on elsewhere, under the scheduler and the back end of a live cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.fake_workers import STARTED, FakeWorker, local_backend
+from tests.cluster.test_local import job, submitted
+from tlora.cluster.local import LocalBackend
+from tlora.errors import ConfigError
+from tlora.protocol import GpusLost, NodeAdded
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.hardware import live_cost_model
+from tlora.worker_protocol import Finished
+
+HOSTS = {"a": (1000, 1001), "b": (2000, 2001), "c": (3000, 3001, 3002, 3003)}  # of different sizes; the first two fail together
+RACKS = {"a": "r1", "b": "r1", "c": "r2"}
+
+
+@dataclass
+class Cluster:
+    """Hosts a, b and c beside the controller's own, whose workers do what they are told."""
+
+    backend: LocalBackend
+    scheduler: Scheduler = field(
+        default_factory=lambda: Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({"base": 16e9, "other": 16e9}))
+    )
+    dead: list[FakeWorker] = field(default_factory=list)
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            for event in self.backend.poll():
+                for action in self.scheduler.handle(event, self.backend.now()):
+                    self.backend.execute(action)
+            for worker in STARTED:
+                if worker not in self.dead:
+                    worker.obey()
+
+    @property
+    def where(self) -> dict[str, int]:
+        """The GPU of each job that trains, as its worker has it."""
+        living = [worker for worker in STARTED if worker not in self.dead]
+        held = [(here.job_id, worker.gpu) for worker in living for here in worker.worker_reconciler.held if here.resident]
+        assert len(held) == len({name for name, _ in held}), f"a job is in two workers: {held}"
+        return dict(held)
+
+    def lose(self, *hosts: str) -> None:
+        """All workers of the hosts end at once, and an engine says that the hosts are gone."""
+        gpus = [gpu for host in hosts for gpu in HOSTS[host]]
+        self.backend.worker_pool.remote_hosts.events.append(GpusLost(tuple(gpus), "their rack is lost"))
+        for worker in STARTED:
+            if worker.gpu in gpus:
+                self.dead.append(worker)
+                worker.say(None)
+
+    def submit(self, *names: str) -> None:
+        for name in names:
+            self.backend.submit(submitted(name), job(name))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with local_backend(tmp_path, gpus=(0,), tick_seconds=0.02) as backend:
+        for host, gpus in HOSTS.items():
+            backend.worker_pool.remote_hosts.events.append(NodeAdded(host, gpus, RACKS[host]))
+        yield Cluster(backend)
+
+
+NAMES = ("j0", "j1", "j2", "j3", "j4")  # by best fit: one beside the controller, two each on a and b
+
+
+def test_a_rack_that_is_lost_at_once_costs_no_job(cluster: Cluster) -> None:
+    cluster.submit(*NAMES)
+    cluster.until(lambda: sorted(cluster.where.values()) == [0, *HOSTS["a"], *HOSTS["b"]])
+    before = cluster.where
+    cluster.lose("a", "b")
+    cluster.until(lambda: sorted(cluster.where.values()) == [0, *HOSTS["c"]])
+    stayed = [name for name in NAMES if before[name] == cluster.where[name]]
+    assert set(cluster.where) == set(NAMES) and len(stayed) == 1 and cluster.scheduler.state.num_gpus == 5
+
+
+def test_jobs_of_a_host_that_drains_go_on_elsewhere_until_it_is_taken_back(cluster: Cluster) -> None:
+    cluster.submit(*NAMES)
+    cluster.until(lambda: sorted(cluster.where.values()) == [0, *HOSTS["a"], *HOSTS["b"]])
+    before, there = cluster.where, set(HOSTS["a"])
+    cluster.backend.drain("a")
+    cluster.until(lambda: set(cluster.where) == set(NAMES) and there.isdisjoint(cluster.where.values()))
+    assert all(cluster.where[name] == gpu for name, gpu in before.items() if gpu not in there), "the others stay where they are"
+    cluster.backend.worker_pool.remote_hosts.events.append(NodeAdded("a", HOSTS["a"], "r1"))  # its worker has dialled again
+    cluster.submit("k0", "k1", "k2")
+    cluster.until(lambda: {"k0", "k1"} <= set(cluster.where) and not cluster.backend.worker_pool.remote_hosts.events)
+    assert there.isdisjoint(cluster.where.values()) and there.isdisjoint(cluster.scheduler.state.node_of)
+    cluster.backend.drain("a", undo=True)
+    cluster.submit("l0", "l1")
+    cluster.until(lambda: not there.isdisjoint(cluster.where.values()))
+
+
+def test_jobs_may_end_on_a_host_that_drains(cluster: Cluster) -> None:
+    cluster.submit(*NAMES)
+    cluster.until(lambda: sorted(cluster.where.values()) == [0, *HOSTS["a"], *HOSTS["b"]])
+    before = cluster.where
+    cluster.backend.drain("a", finish=True)
+    cluster.submit("k0")
+    cluster.until(lambda: "k0" in cluster.where)
+    assert cluster.where["k0"] in HOSTS["c"] and {name: gpu for name, gpu in cluster.where.items() if name in before} == before
+    (ends,) = [worker for worker in STARTED if worker.gpu == HOSTS["a"][0]]
+    ends.say(Finished(next(name for name, gpu in before.items() if gpu == ends.gpu), {}))
+    cluster.until(lambda: HOSTS["a"][0] not in cluster.scheduler.state.node_of)
+    assert HOSTS["a"][1] in cluster.scheduler.state.node_of, "the other job trains on"
+
+
+def test_an_unknown_host_is_refused(cluster: Cluster) -> None:
+    cluster.until(lambda: len(cluster.scheduler.state.nodes) == 4)
+    with pytest.raises(ConfigError, match="unknown host 'd'. There are a, b, c, local"):
+        cluster.backend.drain("d")
