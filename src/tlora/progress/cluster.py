@@ -107,7 +107,12 @@ class ClusterProgress:
         self.groups[group.group_id] = group
         for name in group.job_ids:
             self._group_of[name] = group.group_id
-            self.view.place(name, group.gpus)
+            self.view.place(name, group.gpus, self._host_of(group))
+
+    def _host_of(self, group: JobGroup) -> str:
+        """Where there are several."""
+        hosts = self.hosts.values() if len(self.hosts) > 1 else ()
+        return next((host.name for host in hosts if group.gpus[0] in host.gpus), "")
 
     def _leave(self, group_id: str, stay: frozenset[str]) -> None:
         """Those that do not stay leave the group, unless they are in another one already."""

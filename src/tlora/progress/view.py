@@ -38,11 +38,13 @@ class JobProgress:
     reason: str = ""  # why it failed or stopped
     gpu: int | None = None  # where it is, or where it ended, of a run on several GPUs
     parts_on: tuple[int, ...] = ()  # other GPUs that compute some of its replicas
+    host: str = ""  # that has them, where there are several
 
     @property
     def gpus_text(self) -> str:
-        """All of them, with commas; "" on a single one."""
-        return "" if self.gpu is None else ",".join(map(str, (self.gpu, *self.parts_on)))
+        """All of them, with commas, and their host before them; "" on a single one."""
+        numbers = "" if self.gpu is None else ",".join(map(str, (self.gpu, *self.parts_on)))
+        return f"{self.host}:{numbers}" if self.host and numbers else numbers
 
     @property
     def has_ended(self) -> bool:
@@ -108,15 +110,15 @@ class ProgressView:
         keeps = row.status == "paused" or row.gpu is not None
         self.show(replace(row, status=row.status if keeps else "queued", **values))
 
-    def place(self, name: str, gpus: tuple[int, ...]) -> None:
-        """It is to be trained on `gpus`, the first of which leads. Where that is another one than before, it is loaded there first."""
+    def place(self, name: str, gpus: tuple[int, ...], host: str = "") -> None:
+        """It is to be trained on `gpus` of `host`, the first of which leads. Where that is another one than before, it is loaded first."""
         if (row := self._open(name)) is not None:
             stays = row.status == "paused" or row.gpu == gpus[0] or (row.gpu is None and row.status == "training")
-            self.show(replace(row, status=row.status if stays else "preparing", gpu=gpus[0], parts_on=gpus[1:]))
+            self.show(replace(row, status=row.status if stays else "preparing", gpu=gpus[0], parts_on=gpus[1:], host=host))
 
     def leave(self, name: str) -> None:
         """It has lost its place, and waits for another unless it is paused."""
-        self.advance(name, status="queued", gpu=None, parts_on=(), tokens_per_second=0.0, eta_seconds=None)
+        self.advance(name, status="queued", gpu=None, parts_on=(), host="", tokens_per_second=0.0, eta_seconds=None)
 
     def hold(self, name: str) -> None:
         """Its owner pauses it; it keeps its place until it leaves it."""

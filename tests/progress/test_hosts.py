@@ -1,0 +1,26 @@
+"""Which hosts a cluster has, and where their jobs train, out of events and actions."""
+
+from __future__ import annotations
+
+from tlora.progress.cluster import ClusterProgress
+from tlora.progress.view import ProgressView
+from tlora.protocol import GpusLost, JobGroup, JobProfile, JobSubmitted, NodeAdded, NodeDraining, ParallelPlan, StartGroup, StopGroup
+
+
+def test_hosts_come_drain_and_go_and_a_job_says_where_it_is() -> None:
+    progress = ClusterProgress(ProgressView())
+    start = StartGroup(JobGroup("g0", "base", (1001, 1002), ParallelPlan(2, 1024), ("a",), (1.0,)))
+    for item in (NodeAdded("local", (0,)), JobSubmitted("a", "base", 2, JobProfile(100.0, 10, 30, 1000)), start):
+        progress.see(item)
+    assert progress.view.rows["a"].gpus_text == "1001,1002", "one host needs no name"
+    for item in (NodeAdded("big", (1001,), "r1"), NodeAdded("big", (1002,), "r1"), StopGroup("g0"), start, NodeDraining("big")):
+        progress.see(item)
+    assert progress.view.rows["a"].gpus_text == "big:1001,1002"
+    host = progress.hosts["big"]
+    assert (host.failure_domain, host.gpus, host.draining) == ("r1", {1001, 1002}, True)
+    progress.see(StopGroup("g0"))
+    assert progress.view.rows["a"].gpus_text == ""
+    progress.see(NodeAdded("big", (1001, 1002), "r1"))
+    assert not host.draining
+    progress.see(GpusLost((1001, 1002)))
+    assert list(progress.hosts) == ["local"]
