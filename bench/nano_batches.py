@@ -34,7 +34,7 @@ from tlora.batching.slice_count import SliceCount
 from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.engine.messages import StageOrder, Stop
 from tlora.engine.ranks.early_stage import EarlyStage
-from tlora.engine.ranks.last_stage import StageExchange, StagePipeline
+from tlora.engine.ranks.last_stage import StagePipeline
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
@@ -107,7 +107,7 @@ class LoneJob:
     def __init__(self, setting: Setting, data: Dataset, send: Callable[[StageOrder], None]) -> None:
         model, links = setting.open_stage(STAGES - 1)
         pipeline = StagePipeline(model, links, setting.ranges(), send)
-        self.engine = Engine(model, setting.budget, lambda _: None, exchange=StageExchange(pipeline), pipeline=pipeline)
+        self.engine = Engine(model, setting.budget, lambda _: None, pipeline=pipeline)
         spec = {"name": "lone", "data": "-", "r": 16, "batch_size": SAMPLES, "max_steps": 1 << 20, "learning_rate": 1e-4}
         self.run = JobRun(JobSpec(**spec), data, None)
         self.engine.join(self.run)

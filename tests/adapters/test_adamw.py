@@ -126,7 +126,7 @@ def test_a_step_in_two_halves_is_the_whole_step(size: float, clip: float) -> Non
     config, whole, halves = TrainConfig(max_grad_norm=clip), fresh(), fresh()
     grad = gradient(0, size)
     expected, before = adamw_step(whole, grad.clone(), config, 9), grad.clone()
-    verdict = measure(grad, clip)
+    verdict = measure(grad, clip, LAYOUT)
     assert torch.equal(grad.nan_to_num(7), before.nan_to_num(7)), "measuring has changed the gradient"
     assert (verdict[1] < 1) == (clip == 1.0 and math.isfinite(size))
     assert repr(adamw_step(halves, grad, config, 9, None, verdict)) == repr(expected)  # NaN too

@@ -180,7 +180,7 @@ def test_what_a_neighbour_holds_changes_no_bit(bad: float) -> None:
 def make_shared(dtype: torch.dtype, family: str = "llama", deterministic: bool = False) -> SuperModel:
     changes = SHAPE | ({"head_dim": 64} if hasattr(FAMILIES[family], "head_dim") else {})
     shared = SuperModel(make_base(make_model(family, dtype, **changes).to(CUDA), family), deterministic)
-    assert shared.fast_path is None and isinstance(shared._optimizer, JobByJobOptimizer) and shared.plain_path.grouped != deterministic
+    assert shared.fast_path is None and isinstance(shared.optimizer, JobByJobOptimizer) and shared.plain_path.grouped != deterministic
     return shared
 
 

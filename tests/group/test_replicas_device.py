@@ -30,7 +30,7 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of 
 def trained(job: JobSpec, sets: Sets, heard: list[Report], budget: int) -> AdapterState:
     heard.clear()
     model = SuperModel(make_base(make_model().to(DEVICE), "tiny"), deterministic=True)
-    model._optimizer = DeviceOptimizer(model.bank)
+    model.optimizer = DeviceOptimizer(model.bank)
     engine = Engine(model, budget, heard.append)
     with torch.compiler.set_stance("force_eager"):
         engine.join(JobRun(job, sets[0], None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,12 +15,15 @@ from tlora.adapters.adamw import StepStats, adamw_step
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterState, init_state, make_layout
 from tlora.job import LoraConfig, TrainConfig
+from tlora.shape.stages import LayerRange
+from tlora.supermodel.optimizer_steps import OPEN, PROVEN, REFUSED
+from tlora.supermodel.stage import AdapterCut, Stage, StageInput
 
 pytest.importorskip("triton")
 with interpreted():
     from tlora.kernels import triton_adamw, triton_chunks
     from tlora.supermodel import device_optimizer
-    from tlora.supermodel.device_optimizer import DeviceOptimizer
+    from tlora.supermodel.device_optimizer import DeviceOptimizer, DevicePart
 
 pytestmark = MARKS
 TARGETS = {"layers.0.q_proj": (32, 48), "layers.0.v_proj": (32, 7), "layers.1.q_proj": (32, 48), "layers.1.down_proj": (300, 32)}
@@ -119,6 +122,55 @@ def shared() -> Shared:
     made.join("ranks", LoraConfig(r=4, rank_pattern={"layers.1.q_proj": 19, "down_proj": 1}), weight_decay=0.3, max_grad_norm=0.05)
     made.join("few", LoraConfig(r=8, target_modules=["v_proj"]), warmup_steps=2, adam_beta1=0.4, lr_scheduler_type="cosine")
     return made
+
+
+def parts_of(whole: Job) -> tuple[AdapterCut, list[tuple[DeviceOptimizer, Job]]]:
+    """The same job at three stages, each with a bank and an optimizer of its own; the last has no module of it."""
+    stages = [Stage(LayerRange(i, i + 1, 3), (f"layers.{i}",), StageInput()) for i in range(3)]
+    cut = AdapterCut(whole.state.layout, stages)
+    found: list[tuple[DeviceOptimizer, Job]] = []
+    for rank, layout in enumerate(cut.parts):
+        bank = AdapterBank(TARGETS, torch.float32, DEVICE)
+        job = replace(whole, state=cut.state(rank, whole.state), twin_bank=bank)
+        optimizer = DeviceOptimizer(bank)
+        bank.add("a", layout)
+        bank.write("a", job.state.params)
+        optimizer.add("a", job.state)
+        found.append((optimizer, job))
+    return cut, found
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_an_adapter_that_steps_in_parts_keeps_every_bit(clip: float) -> None:
+    """A step that the bound proves, one with NaN, one that a look at the update refuses where it is not clipped, and one more."""
+    shared = Shared()
+    shared.join("a", LoraConfig(r=20, rank_pattern={"v_proj": 3}), weight_decay=0.3, max_grad_norm=clip)
+    whole, rule = shared.jobs["a"], shared.optimizer.part_rule
+    cut, parts = parts_of(whole)
+    draw = torch.Generator().manual_seed(0)
+    verdicts: list[float] = []
+    for size in (0.1, math.nan, 1e30, 0.2):
+        gradient_P = torch.randn(cut.layout.numel, generator=draw).to(DEVICE)
+        gradient_P[7] *= size
+        shared.optimizer.set_gradient("a", gradient_P)
+        expected = shared.step_unchecked("a")["a"]
+        steps: list[DevicePart] = []
+        for rank, (optimizer, job) in enumerate(parts):
+            optimizer.set_gradient("a", cut.take(rank, gradient_P))
+            steps.append(optimizer.begin_part("a", job))
+        measured_RE = cut.put_together([step.measured_RE for step in steps], rule.columns)
+        norm, factor, verdict = steps[-1].judge(measured_RE).tolist()
+        verdicts.append(verdict)
+        checks = [bool(step.check(factor)) for step in steps] if verdict == OPEN else [verdict == REFUSED]
+        found = [step.apply(norm, factor, applied=not any(checks)) for step in steps]
+        assert all(repr(each) == repr(expected) for each in found)  # NaN too
+        for name in ("params", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(cut.put_together([getattr(job.state, name) for _, job in parts]), getattr(whole.state, name)), name
+        assert not any(bool(optimizer.gradient("a").any()) for optimizer, _ in parts)
+        for rank, (_, job) in enumerate(parts):
+            for s in cut.parts[rank].shapes:
+                assert torch.equal(job.twin_bank.linear(s.module).a_RK, shared.bank.linear(s.module).a_RK), s.module
+    assert verdicts == ([PROVEN, REFUSED, OPEN, PROVEN] if clip == 0 else [PROVEN, REFUSED, PROVEN, PROVEN])
 
 
 def test_jobs_step_together_and_apart_each_by_its_own_rule(shared: Shared) -> None:

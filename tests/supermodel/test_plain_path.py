@@ -40,7 +40,7 @@ def make_shared(family: str = "llama", grouped: bool = True, dtype: torch.dtype 
     shared = SuperModel(make_base(make_model(family, dtype, **changes), family))
     shared.plain_path.grouped = grouped  # as `groups_on` has it on a GPU
     if grouped:
-        shared._optimizer = make_queued_optimizer(shared.bank)
+        shared.optimizer = make_queued_optimizer(shared.bank)
     return shared
 
 

@@ -44,7 +44,7 @@ def eager() -> Iterator[None]:
 
 def make_shared(optimizer: Any) -> SuperModel:
     shared = SuperModel(make_base(make_model().to(DEVICE), "llama"), deterministic=True)
-    shared._optimizer = optimizer(shared.bank)
+    shared.optimizer = optimizer(shared.bank)
     shared.join("spanning", LORA, TRAIN, total_steps=STEPS)
     return shared
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from tests.kernels.interpreter import INTERPRETED_ALONE, interpret
 from tests.tiny import make_model, make_samples
+from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState, init_state
 from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, TrainConfig
@@ -21,13 +24,14 @@ from tlora.shape.stages import LayerRange
 from tlora.supermodel import plain_path, supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import outline
-from tlora.supermodel.stage import StagePass
+from tlora.supermodel.optimizer_steps import REFUSED
+from tlora.supermodel.stage import AdapterCut, Stage, StagePass
 from tlora.supermodel.stage_base import check_stages
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = INTERPRETED_ALONE
 LORA = {"a": LoraConfig(r=4, lora_dropout=0.2), "b": LoraConfig(r=20, target_modules=["q_proj", "down_proj"])}
-TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant")
+TRAIN = {name: TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=clip) for name, clip in (("a", 1.0), ("b", 0.0))}
 Back = Callable[[Tensor], object]
 
 
@@ -91,11 +95,37 @@ def batch_of(step: int | None, pairs: bool = False) -> PackedBatch:
     return collate(rows)
 
 
-def part_of(state: AdapterState, stage: SuperModel) -> AdapterState:
-    assert stage.base.stage is not None
-    places = stage.base.stage.places(state.layout)
-    cut = [torch.cat([flat_P[place] for place in places]) for flat_P in (state.params, state.exp_avg, state.exp_avg_sq)]
-    return AdapterState(stage.base.stage.own(state.layout), *cut)
+def cut_of(state: AdapterState, stages: Sequence[SuperModel]) -> AdapterCut:
+    return AdapterCut(state.layout, [cast(Stage, stage.base.stage) for stage in stages])
+
+
+def step_in_parts(job_id: str, cut: AdapterCut, stages: Sequence[SuperModel]) -> StepStats:
+    """Of all stages, as the last one orders them; every part looks at its update first."""
+    rule, steps = stages[-1].optimizer.part_rule, [stage.begin_step(job_id) for stage in stages]
+    measured_RE = cut.put_together([step.measured_RE for step in steps], rule.columns)
+    assert measured_RE.shape == (rule.rows, sum(map(rule.columns, cut.layout.shapes)))
+    norm, clip, verdict = steps[-1].judge(measured_RE).tolist()
+    checks = [bool(step.check(clip)) for step in steps]
+    applied = verdict != REFUSED and not any(checks)
+    stats = [step.apply(norm, clip, applied=applied) for step in steps]
+    assert all(each == stats[0] for each in stats)
+    return stats[0]
+
+
+def check_steps(job_id: str, gradient_P: Tensor, whole: SuperModel, cut: AdapterCut, stages: Sequence[SuperModel]) -> None:
+    """One that is clipped or not, one with NaN in it, and one whose update overflows where it is not clipped."""
+    spoilt = gradient_P.clone()
+    spoilt[len(spoilt) // 2] = math.nan
+    for each, refused in ((gradient_P * 1e3, ""), (spoilt, "ab"), (gradient_P * 1e30, "b")):
+        whole.set_gradient(job_id, each.clone())
+        for rank, stage in enumerate(stages):
+            stage.set_gradient(job_id, cut.take(rank, each))
+        expected = whole.optim_step([job_id])[job_id]
+        assert repr(step_in_parts(job_id, cut, stages)) == repr(expected) and expected.applied == (job_id not in refused)
+        for name in ("params", "exp_avg", "exp_avg_sq"):
+            parts = cut.put_together([getattr(stage.state(job_id), name) for stage in stages])
+            assert torch.equal(parts, getattr(whole.state(job_id), name)), name
+        assert not any(bool(stage.gradient(job_id).any()) for stage in stages)
 
 
 def chain(stages: Sequence[SuperModel]) -> list[Before]:
@@ -121,9 +151,9 @@ def test_stages_compute_the_bits_of_the_whole_base(family: str, layers: int, fas
     links = chain(stages)
     states = states_of(whole)
     for job_id, lora in LORA.items():
-        whole.join(job_id, lora, TRAIN, state=states[job_id].clone())
-        for stage in stages:
-            stage.join(job_id, lora, TRAIN, state=part_of(states[job_id], stage))
+        whole.join(job_id, lora, TRAIN[job_id], state=states[job_id].clone())
+        for rank, stage in enumerate(stages):
+            stage.join(job_id, lora, TRAIN[job_id], state=cut_of(states[job_id], stages).state(rank, states[job_id]))
 
     for objectives in ({"a": Dpo()},) if layers == 2 else ({}, {"a": Dpo()}):
         batch, evaluated = batch_of(3, bool(objectives)), batch_of(None, bool(objectives))
@@ -135,15 +165,11 @@ def test_stages_compute_the_bits_of_the_whole_base(family: str, layers: int, fas
             name: float(loss.loss_sum) for name, loss in expected.items()
         }
         for job_id in LORA:
-            gradient_P = torch.zeros(states[job_id].layout.numel)
-            for stage in stages:
-                own_P = stage.gradient(job_id)
-                for place in stage.base.stage.places(states[job_id].layout):  # type: ignore[union-attr]
-                    gradient_P[place], own_P = own_P[: place.stop - place.start], own_P[place.stop - place.start :]
-                assert not len(own_P)
-                stage.zero_grad_of(job_id)
+            cut = cut_of(states[job_id], stages)
+            gradient_P = cut.put_together([stage.gradient(job_id) for stage in stages])
             assert torch.equal(gradient_P, whole.gradient(job_id)) and float(gradient_P.norm()) > 0
             whole.zero_grad_of(job_id)
+            check_steps(job_id, gradient_P, whole, cut, stages)
         for link in links:
             link.begin(evaluated, compared, False)
         alike = zip(whole.evaluate(evaluated, objectives).values(), stages[-1].evaluate(evaluated, objectives).values(), strict=True)
@@ -163,9 +189,9 @@ def test_a_stage_holds_its_own_weights_alone(precision: str, tmp_path: Path) -> 
     links[0].begin(batch_of(None), [], False)
     for job_id, lora in LORA.items():
         state = states_of(whole)[job_id]
-        whole.join(job_id, lora, TRAIN, state=state.clone())
-        for stage in stages:
-            stage.join(job_id, lora, TRAIN, state=part_of(state, stage))
+        whole.join(job_id, lora, TRAIN[job_id], state=state.clone())
+        for rank, stage in enumerate(stages):
+            stage.join(job_id, lora, TRAIN[job_id], state=cut_of(state, stages).state(rank, state))
     alike = zip(whole.evaluate(batch_of(None)).values(), stages[-1].evaluate(batch_of(None)).values(), strict=True)
     assert all(torch.equal(a.loss_sum, b.loss_sum) for a, b in alike)
 

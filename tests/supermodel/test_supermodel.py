@@ -210,7 +210,7 @@ def test_a_step_that_raises_keeps_no_other_from_stepping(model: SuperModel, monk
     for job, rank in (("a", 4), ("b", 5), ("c", 6)):
         model.join(job, LoraConfig(r=rank), TRAIN)
     model.forward_backward(make_batch({job: make_samples(2) for job in "abc"}))
-    optimizer: Any = model._optimizer
+    optimizer: Any = model.optimizer
     step = optimizer._step
 
     def raising(state: AdapterState, *args: Any) -> StepStats:

@@ -1,7 +1,8 @@
 """AdamW, learning-rate schedule and clipping for one adapter's flat vectors. Nothing here is shared between jobs.
 
 A step has two halves: `measure` reads the gradient, `adamw_step` updates. The formulas are `torch.optim.AdamW`'s and transformers'
-`get_scheduler`'s; the tests compare with both.
+`get_scheduler`'s; the tests compare with both. A norm is that of the norms of A and B of each module, as torch's `clip_grad_norm_` takes
+it: where an adapter lies on several processes, each measures its own modules.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora.adapters.state import AdapterState
+from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.job import TrainConfig
 
 
@@ -49,13 +50,32 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
 
 
 @torch.no_grad()
-def measure(grad: Tensor, max_grad_norm: float) -> Tensor:
+def measure(grad: Tensor, max_grad_norm: float, layout: AdapterLayout) -> Tensor:
     """The verdict on a flat gradient [P], which stays as it is: fp64 [2], its norm, finite exactly when all of it is, and the factor that
     clips it (1: not clipped). `max_grad_norm` 0: no clipping.
     """
-    norm = _norm(grad)
-    clipped = max_grad_norm > 0 and math.isfinite(norm) and norm + 1e-6 > max_grad_norm  # torch's rule, its 1e-6 included
-    return torch.tensor([norm, max_grad_norm / (norm + 1e-6) if clipped else 1.0], dtype=torch.float64, device=grad.device)
+    return verdict_of(module_norms(grad, layout), max_grad_norm)
+
+
+def module_norms(grad: Tensor, layout: AdapterLayout) -> Tensor:
+    """Of a flat gradient [P] on the host, fp64 [2M]: the norms of A and B of each module."""
+    return torch.tensor([_norm(part) for _, a, b in layout.views(grad) for part in (a, b)], dtype=torch.float64)
+
+
+def queued_norms(grad: Tensor, layout: AdapterLayout) -> Tensor:
+    """As `module_norms`, on a device that is not waited for: in fp64, in which squares of fp32 numbers do not overflow. A CPU would take
+    four times as long for it.
+    """
+    parts = [part for _, a, b in layout.views(grad) for part in (a, b) if part.numel()]
+    return torch.stack(torch._foreach_norm(parts, 2, torch.float64)) if parts else grad.new_empty(0, dtype=torch.float64)
+
+
+def verdict_of(norms: Tensor, max_grad_norm: float) -> Tensor:
+    """As `measure`, by the norms of all modules. Does not wait for the device."""
+    norm = torch.linalg.vector_norm(norms)
+    factor = max_grad_norm / (norm + 1e-6)
+    clipped = norm.isfinite() & (norm + 1e-6 > max_grad_norm) & (max_grad_norm > 0)  # torch's rule, its 1e-6 included
+    return torch.stack([norm, torch.where(clipped, factor, 1.0)])
 
 
 @torch.no_grad()
@@ -73,7 +93,7 @@ def adamw_step(
     (default: the state's own), changes nothing but the counters.
     """
     rate = learning_rate(config, state.step, total_steps)
-    norm, clip = (measure(grad, config.max_grad_norm) if verdict_2 is None else verdict_2).tolist()
+    norm, clip = (measure(grad, config.max_grad_norm, state.layout) if verdict_2 is None else verdict_2).tolist()
     applied = math.isfinite(norm)
     if applied:
         if clip != 1:
@@ -93,7 +113,7 @@ def count_step(state: AdapterState, rate: float, norm: float, applied: bool) -> 
 
 def weights_fit(params: Tensor, dtype: torch.dtype) -> bool:
     """Whether all of `params` are finite once rounded to `dtype`. Rounding keeps order: the largest decides."""
-    return bool(torch.linalg.vector_norm(params, math.inf).to(dtype).isfinite())
+    return not params.numel() or bool(torch.linalg.vector_norm(params, math.inf).to(dtype).isfinite())
 
 
 def _norm(x: Tensor) -> float:
@@ -123,10 +143,15 @@ def _adamw(state: AdapterState, grad: Tensor, config: TrainConfig, rate: float, 
     if not is_allowed(state, config, rate, grad.dtype):
         return False
     params, exp_avg, exp_avg_sq = updated(state, grad, config, rate)
-    norm = _norm(params)
-    if not math.isfinite(norm) or not math.isfinite(_norm(exp_avg_sq)):
-        return False
-    if norm >= torch.finfo(weight_dtype).max and not weights_fit(params, weight_dtype):  # no weight is larger than the norm
+    if not fits(params, exp_avg_sq, weight_dtype):
         return False
     state.params, state.exp_avg, state.exp_avg_sq = params, exp_avg, exp_avg_sq
     return True
+
+
+def fits(params: Tensor, exp_avg_sq: Tensor, weight_dtype: torch.dtype) -> bool:
+    """Whether all of an update is finite, the weights also in the dtype that they are computed with."""
+    norm = _norm(params)
+    if not math.isfinite(norm) or not math.isfinite(_norm(exp_avg_sq)):
+        return False
+    return norm < torch.finfo(weight_dtype).max or weights_fit(params, weight_dtype)  # no weight is larger than the norm

@@ -206,27 +206,30 @@ class AdapterBank:
     def write(self, job_id: str, params: Tensor) -> None:
         """Copy full-precision `params` (flat) into the slot's weights."""
         flat = [view for _, a, b in self._layouts[job_id].views(params) for view in (a, b)]
-        torch._foreach_copy_(self._rows(job_id, "a_RK", "b_RN"), flat)
+        if flat:
+            torch._foreach_copy_(self._rows(job_id, "a_RK", "b_RN"), flat)
 
     @torch.no_grad()
     def gradient(self, job_id: str) -> Tensor:
         """A copy of the slot's summed gradient [P], flat in the order of its layout and in `sum_dtype`."""
         self.scale_sums(job_id, 1.0)
-        return torch.cat([row.reshape(-1) for row in self._rows(job_id, "da_RK", "db_RN")])
+        rows = [row.reshape(-1) for row in self._rows(job_id, "da_RK", "db_RN")]
+        return torch.cat(rows or [torch.empty(0, dtype=self.sum_dtype, device=self.device)])
 
     @torch.no_grad()
     def set_gradient(self, job_id: str, gradient_P: Tensor) -> None:
         """Replace the slot's sums by a flat gradient, as `gradient` gives it."""
         flat = [view for _, da, db in self._layouts[job_id].views(gradient_P) for view in (da, db)]
-        torch._foreach_copy_(self._rows(job_id, "da_RK", "db_RN"), flat)
+        if flat:
+            torch._foreach_copy_(self._rows(job_id, "da_RK", "db_RN"), flat)
         self._sum_scales[job_id] = 1.0
 
     @torch.no_grad()
     def scale_sums(self, job_id: str, scale: float) -> None:
         """Let the slot's sums be `scale` times its gradient, a power of two: what is added from now on is scaled so too."""
         before = self._sum_scales.get(job_id, 1.0)
-        if before not in (0.0, scale):
-            torch._foreach_mul_(self._rows(job_id, "da_RK", "db_RN"), scale / before)
+        if before not in (0.0, scale) and (rows := self._rows(job_id, "da_RK", "db_RN")):
+            torch._foreach_mul_(rows, scale / before)
         self._sum_scales[job_id] = scale
 
     def sums_are_zero(self, job_id: str) -> None:
@@ -241,5 +244,6 @@ class AdapterBank:
 
     @torch.no_grad()
     def zero_grad(self, job_id: str) -> None:
-        torch._foreach_zero_(self._rows(job_id, "da_RK", "db_RN"))
+        if rows := self._rows(job_id, "da_RK", "db_RN"):
+            torch._foreach_zero_(rows)
         self.sums_are_zero(job_id)

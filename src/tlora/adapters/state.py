@@ -35,6 +35,11 @@ class AdapterShape:
     scale: float
     tokens: tuple[int, ...] = ()
 
+    @property
+    def numel(self) -> int:
+        """Trainable parameters, of A and B."""
+        return self.rank * (self.in_features + self.out_features)
+
 
 @dataclass(frozen=True)
 class AdapterLayout:
@@ -53,7 +58,7 @@ class AdapterLayout:
 
     @cached_property
     def _numel(self) -> int:
-        return sum(s.rank * (s.in_features + s.out_features) for s in self.shapes)
+        return sum(s.numel for s in self.shapes)
 
     @cached_property
     def largest_rank(self) -> int:

@@ -215,7 +215,9 @@ class StageRow:
 
 @message
 class StageBatch:
-    """From the last stage to all before it: the next micro-batch of the stream (`group.pipeline.Pipeline.announce`)."""
+    """From the last stage to all before it: the next micro-batch of the stream (`group.pipeline.Pipeline.announce`). It ends the global
+    batches of the jobs `through`, and of those in `replicas` the part of a replica that is not their last.
+    """
 
     trains: bool
     rows: tuple[StageRow, ...]
@@ -223,18 +225,25 @@ class StageBatch:
     most_tokens: int
     compared: tuple[str, ...]
     through: tuple[str, ...]
+    replicas: tuple[str, ...] = ()
 
 
 @message
 class StageChange:
-    """From the last stage to all before it, to be made in its place in the stream. Weights come through a channel, in the same order. With
+    """From the last stage to all before it, to be made in its place in the stream. States go through a channel, in the same order. With
     a new `epoch` nothing that was announced before is computed any more: all begin anew, without any gradients, or go on.
+
+    A step whose verdict is open is a "check" first (`supermodel.optimizer_steps.PartStep`); "state" is sent back.
     """
 
-    what: Literal["enter", "reference", "weights", "leave", "recompute", "begin anew", "go on"]
+    what: Literal["enter", "reference", "check", "step", "state", "leave", "recompute", "begin anew", "go on"]
     job_id: str = ""
     spec: JobSpec | None = None
     total_steps: int = 0
+    counters: tuple[int, int, int] = (0, 0, 0)  # of the state with which a job enters: step, updates, skipped
+    clip: float = 1.0  # of a step
+    applied: bool = False  # likewise
+    stretches: tuple[tuple[int, ...], ...] = ()  # by rank, of a state: numbers that follow each other in the whole adapter
     most_tokens: tuple[int, ...] = ()  # of a `RecomputePlan`
     epoch: int = 0
 

@@ -23,7 +23,7 @@ from tlora.data.prepare import DataWorker, Preparation, start_worker
 from tlora.engine.driver import Driver, FilesWritten, RunPaths
 from tlora.engine.earlier_run import to_plan
 from tlora.engine.messages import BaseFacts, Fetched, JobReport, Leave, Published, Sent
-from tlora.engine.ranks.last_stage import StageExchange, StagePipeline
+from tlora.engine.ranks.last_stage import StagePipeline
 from tlora.engine.ranks.spanning import SpanExchange
 from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
@@ -230,8 +230,7 @@ class Session:
         )
         places = RunPaths(self._directory, serving, run.report_to, settings, self._mark)
         self._exchange = exchange or SpanExchange(0, {}, send)
-        parts = self._exchange if pipeline is None else StageExchange(pipeline)
-        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, parts, pipeline)
+        self.driver = Driver(loaded.model, self._context, places, plan.token_budget, plan.longest, self._exchange, pipeline)
         self.driver.listener = monitor.listen
 
     @property

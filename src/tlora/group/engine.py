@@ -7,6 +7,7 @@ only where an evaluation, a checkpoint or an end follows.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -52,12 +53,13 @@ class Engine:
         self._smallest_budget, self._unexplained, self._calm = smallest_budget, 0, 0
         self._weights: dict[str, float] = {}
         self._stepping: Stepping | None = None
+        self._measured: deque[tuple[list[JobRun], Losses]] = deque()  # whose batches are through here, and their steps are to come
         self._exchange: Exchange = exchange or RunningSums()
-        self._pipeline = pipeline or Pipeline()
+        self._pipeline = pipeline or Pipeline(model)
         self.stream = Stream(model, self._pipeline, self.runs)
         self.nano_batching = NanoBatching(model, self._pipeline, self.runs, lambda line: listen(Noted(line)))
         own = EngineCalls(self._lower_budget, lambda run, reason: self._end(run, "failed", reason), self._set_reference)
-        self._gradients = WholeGradients(model, self._exchange, self.runs, own, in_stages=self._pipeline.depth > 1)
+        self._gradients = WholeGradients(model, self._exchange, self.runs, own)
 
     def join(self, run: JobRun, state: AdapterState | None = None, wait: Callable[[str], object] | None = None) -> None:
         """Let a job in with `state` (default: a new adapter); it offers its first batch at once. A job that cannot join fails alone. Where
@@ -94,21 +96,19 @@ class Engine:
     def _enter(self, run: JobRun, state: AdapterState | None) -> None:
         """Load adapter and reference, or neither. Away from the lead rank both come later."""
         name = run.spec.name
-        self.model.join(name, run.spec, run.spec, run.total_steps, state)
+        self.model.join(name, run.spec, run.spec, run.total_steps, self._pipeline.cut(run.spec, state))
         try:
             self._pipeline.enter(run.spec, run.total_steps)
             if run.is_lead:
                 self._set_reference(run)
         except BaseException:
-            self._pipeline.leave(name)
+            self._pipeline.drop(name)
             self.model.leave(name)
             raise
 
     def _set_reference(self, run: JobRun) -> None:
         if run.reference is not None:
-            params_P = run.reference()
-            self.model.set_reference(run.spec.name, params_P)
-            self._pipeline.set_reference(run.spec.name, params_P)
+            self.model.set_reference(run.spec.name, self._pipeline.set_reference(run.spec.name, run.reference()))
             run.reference = None  # what it holds is on the device by now
 
     @property
@@ -116,7 +116,7 @@ class Engine:
         """Whether all that is left to do waits for other ranks."""
         if self.stream.ahead or self._gradients.has_work or any(run.flow.runnable or run.unsent for run in self.runs.values()):
             return False
-        return not self._exchange.has_news
+        return not (self._exchange.has_news or self._pipeline.awaits)
 
     def stop(self) -> None:
         """Remove every job, as `leave` does. An exception for one does not keep the others."""
@@ -150,11 +150,16 @@ class Engine:
         """
         if (failure := self._pipeline.failure) is not None:
             self._recover(failure)
-        while packs and self.stream.ahead < self._pipeline.depth and (offered := self.nano_batching.pack(self.token_budget)) is not None:
-            self.stream.announce(offered, self.token_budget)
+        self._announce(packs)
+        while self._pipeline.awaits:  # a job steps as soon as it can: its next batch is what other stages may be waiting for
+            self._pipeline.wait_for_steps(computes=bool(self.stream.ahead))
+            if not self._pipeline.measured:
+                break
+            self._step_measured()
+            self._announce(packs)
         if not self.stream.ahead:
             self._settle()
-            self._step(self._gradients.completed_elsewhere())
+            self._through(self._gradients.completed_elsewhere())
             return None
         announced, before = self.stream.next(), self.model.passes.computed_tokens
         packed = announced.packed
@@ -179,8 +184,12 @@ class Engine:
             self._evaluated(through)
         else:
             whole += [run for run in through if self._gradients.through(run)]
-        self._step(whole)
+        self._through(whole)
         return packed
+
+    def _announce(self, packs: bool) -> None:
+        while packs and self.stream.ahead < self._pipeline.depth and (offered := self.nano_batching.pack(self.token_budget)) is not None:
+            self.stream.announce(offered, self.token_budget)
 
     def _drain(self) -> None:
         """Compute all micro-batches that are announced, at all stages: a job that joins may move what they read."""
@@ -211,15 +220,25 @@ class Engine:
             self._listen(Evaluated(run.spec.name, run.progress, mean.loss, run.summary(mean.metrics)))
             self._advance(run)
 
-    def _step(self, through: list[JobRun]) -> None:
-        """Take the optimizer steps of all jobs whose batch is through, together; a job whose step raises fails alone. The host waits for
-        them only if something else than the jobs' next batches follows.
+    def _through(self, whole: list[JobRun]) -> None:
+        """The batches of these jobs are through here: measure their gradients, and take the optimizer steps that can be taken."""
+        if whole:
+            losses = Losses([run.passed if run.is_lead else BatchLosses() for run in whole])  # takes memory: before any step is under way
+            self._measured.append((whole, losses))
+            self._pipeline.measure([run.spec.name for run in whole])
+        self._step_measured()
+
+    def _step_measured(self) -> None:
+        while self._measured and self._pipeline.measured:
+            self._settle()
+            self._step(*self._measured.popleft())
+
+    def _step(self, measured: list[JobRun], losses: Losses) -> None:
+        """Take the optimizer steps of jobs that were measured together; a job whose step raises fails alone. The host waits for them only
+        if something else than the jobs' next batches follows.
         """
-        if not through:
-            return
-        losses = Losses([run.passed if run.is_lead else BatchLosses() for run in through])  # takes memory: before any step is under way
-        steps = self.model.queue_optim_step([run.spec.name for run in through])
-        self._pipeline.updated([run.spec.name for run in through if run.spec.name not in steps.errors])
+        steps = self._pipeline.step()
+        through = [run for run in measured if self.runs.get(run.spec.name) is run]  # others have left meanwhile
         for run in through:
             if (error := steps.errors.get(run.spec.name)) is not None:
                 self._end(run, "failed", Failure(error).reason)
@@ -229,7 +248,7 @@ class Engine:
         stepping = [run for run in through if run.spec.name not in steps.errors]
         self.nano_batching.stepped([run.spec.name for run in stepping])
         offered = not steps.done and all(run.goes_straight_on for run in stepping)
-        self._stepping = Stepping(through, steps, losses, offered)
+        self._stepping = Stepping(measured, steps, losses, offered)
         if not offered:
             self._settle()
             return
@@ -276,7 +295,7 @@ class Engine:
             self._end(run, *end)
         elif not offered and self._offer(run) and not run.needs_evaluation and run.checkpoint_due:
             run.saved_step = run.progress.step
-            self._listen(CheckpointDue(run.spec.name, run.progress, self.model.state(run.spec.name)))
+            self._listen(CheckpointDue(run.spec.name, run.progress, self._pipeline.state(run.spec.name)))
 
     def _due_end(self, run: JobRun) -> End | None:
         """How the job ends now, because it learns nothing or has no step left; None if it continues."""
@@ -300,11 +319,11 @@ class Engine:
         self.stream.rule.leave(name)
         self._budget.room_came()
         self._exchange.leave(name, reason if status == "failed" else "")
-        self._pipeline.leave(name)
-        if not run.is_lead:
-            self.model.leave(name)
-            return
-        self._listen(Ended(name, run.progress, status, reason, self.model.leave(name)))
+        state = self._pipeline.state(name) if run.is_lead else None
+        self._pipeline.drop(name)
+        self.model.leave(name)
+        if run.is_lead:
+            self._listen(Ended(name, run.progress, status, reason, state))
 
     def _find_culprit(self, packed: MicroBatch, error: BaseException) -> None:
         """A micro-batch raised. Its jobs' half-summed gradients are dropped, each is tried alone, those that raise again fail,
@@ -333,6 +352,7 @@ class Engine:
     def _forget(self, names: list[str]) -> None:
         """Drop what has been computed of the batches on offer."""
         self.stream.begin_anew(names)
+        self._measured.clear()
         self.nano_batching.forget_time()
         for name in names:
             self.model.zero_grad_of(name)

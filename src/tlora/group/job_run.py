@@ -241,6 +241,11 @@ class JobRun:
             self.flow.virtual_time = before.virtual_time
         self.awaiting, self._is_sent = not self.offer_next_replica(), False
 
+    @property
+    def is_last_replica(self) -> bool:
+        """Whether the share on offer is the last one of its global batch here."""
+        return not self._shares
+
     def offer_next_replica(self) -> bool:
         """Put the share of the next replica here on offer; False when all have been. Replicas without samples are left out."""
         if not self._shares:

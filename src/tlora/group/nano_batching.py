@@ -135,7 +135,7 @@ class NanoBatching:
         self._stepped.update(job_ids)
         if self._since is None:
             self._begin(now)
-        elif self._stepped >= self._runs.keys():
+        elif self._work and self._stepped >= self._runs.keys():  # steps may follow each other with no micro-batch between
             tried = self._choice.count
             self._choice.see((now - self._since) * self._all_work / self._work)
             self._begin(now)

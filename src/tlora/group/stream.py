@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from tlora.batching.pack import MicroBatch, Row, prepared_budget
 from tlora.batching.stream_rule import StreamRule
@@ -61,7 +62,8 @@ class Stream:
         self.rule.announce(packed, {name: self._runs[name].progress.step for name in _jobs(packed.rows)})
         through = tuple(name for name in _jobs(packed.rows) if self._runs[name].flow.complete)
         objectives = self._objectives(packed.rows)
-        batch = try_call(self._batch, packed, token_budget, token_budget, objectives, through)
+        ends = {name: self._runs[name].is_last_replica for name in through}
+        batch = try_call(self._batch, packed, token_budget, token_budget, objectives, ends)
         self._ahead.append(Announced(packed, batch, objectives, through))
 
     def next(self) -> Announced:
@@ -107,7 +109,7 @@ class Stream:
         token_budget: int,
         most_tokens: int,
         objectives: Mapping[str, UnitLoss],
-        through: tuple[str, ...] = (),
+        through: Mapping[str, bool] = MappingProxyType({}),
     ) -> PackedBatch:
         """A micro-batch as tensors, here and at the stages before. `most_tokens`: to which it may be padded for speed; 0: to a prepared
         size at most.

@@ -1,6 +1,6 @@
 """From the gradients that this process has of a job's global batch to the whole one, which its optimizer step takes.
 
-Other ranks compute other replicas, or other stages, of it. What runs out of memory on the way is tried again with a lower budget.
+Other ranks compute other replicas of it. What runs out of memory on the way is tried again with a lower budget.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class EngineCalls:
 
 
 class WholeGradients:
-    """Of the jobs in `runs`. With `in_stages` a gradient here has this stage's layers alone."""
+    """Of the jobs in `runs`."""
 
-    def __init__(self, model: SuperModel, exchange: Exchange, runs: Mapping[str, JobRun], engine: EngineCalls, *, in_stages: bool) -> None:
-        self._model, self._exchange, self._runs, self._engine, self._in_stages = model, exchange, runs, engine, in_stages
+    def __init__(self, model: SuperModel, exchange: Exchange, runs: Mapping[str, JobRun], engine: EngineCalls) -> None:
+        self._model, self._exchange, self._runs, self._engine = model, exchange, runs, engine
         self._again: dict[str, Callable[[JobRun], bool]] = {}  # by job: what ran out of memory and is tried again
         self._state_read: set[str] = set()  # jobs that have fetched their initial state, and have not begun
         self._whole: dict[str, SummedGradient] = {}  # by job: gradient sums that were taken from the exchange, and are not in the bank yet
@@ -48,8 +48,7 @@ class WholeGradients:
 
     def through(self, run: JobRun) -> bool:
         """Whether a global batch is through with the part that was offered: then the job's sums hold the whole gradient."""
-        is_whole = run.replicas == 1 and not self._in_stages
-        return is_whole or self._attempted(run, self._end_replica)
+        return run.replicas == 1 or self._attempted(run, self._end_replica)
 
     def begin_away(self, run: JobRun) -> None:
         """Begin a job whose lead rank is another, if its initial state has come."""

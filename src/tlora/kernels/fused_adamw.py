@@ -93,10 +93,19 @@ def launch_measure(state: FlatState, buffers: StepBuffers, aligned: bool, scalar
 
     `scalars_S` and `outcome_4` are the adapter's rows, fp64.
     """
-    chunks = len(buffers.chunks_C4)
-    kernels.norm_kernel[(chunks,)](buffers.chunks_C4, state.params, buffers.squares_C, **_how(aligned))
-    how_verdict: dict[str, Any] = {"BLOCK": _BLOCK, "num_warps": _VERDICT_WARPS}
-    kernels.verdict_kernel[(1,)](buffers.squares_C, buffers.largest_3C, scalars_S, outcome_4, chunks, **how_verdict)
+    launch_norm(state, buffers, aligned)
+    launch_verdict(buffers.squares_C, buffers.largest_3C, scalars_S, outcome_4)
+
+
+def launch_norm(state: FlatState, buffers: StepBuffers, aligned: bool) -> None:
+    """Queue the sums of squares of all chunks' gradients, into `buffers.squares_C`."""
+    kernels.norm_kernel[(len(buffers.chunks_C4),)](buffers.chunks_C4, state.params, buffers.squares_C, **_how(aligned))
+
+
+def launch_verdict(squares_C: Tensor, largest_3C: Tensor, scalars_S: Tensor, outcome_4: Tensor) -> None:
+    """Queue the verdict on an adapter by the results of all of its chunks, in the order of its flat vector."""
+    how: dict[str, Any] = {"BLOCK": _BLOCK, "num_warps": _VERDICT_WARPS}
+    kernels.verdict_kernel[(1,)](squares_C, largest_3C, scalars_S, outcome_4, len(squares_C), **how)
 
 
 def launch_update(
@@ -106,9 +115,15 @@ def launch_update(
 
     Afterwards the sums are zero; state and weights are new where `applied(outcome)`, else as before.
     """
+    launch_check(state, buffers, aligned, weights_like, scalars_S, outcome_4)
     chunks, flat, how = len(buffers.chunks_C4), (state.params, state.exp_avg, state.exp_avg_sq), _how(aligned)
-    kernels.check_kernel[(chunks,)](buffers.chunks_C4, *flat, weights_like, scalars_S, outcome_4, **how)
     kernels.update_kernel[(chunks,)](buffers.chunks_C4, *flat, weights_like, buffers.largest_3C, scalars_S, outcome_4, chunks, **how)
+
+
+def launch_check(state: FlatState, buffers: StepBuffers, aligned: bool, weights_like: Tensor, scalars_S: Tensor, outcome_4: Tensor) -> None:
+    """Queue the look at the update itself, where the verdict is open: `outcome_4` says whether it failed. Arguments as for the update."""
+    flat = (state.params, state.exp_avg, state.exp_avg_sq)
+    kernels.check_kernel[(len(buffers.chunks_C4),)](buffers.chunks_C4, *flat, weights_like, scalars_S, outcome_4, **_how(aligned))
 
 
 def _how(aligned: bool) -> dict[str, Any]:

@@ -194,13 +194,17 @@ class Channel:
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next tensor, which both ends know to be of this shape and dtype. Waits until it is there; a device's copy is queued."""
         values = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self.receive_into(values)
+        return values
+
+    def receive_into(self, values: Tensor) -> None:
+        """The same into contiguous `values`."""
         flat = values.view(-1).view(torch.uint8)
         start, _ = self._ring.place(flat.numel())
         self._patience.until(lambda: self.has_next, self._ends.sender)
         self._memory.read(self._ends.sender, start, flat)
         self._count += 1
         self._note(self._ends.taken)
-        return values
 
     def _reached(self, rank: int, word: int, count: int) -> bool:
         """Whether the rank counts so many in the present epoch. At first none has sent or taken anything."""

@@ -12,12 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora.adapters.adamw import StepStats, adamw_step, count_step, is_allowed, learning_rate, measure, updated
+from tlora.adapters.adamw import (
+    StepStats,
+    adamw_step,
+    count_step,
+    fits,
+    is_allowed,
+    learning_rate,
+    measure,
+    module_norms,
+    queued_norms,
+    updated,
+    verdict_of,
+)
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterState
+from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.job import TrainConfig
-from tlora.kernels.device import ToHost
-from tlora.supermodel.optimizer_steps import QueuedSteps, Stepping
+from tlora.kernels.device import ToHost, runs_kernels
+from tlora.supermodel.optimizer_steps import OPEN, REFUSED, Optimizer, PartRule, QueuedSteps, Stepping
 
 
 @dataclass(frozen=True)
@@ -28,8 +40,8 @@ class QueuedStep:
     outcome_2: Tensor
 
 
-Verdict = Callable[[Tensor, float], Tensor]
-"""Of a flat gradient [P], which stays as it is, and max_grad_norm: fp64 [2], as `MeasuredSteps.verdicts`."""
+Verdict = Callable[[Tensor, float, AdapterLayout], Tensor]
+"""Of a flat gradient [P], which stays as it is, max_grad_norm and its layout: fp64 [2], as `MeasuredSteps.verdicts`."""
 Step = Callable[[AdapterState, Tensor, TrainConfig, int, torch.dtype, Tensor], StepStats | QueuedStep]
 """As `adamw_step`. A step that is queued is counted when its outcome is read."""
 
@@ -77,6 +89,8 @@ class JobByJobSteps:
 class JobByJobOptimizer:
     """AdamW of the adapters in `bank`, each by itself."""
 
+    part_rule = PartRule(1, lambda _: 2)
+
     def __init__(self, bank: AdapterBank, verdict: Verdict, step: Step) -> None:
         self._bank, self._verdict, self._step = bank, verdict, step
 
@@ -101,10 +115,59 @@ class JobByJobOptimizer:
         errors: dict[str, Exception] = {}
         for job_id, job in due.items():
             try:
-                verdicts[job_id] = self._verdict(self._bank.gradient(job_id), job.train.max_grad_norm)
+                verdicts[job_id] = self._verdict(self._bank.gradient(job_id), job.train.max_grad_norm, job.state.layout)
             except Exception as error:
                 errors[job_id] = error
         return JobByJobSteps(self._bank, self._step, due, verdicts, errors)
+
+    def begin_part(self, job_id: str, job: Stepping) -> JobByJobPart:
+        return JobByJobPart(self._bank, job_id, job)
+
+
+class JobByJobPart:
+    """A step of a part of an adapter (`optimizer_steps.PartStep`): one row of the norms of A and B of each module. Every update that has a
+    finite gradient is open: it is computed by `check`, and kept until it is applied.
+    """
+
+    @torch.no_grad()
+    def __init__(self, bank: AdapterBank, job_id: str, job: Stepping) -> None:
+        self._bank, self._job_id, self._job = bank, job_id, job
+        self._rate = learning_rate(job.train, job.state.step, job.total_steps)
+        self._updated: tuple[Tensor, Tensor, Tensor] | None = None
+        norms_of = module_norms if bank.device.type == "cpu" else queued_norms
+        self.measured_RE = norms_of(bank.gradient(job_id), job.state.layout)[None]
+
+    def judge(self, measured_RE: Tensor) -> Tensor:
+        verdict_2 = verdict_of(measured_RE[0], self._job.train.max_grad_norm)
+        return torch.cat([verdict_2, torch.where(verdict_2[:1].isfinite(), OPEN, REFUSED)])
+
+    @torch.no_grad()
+    def check(self, clip: float) -> Tensor:
+        state, train, grad = self._job.state, self._job.train, self._bank.gradient(self._job_id)
+        refused = not is_allowed(state, train, self._rate, grad.dtype)
+        if not refused:
+            self._updated = updated(state, grad.mul_(clip) if clip != 1 else grad, train, self._rate)
+            refused = not fits(self._updated[0], self._updated[2], self._bank.dtype)
+        return torch.tensor([float(refused)], dtype=torch.float64, device=grad.device)
+
+    @torch.no_grad()
+    def apply(self, norm: float, clip: float, *, applied: bool) -> StepStats:
+        state = self._job.state
+        if applied:
+            assert self._updated is not None, f"{self._job_id}: a step that was not checked"
+            state.params, state.exp_avg, state.exp_avg_sq = self._updated
+            self._bank.write(self._job_id, state.params)
+        self._bank.zero_grad(self._job_id)
+        return count_step(state, self._rate, norm, applied)
+
+
+def make_optimizer(bank: AdapterBank) -> Optimizer:
+    """The one for the device of `bank`."""
+    if bank.device.type == "cuda" and runs_kernels(bank.device):
+        from tlora.supermodel.device_optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
+
+        return DeviceOptimizer(bank)
+    return make_host_optimizer(bank) if bank.device.type == "cpu" else make_queued_optimizer(bank)
 
 
 def make_host_optimizer(bank: AdapterBank) -> JobByJobOptimizer:
@@ -115,11 +178,8 @@ def make_queued_optimizer(bank: AdapterBank) -> JobByJobOptimizer:
     return JobByJobOptimizer(bank, _verdict, _step)
 
 
-def _verdict(grad: Tensor, max_grad_norm: float) -> Tensor:
-    norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
-    factor = max_grad_norm / (norm + 1e-6)  # torch's rule, its 1e-6 included
-    clipped = norm.isfinite() & (factor < 1) if max_grad_norm > 0 else torch.zeros_like(norm, dtype=torch.bool)
-    return torch.stack([norm, torch.where(clipped, factor, 1.0)])
+def _verdict(grad: Tensor, max_grad_norm: float, layout: AdapterLayout) -> Tensor:
+    return verdict_of(queued_norms(grad, layout), max_grad_norm)
 
 
 def _step(

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tlora.adapters.adamw import StepStats
-from tlora.adapters.state import AdapterState
+from tlora.adapters.state import AdapterShape, AdapterState
 from tlora.job import TrainConfig
 
 
@@ -65,8 +65,47 @@ class MeasuredSteps(Protocol):
         ...
 
 
+REFUSED, PROVEN, OPEN = 0.0, 1.0, 2.0
+"""What a verdict says of an update: it is not made, it is finite, or each part has to look."""
+
+
+@dataclass(frozen=True)
+class PartRule:
+    """How parts are measured: `rows`, and `columns` of a module."""
+
+    rows: int
+    columns: Callable[[AdapterShape], int]
+
+
+class PartStep(Protocol):
+    """A step of an adapter whose other modules lie in other processes, each of which takes it of its own. It has been measured.
+
+    `measured_RE` of all modules, put together in the order of the whole adapter, is judged once. Where the verdict is `OPEN`, every
+    part is checked. Then all parts apply the step, or none does.
+    """
+
+    measured_RE: Tensor
+    """fp64 on the bank's device: what the verdict follows from, by columns of the modules here (`PartRule`)."""
+
+    def judge(self, measured_RE: Tensor) -> Tensor:
+        """Of the whole adapter's: fp64 [3] on the device, the norm before clipping, the factor that clips, and the verdict. Queued on the
+        current stream.
+        """
+        ...
+
+    def check(self, clip: float) -> Tensor:
+        """fp64 [1] on the device: whether the update of this part would hold a number that is not finite (0: it does not)."""
+        ...
+
+    def apply(self, norm: float, clip: float, *, applied: bool) -> StepStats:
+        """Update (unless the step is not `applied`), forget the gradient, and count the step. Does not wait for a GPU."""
+        ...
+
+
 class Optimizer(Protocol):
     """AdamW of the adapters in a bank, each by itself."""
+
+    part_rule: PartRule
 
     def add(self, job_id: str, state: AdapterState) -> None:
         """Make what the steps of a job need; it has its slot. May run out of memory; nothing is kept then."""
@@ -90,4 +129,8 @@ class Optimizer(Protocol):
 
     def measure(self, due: Mapping[str, Stepping]) -> MeasuredSteps:
         """The first half of the steps of all jobs of `due`: norm of each one's sums, finite or not, and how to clip."""
+        ...
+
+    def begin_part(self, job_id: str, job: Stepping) -> PartStep:
+        """Measure the sums of a part of an adapter. Does not wait for a GPU with kernels of ours."""
         ...

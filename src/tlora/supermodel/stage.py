@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.adapters.state import AdapterLayout, AdapterShape, AdapterState
 from tlora.shape.stages import LayerRange
 
 
@@ -41,6 +41,13 @@ class StageInput:
         return args, kwargs | {"hidden_states": self._x_TH[None]}
 
 
+Columns = Callable[[AdapterShape], int]
+
+
+def numel_of(shape: AdapterShape) -> int:
+    return shape.numel
+
+
 @dataclass(frozen=True)
 class Stage:
     """What a process has of a base: `layers`, whose dotted names are `names`, and where x comes in."""
@@ -51,22 +58,57 @@ class Stage:
 
     def own(self, layout: AdapterLayout) -> AdapterLayout:
         """The part of an adapter's layout that lies at this stage's layers."""
-        return AdapterLayout(tuple(shape for shape in layout.shapes if self._has(shape)))
+        return AdapterLayout(tuple(shape for shape in layout.shapes if self.has(shape)))
 
-    def places(self, layout: AdapterLayout) -> list[slice]:
-        """Where that part lies in the flat vector [P] of the whole adapter: stretches in its order."""
+    def has(self, shape: AdapterShape) -> bool:
+        return shape.module.startswith(tuple(f"{name}." for name in self.names))
+
+
+class AdapterCut:
+    """The parts of an adapter of `layout` at `stages`, all of a base; what lies in no layer is the last one's. A tensor of the whole has in
+    its last dimension so many columns for each module, in the order of the layout: `columns` says how many.
+    """
+
+    def __init__(self, layout: AdapterLayout, stages: Sequence[Stage]) -> None:
+        last = len(stages) - 1
+        self.layout = layout
+        self._owners = [next((rank for rank in range(last) if stages[rank].has(shape)), last) for shape in layout.shapes]
+        self.parts = tuple(
+            AdapterLayout(tuple(shape for shape, owner in zip(layout.shapes, self._owners, strict=True) if owner == rank))
+            for rank in range(len(stages))
+        )
+
+    def take(self, rank: int, whole: Tensor, columns: Columns = numel_of) -> Tensor:
+        """The part of one stage: a copy."""
+        pieces = whole.split([columns(shape) for shape in self.layout.shapes], dim=-1)
+        own = [piece for piece, owner in zip(pieces, self._owners, strict=True) if owner == rank]
+        return torch.cat(own, dim=-1) if own else whole[..., :0].clone()
+
+    def places(self, rank: int) -> list[slice]:
+        """Where the part of one stage lies in a flat vector [P] of the whole: stretches in its order."""
         places: list[slice] = []
         end = 0
-        for shape in layout.shapes:
-            start, end = end, end + shape.rank * (shape.in_features + shape.out_features)
-            if self._has(shape):
+        for shape, owner in zip(self.layout.shapes, self._owners, strict=True):
+            start, end = end, end + shape.numel
+            if owner == rank:
                 if places and places[-1].stop == start:
                     start = places.pop().start
                 places.append(slice(start, end))
         return places
 
-    def _has(self, shape: AdapterShape) -> bool:
-        return shape.module.startswith(tuple(f"{name}." for name in self.names))
+    def put_together(self, parts: Sequence[Tensor], columns: Columns = numel_of) -> Tensor:
+        """The whole of all stages' parts."""
+        ends = [0] * len(parts)
+        pieces: list[Tensor] = []
+        for shape, owner in zip(self.layout.shapes, self._owners, strict=True):
+            start, ends[owner] = ends[owner], ends[owner] + columns(shape)
+            pieces.append(parts[owner][..., start : ends[owner]])
+        return torch.cat(pieces, dim=-1) if pieces else parts[0]
+
+    def state(self, rank: int, whole: AdapterState) -> AdapterState:
+        """The part of one stage of an adapter and its moments."""
+        params, exp_avg, exp_avg_sq = (self.take(rank, values) for values in (whole.params, whole.exp_avg, whole.exp_avg_sq))
+        return replace(whole, layout=self.parts[rank], params=params, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
 class StandInEmbedding(nn.Module):

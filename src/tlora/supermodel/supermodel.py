@@ -22,7 +22,6 @@ from tlora.adapters.targets import left_out, saved_names
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
-from tlora.kernels.device import runs_kernels
 from tlora.objectives import UnitLoss
 from tlora.shape.stages import LayerRange
 from tlora.sharing.host_memory import Streaming
@@ -32,12 +31,12 @@ from tlora.supermodel.base_config import longest_safe_sequence
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
-from tlora.supermodel.job_by_job import make_host_optimizer, make_queued_optimizer
+from tlora.supermodel.job_by_job import make_optimizer
 from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
 from tlora.supermodel.losses import JobLoss, Pass, sum_losses
 from tlora.supermodel.new_tokens import NewTokens, with_rows
-from tlora.supermodel.optimizer_steps import MeasuredSteps, Optimizer, QueuedSteps, StepError
+from tlora.supermodel.optimizer_steps import MeasuredSteps, PartStep, QueuedSteps, StepError
 from tlora.supermodel.part_passes import PartPasses
 from tlora.supermodel.plain_path import PlainPath
 from tlora.supermodel.shared_base import load_shared_base
@@ -85,12 +84,7 @@ class SuperModel(nn.Module):
         self.passes = PartPasses(
             base, self._path, base_weights(self._linears), self.bank, self.references, self._dropout_of, self.new_tokens
         )
-        make_optimizer = make_host_optimizer if weight.device.type == "cpu" else make_queued_optimizer
-        self._optimizer: Optimizer = make_optimizer(self.bank)
-        if weight.device.type == "cuda" and runs_kernels(weight.device):
-            from tlora.supermodel.device_optimizer import DeviceOptimizer  # brings triton, which not every CPU install has
-
-            self._optimizer = DeviceOptimizer(self.bank)
+        self.optimizer = make_optimizer(self.bank)
 
     @classmethod
     def from_pretrained(
@@ -228,7 +222,7 @@ class SuperModel(nn.Module):
         self.bank.add(job_id, layout)
         try:
             self.bank.write(job_id, state.params)
-            self._optimizer.add(job_id, state)
+            self.optimizer.add(job_id, state)
         except BaseException:
             self._give_slot_back(job_id)
             raise
@@ -303,7 +297,7 @@ class SuperModel(nn.Module):
         """A copy of the gradient that `job_id` has summed since its last step: flat [P], in the order of `state(job_id).params`, in fp32
         (fp64 for an fp64 base), on `device`. Not clipped. Does not wait for the device.
         """
-        return self._optimizer.gradient(job_id)
+        return self.optimizer.gradient(job_id)
 
     def set_gradient(self, job_id: str, gradient_P: Tensor) -> None:
         """Replace the gradient that `job_id` has summed, for example by the sum of what `gradient` gave on several devices.
@@ -316,12 +310,12 @@ class SuperModel(nn.Module):
                 f"a gradient of {job_id!r} has shape {tuple(gradient_P.shape)}, {gradient_P.dtype}, on {gradient_P.device}; "
                 f"it must be flat, of {size} elements, {dtype}, on {self.device}. Give a tensor like that of gradient({job_id!r})"
             )
-        self._optimizer.set_gradient(job_id, gradient_P.contiguous())
+        self.optimizer.set_gradient(job_id, gradient_P.contiguous())
 
     def rewrite(self, job_id: str) -> None:
         """Compute with the weights that `state(job_id)` holds, after the caller has written them, for example from another super-model."""
         resident = self._residents[job_id]
-        self._optimizer.write(job_id, resident.state.params)
+        self.optimizer.write(job_id, resident.state.params)
         resident.version = next(self._versions)
 
     def measure_gradients(self, job_ids: Iterable[str]) -> MeasuredSteps:
@@ -332,7 +326,13 @@ class SuperModel(nn.Module):
         residents = {job_id: self._residents[job_id] for job_id in job_ids}
         for resident in residents.values():
             resident.version = next(self._versions)
-        return self._optimizer.measure(residents)
+        return self.optimizer.measure(residents)
+
+    def begin_step(self, job_id: str) -> PartStep:
+        """Of a job of which other processes have other modules: measure the gradient here, to be judged with theirs."""
+        resident = self._residents[job_id]
+        resident.version = next(self._versions)
+        return self.optimizer.begin_part(job_id, resident)
 
     # -- evaluation and the rest ---------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class SuperModel(nn.Module):
         self.bank.remove(job_id)
         if job_id in self.references:
             self.references.remove(job_id)
-        self._optimizer.remove(job_id)
+        self.optimizer.remove(job_id)
 
     def _forward_and_back(self, part: PackedBatch, objectives: Mapping[str, UnitLoss]) -> dict[str, JobLoss]:
         losses, backward = self.passes.forward(part, objectives, train=True)

@@ -21,7 +21,7 @@ from tlora.adapters.state import AdapterState
 from tlora.data.dataset import Dataset
 from tlora.engine.messages import StageChange, StageOrder, Stop
 from tlora.engine.ranks.early_stage import EarlyStage
-from tlora.engine.ranks.last_stage import StageExchange, StagePipeline
+from tlora.engine.ranks.last_stage import StagePipeline
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
@@ -57,8 +57,7 @@ class Pipeline:
         self.early = [EarlyStage(models[rank], links[rank], inbox) for rank, inbox in enumerate(self.inboxes)]
         self.pipeline = StagePipeline(models[-1], links[stages - 1], ranges, self.send)
         self.heard: list[Report] = []
-        exchange = StageExchange(self.pipeline)
-        self.engine = Engine(models[-1], BUDGET, self.heard.append, exchange=exchange, pipeline=self.pipeline)
+        self.engine = Engine(models[-1], BUDGET, self.heard.append, pipeline=self.pipeline)
         self._threads = [threading.Thread(target=each.run, daemon=True) for each in self.early]
 
     def send(self, order: StageOrder) -> None:
@@ -121,7 +120,7 @@ def of(heard: Sequence[Report], kind: type[Any], job_id: str | None = None) -> l
 def runs(sets: tuple[Dataset, Dataset]) -> list[JobRun]:
     return [
         JobRun(spec("a", max_steps=5, batch_size=4), sets[0], sets[1]),
-        JobRun(spec("b", max_steps=4, batch_size=2, lora_dropout=0.1, seed=3), sets[0], None),
+        JobRun(spec("b", max_steps=4, batch_size=2, lora_dropout=0.1, seed=3, layers_to_transform=[0]), sets[0], None),
         JobRun(spec("wide", max_steps=3, batch_size=4, gpus=2, seed=4), sets[0], None),
     ]
 

@@ -1,7 +1,8 @@
-"""A stage before the last one: it computes what the last stage announces, one forward one backward, and keeps no optimizer.
+"""A stage before the last one: it computes what the last stage announces, one forward one backward, and steps the adapters of its layers.
 
-A gradient that has come goes back before another micro-batch goes forward; so many are between the two as stages follow. Whatever fails
-here is said by a word that the last stage sees; it then calls all to begin anew.
+A gradient that has come goes back before another micro-batch goes forward; so many are between the two as stages follow. When a job's
+global batch is through here its gradient is measured, and the last stage, which judges that of all stages, says how to step. Whatever
+fails here is said by a word that the last stage sees; it then calls all to begin anew.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.messages import StageBatch, StageChange, Stop
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.errors import RankError
+from tlora.group.exchange import RunningSums
 from tlora.group.isolation import Failure, is_out_of_memory
 from tlora.link.log import note
 from tlora.sharing.channel import InterruptedWaitError
 from tlora.sharing.peers import Peers
 from tlora.supermodel.batch import BatchRow, collate
+from tlora.supermodel.optimizer_steps import PartStep
 from tlora.supermodel.supermodel import SuperModel
 
 Back = Callable[[Tensor], object]
+_PASSING = ("check", "step", "state")  # changes that may pass micro-batches
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class _Open:
     number: int
     jobs: frozenset[str]
     through: tuple[str, ...]
+    replicas: tuple[str, ...]
     passes: deque[tuple[int, Back | None]]
 
 
@@ -58,6 +63,9 @@ class EarlyStage:
         self._most_open = links.count - links.rank
         self._obeyed = self._through = self._begun = 0
         self._entered: set[str] = set()
+        self._sums = RunningSums()  # of jobs in the midst of their replicas
+        self._summed: set[str] = set()  # those jobs
+        self._steps: dict[str, PartStep] = {}  # measured, and not taken yet
         self._failed_in = -1  # the epoch
         self._at = 0  # the number of the micro-batch that is computed
         self._waiting: deque[Any] = deque()  # taken from the inbox, and not obeyed yet
@@ -101,8 +109,7 @@ class EarlyStage:
         if isinstance(order, StageBatch) and len(self._open) >= self._most_open:
             if not self._waiting:
                 self._waiting.append(order)
-            links.patience.until(lambda: self._can_go_back, links.rank + 1)
-            return True
+            return self._look_behind()
         if self._waiting:
             self._waiting.popleft()
         if isinstance(order, StageBatch):
@@ -112,6 +119,25 @@ class EarlyStage:
             self._resume(order)
         elif isinstance(order, StageChange):
             self._change(order)
+        return True
+
+    def _look_behind(self) -> bool:
+        """While a micro-batch may not go forward yet. A step or a state that is ordered after it is of a job that has no samples in it, and
+        does not wait for it: the last stage may be waiting for that. False: stop.
+        """
+        self._links.patience.until(lambda: self._can_go_back or not self._inbox.empty(), self._links.rank + 1)
+        if self._can_go_back:
+            return True
+        order = self._inbox.get()
+        if order is None or isinstance(order, Stop):
+            return False
+        before = {each.job_id for each in self._waiting if isinstance(each, StageChange)}
+        if isinstance(order, StageChange) and order.what in _PASSING and order.job_id not in before:
+            self._change(order)
+        else:
+            self._waiting.append(order)
+        if isinstance(order, StageChange) and order.epoch > self._links.epoch:
+            raise InterruptedWaitError
         return True
 
     @property
@@ -128,7 +154,7 @@ class EarlyStage:
             for row in order.rows
         ]
         batch = collate(rows, self._model.device, order.pad_to, order.most_tokens)
-        opened = _Open(self._at, frozenset(row.job_id for row in order.rows), order.through, deque())
+        opened = _Open(self._at, frozenset(row.job_id for row in order.rows), order.through, order.replicas, deque())
         for each in self._model.stage_passes(batch, order.compared, order.trains):
             hidden_TH, back = each.run()
             self._links.hidden_out.send(hidden_TH.contiguous())
@@ -149,12 +175,34 @@ class EarlyStage:
             gradient_TH = links.gradient_in.receive((tokens, links.sizes.width), links.sizes.hidden_dtype, links.device)
             if back is not None:
                 back(gradient_TH)
-        for job_id in opened.through:
-            adapts = self._model.has(job_id)
-            links.slices[links.rank].send(self._model.gradient(job_id) if adapts else torch.empty(0, device=links.device))
-            if adapts:
-                self._model.zero_grad_of(job_id)
+        for job_id in filter(self._model.has, opened.replicas):
+            self._add(job_id)
+        for job_id in filter(self._model.has, opened.through):
+            self._measure(job_id)
         self._note_through()
+
+    def _add(self, job_id: str) -> None:
+        """A replica's gradient to those of the replicas before, as one process adds them."""
+        self._sums.give(job_id, 0, 0, self._model.gradient(job_id))
+        self._summed.add(job_id)
+        self._model.zero_grad_of(job_id)
+
+    def _measure(self, job_id: str) -> None:
+        if job_id in self._summed:
+            self._add(job_id)
+            self._summed.discard(job_id)
+            summed = self._sums.take(job_id, 0, ())
+            assert summed is not None
+            self._model.set_gradient(job_id, summed.gradient_P)
+        self._steps[job_id] = step = self._model.begin_step(job_id)
+        self._links.measures[self._links.rank].send(step.measured_RE)
+
+    def _forget_gradients(self) -> None:
+        for job_id in self._model.bank.jobs():
+            self._model.zero_grad_of(job_id)
+            self._sums.forget(job_id)
+        self._summed.clear()
+        self._steps.clear()
 
     def _note_through(self) -> None:
         self._through += 1
@@ -177,18 +225,27 @@ class EarlyStage:
         match change.what:
             case "enter":
                 self._enter(change)
-            case "reference":
-                if (params_P := self._weights(job_id)).numel():
-                    model.set_reference(job_id, params_P)
-            case "weights":
-                if (params_P := self._weights(job_id)).numel():
-                    model.state(job_id).params.copy_(params_P)
-                    model.rewrite(job_id)
+            case "reference" if model.has(job_id):
+                model.set_reference(job_id, self._receive(model.state(job_id).layout.numel))
+            case "check" if model.has(job_id):
+                self._links.checks[self._links.rank].send(self._steps[job_id].check(change.clip))
+            case "step" if model.has(job_id):
+                self._step(change)
+            case "state" if model.has(job_id):
+                state = model.state(job_id)
+                for values in (state.params, state.exp_avg, state.exp_avg_sq):
+                    for stretch in values.split(change.stretches[self._links.rank]):
+                        self._links.send_flat(self._links.rank, stretch)
+            case "reference" | "check" | "step" | "state":
+                pass  # it adapts other stages' layers alone
             case "leave":
                 while any(job_id in opened.jobs for opened in self._open):
                     self._links.patience.until(lambda: self._can_go_back, self._links.rank + 1)
                     self._go_back()
                 self._entered.discard(job_id)
+                self._steps.pop(job_id, None)
+                self._sums.leave(job_id)
+                self._summed.discard(job_id)
                 if model.has(job_id):
                     model.leave(job_id)
             case "recompute":
@@ -199,21 +256,25 @@ class EarlyStage:
     def _enter(self, change: StageChange) -> None:
         spec, stage = change.spec, self._model.base.stage
         assert spec is not None and stage is not None
-        layout = stage.own(self._model.layout(spec))
-        params_P = self._receive(layout.numel)
-        if not layout.shapes:  # it adapts other stages' layers alone
-            self._entered.add(spec.name)
-            return
-        state = AdapterState(layout, params_P, torch.zeros_like(params_P), torch.zeros_like(params_P))
-        self._model.join(spec.name, spec, spec, change.total_steps, state)
+        layout, (step, updates, skipped) = stage.own(self._model.layout(spec)), change.counters
+        if layout.shapes:  # else it adapts other stages' layers alone
+            params_P = self._receive(layout.numel)
+            exp_avg, exp_avg_sq = (self._receive(layout.numel) if updates else torch.zeros_like(params_P) for _ in range(2))
+            state = AdapterState(layout, params_P, exp_avg, exp_avg_sq, step, updates, skipped)
+            self._model.join(spec.name, spec, spec, change.total_steps, state)
         self._entered.add(spec.name)
 
-    def _weights(self, job_id: str) -> Tensor:
-        return self._receive(self._model.state(job_id).layout.numel if self._model.has(job_id) else 0)
+    def _step(self, change: StageChange) -> None:
+        try:
+            self._steps.pop(change.job_id).apply(0.0, change.clip, applied=change.applied)
+        except BaseException:
+            self._entered.discard(change.job_id)  # other stages have stepped: its next sample fails it
+            raise
 
     def _receive(self, size: int) -> Tensor:
-        links = self._links
-        return links.weights[links.rank].receive((size,), links.sizes.sum_dtype, links.device)
+        flat_P = torch.empty(size, dtype=self._links.sizes.sum_dtype, device=self._links.device)
+        self._links.receive_flat(self._links.rank, flat_P)
+        return flat_P
 
     def _begin_anew(self) -> None:
         """Obey changes that were ordered before, drop micro-batches, and forget all gradients."""
@@ -234,8 +295,8 @@ class EarlyStage:
     def _resume(self, order: StageChange) -> None:
         """All ranks are at the beginning of a new epoch."""
         self._open.clear()
-        for job_id in self._model.bank.jobs() if order.what == "begin anew" else ():
-            self._model.zero_grad_of(job_id)
+        if order.what == "begin anew":
+            self._forget_gradients()
         self._through = self._begun = 0
         self._obeyed += 1
         self._links.note_obeyed(self._obeyed)

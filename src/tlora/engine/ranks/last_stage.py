@@ -1,28 +1,26 @@
-"""The last stage's side of a pipeline: what the group there tells the stages before it, and the whole gradients that come of theirs.
+"""The last stage's side of a pipeline: what the group there tells the stages before it.
 
-An adapter's weights, moments and optimizer are here alone. A stage before has the weights of its own layers, computes the sums of their
-gradients, and sends these when the last micro-batch of a job's global batch has gone back through it: then the job's gradient is whole, as
-if one process had computed it, and so are its norm, its step and its bytes.
+Each stage has the adapters of its own layers with their moments, and steps them as is said here (`stage_steps.py`). The state of a whole
+adapter is cut when its job enters, and put together on the host where it is saved or handed over.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.state import AdapterLayout, AdapterState, init_state
 from tlora.batching.flow import Kind
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.messages import StageBatch, StageChange, StageOrder, StageRow
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
-from tlora.group.exchange import RunningSums, SummedGradient
+from tlora.engine.ranks.stage_steps import StageSteps
 from tlora.group.pipeline import Pipeline, StageFailure
 from tlora.job import JobSpec
 from tlora.objectives import objective_of
@@ -31,14 +29,14 @@ from tlora.sharing.channel import InterruptedWaitError
 from tlora.sharing.peers import Peers
 from tlora.supermodel.batch import BatchRow
 from tlora.supermodel.load import layers_of
-from tlora.supermodel.stage import Stage, stage_of
+from tlora.supermodel.optimizer_steps import QueuedSteps
+from tlora.supermodel.stage import AdapterCut, stage_of
 from tlora.supermodel.supermodel import SuperModel
 
 if TYPE_CHECKING:
     from tlora.engine.session import Loaded
 
 _PADDING = 128  # tokens of a micro-batch beyond its budget, at most
-_LOOK_SECONDS = 0.0001  # between two looks at what other stages have sent, where there is nothing else to do
 
 
 def meet_early_stages(peers: Peers, loaded: Loaded, device: torch.device, through_host: bool) -> StageLinks:
@@ -55,54 +53,74 @@ class StageError(RuntimeError):
     """A stage before the last has failed."""
 
 
-@dataclass
-class _Due:
-    """Gradients that the stages before will send: of the job's global batch, or of a replica's part of it."""
-
-    job_id: str
-    sizes: dict[int, int]
-    wanted: bool = True
-
-
 class StagePipeline(Pipeline):
     """Of the last stage, which computes with `model`. `ranges`: the layers of each rank. `send` takes orders to all stages before."""
 
     def __init__(self, model: SuperModel, links: StageLinks, ranges: Sequence[LayerRange], send: Callable[[StageOrder], None]) -> None:
         layers = layers_of(model.base.decoder)
-        self._stages: dict[int, Stage] = {rank: stage_of(layers, model.model, ranges[rank]) for rank in range(links.last)}
+        self._stages = [stage_of(layers, model.model, each) for each in ranges]
         self._model, self._links, self._send = model, links, send
+        self._cuts: dict[str, AdapterCut] = {}
+        self._coming: dict[str, AdapterState] = {}  # whole, of jobs that are about to enter
+        self._steps = StageSteps(model, links, self._cuts, self._change)
         self.depth = links.count
         model.passes.upstream = self
         self._changes = self._announced = 0
         self._entered: set[str] = set()
-        self._due: deque[_Due] = deque()
-        self._arrived: dict[str, deque[dict[int, Tensor]]] = {}
-        self._come: list[str] = []  # jobs of those that have arrived, until they are told
         self.recompute(model.recompute)
 
     # -- what the stages before are told -------------------------------------------------------------------------------
 
     def announce(
-        self, kind: Kind, rows: Sequence[BatchRow], pad_to: int, most_tokens: int, compared: Collection[str], through: Sequence[str]
+        self,
+        kind: Kind,
+        rows: Sequence[BatchRow],
+        pad_to: int,
+        most_tokens: int,
+        compared: Collection[str],
+        through: Mapping[str, bool],
     ) -> None:
         told = tuple(StageRow(row.job_id, tuple(row.input_ids.tolist()), row.lengths, row.normalizer, row.dropout_key) for row in rows)
         trains = kind == "train"
-        self._send(StageBatch(trains, told, pad_to, most_tokens, tuple(compared), tuple(through) if trains else ()))
+        whole = tuple(job_id for job_id, ends in through.items() if ends and trains)
+        replicas = tuple(job_id for job_id, ends in through.items() if not ends and trains)
+        self._send(StageBatch(trains, told, pad_to, most_tokens, tuple(compared), whole, replicas))
         self._announced += 1
-        for job_id in through if trains else ():
-            layout = self._layout(job_id)
-            self._due.append(_Due(job_id, {rank: stage.own(layout).numel for rank, stage in self._stages.items()}))
+        self._steps.announced(whole)
+
+    def cut(self, spec: JobSpec, state: AdapterState | None) -> AdapterState:
+        if state is None:
+            state = init_state(self._model.layout(spec), spec.seed, self._model.bank.sum_dtype)
+        self._cuts[spec.name], self._coming[spec.name] = AdapterCut(state.layout, self._stages), state
+        return self._cuts[spec.name].state(self._links.last, state)
 
     def enter(self, spec: JobSpec, total_steps: int) -> None:
         self._entered.add(spec.name)
-        self._change(StageChange("enter", spec.name, spec, total_steps))
-        self._send_flat(spec.name, self._model.state(spec.name).params)
+        whole = self._coming.pop(spec.name)
+        self._change(StageChange("enter", spec.name, spec, total_steps, (whole.step, whole.updates, whole.skipped)))
+        self._send_parts(spec.name, [whole.params, *([whole.exp_avg, whole.exp_avg_sq] if whole.updates else [])])
         self._wait_obeyed()
 
-    def set_reference(self, job_id: str, params_P: Tensor) -> None:
+    def set_reference(self, job_id: str, params_P: Tensor) -> Tensor:
         self._change(StageChange("reference", job_id))
-        self._send_flat(job_id, params_P)
+        self._send_parts(job_id, [params_P])
         self._wait_obeyed()
+        return self._cuts[job_id].take(self._links.last, params_P)
+
+    def state(self, job_id: str) -> AdapterState:
+        """In the host's memory."""
+        own, cut = self._model.state(job_id), self._cuts[job_id]
+        *places, own_places = (cut.places(rank) for rank in range(self._links.count))
+        lengths = tuple(tuple(place.stop - place.start for place in each) for each in places)
+        self._change(StageChange("state", job_id, stretches=lengths))
+        whole = [torch.empty(cut.layout.numel, dtype=own.params.dtype) for _ in range(3)]
+        for rank, each in enumerate(places):
+            for values, place in product(whole, each):
+                self._links.receive_flat(rank, values[place])
+        for values, own_P in zip(whole, (own.params, own.exp_avg, own.exp_avg_sq), strict=True):
+            for place, part in zip(own_places, own_P.split([place.stop - place.start for place in own_places]), strict=True):
+                values[place] = part
+        return AdapterState(cut.layout, whole[0], whole[1], whole[2], own.step, own.updates, own.skipped)
 
     def _wait_obeyed(self) -> None:
         """Raises the error of a stage that cannot; all others go on then, with the gradients that they have."""
@@ -110,17 +128,14 @@ class StagePipeline(Pipeline):
             self._links.wait_obeyed(self._changes)
         except InterruptedWaitError:
             error = self._error()
-            while self._due:  # all have been sent: the stream was settled before
-                self._arrive(self._due.popleft())
+            self._steps.collect()  # the stream was settled before
             self._resume("go on")
             raise error from None
 
-    def updated(self, job_ids: Sequence[str]) -> None:
-        for job_id in job_ids:
-            self._change(StageChange("weights", job_id))
-            self._send_flat(job_id, self._model.state(job_id).params)
-
-    def leave(self, job_id: str) -> None:
+    def drop(self, job_id: str) -> None:
+        self._coming.pop(job_id, None)
+        self._cuts.pop(job_id, None)
+        self._steps.drop(job_id)
         if job_id in self._entered:
             self._entered.discard(job_id)
             self._change(StageChange("leave", job_id))
@@ -143,15 +158,37 @@ class StagePipeline(Pipeline):
     def begin_anew(self) -> None:
         """Returns when all stages have dropped what they had."""
         self._resume("begin anew")
-        self._due.clear()
-        self._arrived.clear()
-        self._come.clear()
+        self._steps.begin_anew()
 
     def _resume(self, how: Literal["begin anew", "go on"]) -> None:
         epoch = self._links.call_anew()
         self._change(StageChange(how, epoch=epoch))
         self._links.begin_anew(epoch)
         self._announced = 0
+
+    # -- optimizer steps -----------------------------------------------------------------------------------------------
+
+    def measure(self, job_ids: Sequence[str]) -> None:
+        self._steps.measure(job_ids)
+
+    @property
+    def measured(self) -> bool:
+        return self._steps.ready
+
+    def step(self) -> QueuedSteps:
+        return self._steps.step()
+
+    @property
+    def awaits(self) -> bool:
+        return self._steps.awaits
+
+    def wait_for_steps(self, *, computes: bool) -> None:
+        arrived = self._links.hidden_in
+        assert arrived is not None
+        with suppress(InterruptedWaitError):
+            self._links.patience.until(
+                lambda: self._steps.ready or not self._steps.awaits or (computes and arrived.has_next), self._links.last - 1
+            )
 
     # -- `Upstream` ----------------------------------------------------------------------------------------------------
 
@@ -167,14 +204,15 @@ class StagePipeline(Pipeline):
         self._send(change)
         self._changes += 1
 
-    def _send_flat(self, job_id: str, flat_P: Tensor) -> None:
-        """To each stage the part of its layers."""
-        layout = self._layout(job_id)
-        for rank, stage in self._stages.items():
-            self._links.weights[rank].send(torch.cat([flat_P[place] for place in stage.places(layout)] or [flat_P[:0]]))
+    def _send_parts(self, job_id: str, whole: Sequence[Tensor]) -> None:
+        """To each stage, of each of these flat vectors, the part of its layers."""
+        for rank, _ in self._early_parts(job_id):
+            for values in whole:
+                self._links.send_flat(rank, self._cuts[job_id].take(rank, values))
 
-    def _layout(self, job_id: str) -> AdapterLayout:
-        return self._model.state(job_id).layout
+    def _early_parts(self, job_id: str) -> list[tuple[int, AdapterLayout]]:
+        """Of the stages before this one that have any."""
+        return [(rank, part) for rank, part in enumerate(self._cuts[job_id].parts[:-1]) if part.shapes]
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -190,86 +228,3 @@ class StagePipeline(Pipeline):
         assert failed is not None, "no stage has failed"
         said = f"GPU {failed.rank}: {failed.reason}"
         return torch.OutOfMemoryError(said) if failed.out_of_memory else StageError(said)
-
-    # -- what they send ------------------------------------------------------------------------------------------------
-
-    @property
-    def awaits(self) -> bool:
-        """Whether gradients are on their way."""
-        return bool(self._due or self._arrived)
-
-    def look(self) -> list[str]:
-        """Jobs of which gradients of all stages have come since the last call."""
-        while self._due and all(channel.has_next for channel in self._links.slices.values()):
-            self._arrive(self._due.popleft())
-        come, self._come = self._come, []
-        return come
-
-    def _arrive(self, due: _Due) -> None:
-        links = self._links
-        parts = {rank: links.slices[rank].receive((size,), links.sizes.sum_dtype, links.device) for rank, size in due.sizes.items()}
-        if due.wanted:
-            self._arrived.setdefault(due.job_id, deque()).append(parts)
-            self._come.append(due.job_id)
-
-    def fill_in(self, job_id: str, gradient_P: Tensor) -> bool:
-        """Put the parts of all stages into the gradient of the job's oldest replica that awaits them. False where they have not come."""
-        arrived = self._arrived.get(job_id)
-        if not arrived:
-            return False
-        parts, layout = arrived.popleft(), self._layout(job_id)
-        if not arrived:
-            del self._arrived[job_id]
-        for rank, stage in self._stages.items():
-            end = 0
-            for place in stage.places(layout):
-                start, end = end, end + place.stop - place.start
-                gradient_P[place] = parts[rank][start:end]
-        return True
-
-    def drop(self, job_id: str) -> None:
-        """The job has left: what is on its way of it is not wanted."""
-        self._arrived.pop(job_id, None)
-        for due in self._due:
-            due.wanted &= due.job_id != job_id
-
-
-class StageExchange(RunningSums):
-    """The exchange of the last stage: a gradient is whole when the stages before have sent theirs."""
-
-    def __init__(self, pipeline: StagePipeline) -> None:
-        super().__init__()
-        self._pipeline = pipeline
-        self._own: dict[str, deque[tuple[int, Tensor]]] = {}  # of this stage's layers, by replica; the others' are zero
-
-    def give(self, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
-        self._own.setdefault(job_id, deque()).append((replica, gradient_P))
-
-    def take(self, job_id: str, step: int, replicas: Sequence[int]) -> SummedGradient | None:
-        own = self._own.get(job_id, deque())
-        while own and self._pipeline.fill_in(job_id, own[0][1]):
-            replica, gradient_P = own.popleft()
-            super().give(job_id, step, replica, gradient_P)
-        if own:
-            return None
-        self._own.pop(job_id, None)
-        return super().take(job_id, step, replicas)
-
-    @property
-    def has_news(self) -> bool:  # type: ignore[override]
-        """Nothing wakes the group when gradients come: it looks, as long as any are due."""
-        return self._pipeline.awaits
-
-    def news(self) -> list[str]:
-        come = self._pipeline.look()
-        if not come and self._pipeline.awaits:
-            time.sleep(_LOOK_SECONDS)
-        return come
-
-    def forget(self, job_id: str) -> None:
-        super().forget(job_id)
-        self._own.pop(job_id, None)
-
-    def leave(self, job_id: str, failed: str = "") -> None:
-        super().leave(job_id, failed)
-        self._pipeline.drop(job_id)

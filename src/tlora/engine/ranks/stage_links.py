@@ -1,4 +1,5 @@
-"""What connects the stages of a base: hidden states one way, their gradients the other, adapters' weights and gradients to and fro.
+"""What connects the stages of a base: hidden states one way, their gradients the other, and to and from the last one what it has to know of
+adapters: how their gradients were measured and checked, and where jobs come and go or are saved their state.
 
 Rank r has stage r. The last rank has norm, head and losses besides its layers: the jobs are led there.
 """
@@ -16,9 +17,13 @@ from tlora.sharing.peer_memory import open_host_memory, open_peer_memory
 from tlora.sharing.peers import Peers
 
 _EPOCH, _FAILED, _FAILED_AT, _OBEYED, _THROUGH = range(5)
-_HIDDEN_SENT, _HIDDEN_TAKEN, _GRADIENT_SENT, _GRADIENT_TAKEN, _SLICES_SENT, _WEIGHTS_TAKEN = range(5, 11)
+_HIDDEN_SENT, _HIDDEN_TAKEN, _GRADIENT_SENT, _GRADIENT_TAKEN = range(5, 9)
+_MEASURES_SENT, _CHECKS_SENT, _STATES_SENT, _STATES_TAKEN = range(9, 13)
 _REASON, _REASON_WORDS = 16, 256
-_PER_RANK = _REASON + _REASON_WORDS  # words of the last stage's for each other rank: slices taken, weights sent
+_PER_RANK = _REASON + _REASON_WORDS  # words of the last stage's for each other rank: measures, checks, states taken, states sent
+_WORDS_PER_RANK = 4
+_PIECE_BYTES = 32 << 20  # of a state on its way
+_MEASURES_BYTES, _CHECKS_BYTES = 8 << 20, 1 << 16  # of all jobs that may be on their way, beside a part of the largest adapter
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,19 @@ class StageLinks:
         peers.agree("stages", [sizes.tokens, sizes.width, sizes.adapter, str(sizes.hidden_dtype), through_host], "stages of sizes")
         # Never full: of all micro-batches that are announced at a time, with room for what a round leaves empty at its end.
         ring = (self.count + 1) * _aligned(sizes.tokens * sizes.width * sizes.hidden_dtype.itemsize)
-        adapters = 2 * _aligned(sizes.adapter * sizes.sum_dtype.itemsize)
+        adapter = _aligned(sizes.adapter * sizes.sum_dtype.itemsize)
+        states, measures = 2 * min(adapter, _PIECE_BYTES), _MEASURES_BYTES + _aligned(adapter // 8)
         hidden = open_host_memory(2 * ring, peers, device, "hidden states") if through_host else open_peer_memory(2 * ring, peers, device)
-        flat = open_host_memory(adapters * (self.count - 1), peers, device, "adapters")
-        self._words = Words(_PER_RANK + 2 * self.count, peers)
+        small = states * (self.count - 1)  # where measures and checks begin
+        flat = open_host_memory(small + measures + _CHECKS_BYTES, peers, device, "adapters")
+        self._words = Words(_PER_RANK + _WORDS_PER_RANK * self.count, peers)
         self.patience, self._still = PeerWait(peers, self._interrupted), PeerWait(peers)
         order = DeviceOrder(device)
+        # On the last stage measures are read beside its products, and states by the host.
+        beside, by_host = (DeviceOrder(device), DeviceOrder(torch.device("cpu"))) if self.rank == self.last else (order, order)
         self._epoch = 0
 
-        def channel(memory: object, start: int, size: int, ends: Ends, patience: PeerWait) -> Channel:
+        def channel(memory: object, start: int, size: int, ends: Ends, patience: PeerWait, order: DeviceOrder = order) -> Channel:
             return Channel(memory, Ring(start, size), self._words, ends, patience, order)  # type: ignore[arg-type]
 
         own, before, behind, last = self.rank, self.rank - 1, self.rank + 1, self.last
@@ -74,18 +83,34 @@ class StageLinks:
         if own < last:
             self.hidden_out = channel(hidden, 0, ring, Ends(own, behind, _HIDDEN_SENT, _HIDDEN_TAKEN), self.patience)
             self.gradient_in = channel(hidden, ring, ring, Ends(behind, own, _GRADIENT_SENT, _GRADIENT_TAKEN), self.patience)
-        self.slices = {
-            rank: channel(flat, 0, adapters, Ends(rank, last, _SLICES_SENT, _PER_RANK + 2 * rank), self.patience)
-            for rank in self._with(own)
-        }
-        self.weights = {
-            rank: channel(flat, rank * adapters, adapters, Ends(last, rank, _PER_RANK + 2 * rank + 1, _WEIGHTS_TAKEN), self._still)
-            for rank in self._with(own)
-        }
+        taking = self._still if own == last else self.patience
+        self.measures, self.checks = dict[int, Channel](), dict[int, Channel]()
+        self._states_in, self._states_out = dict[int, Channel](), dict[int, Channel]()
+        for rank in self._with(own):
+            first = _PER_RANK + _WORDS_PER_RANK * rank
+            self.measures[rank] = channel(flat, small, measures, Ends(rank, last, _MEASURES_SENT, first), taking, beside)
+            self.checks[rank] = channel(flat, small + measures, _CHECKS_BYTES, Ends(rank, last, _CHECKS_SENT, first + 1), taking, beside)
+            to_last = channel(flat, 0, states, Ends(rank, last, _STATES_SENT, first + 2), self._still, by_host)
+            from_last = channel(flat, rank * states, states, Ends(last, rank, first + 3, _STATES_TAKEN), self._still)
+            self._states_in[rank], self._states_out[rank] = (to_last, from_last) if own == last else (from_last, to_last)
 
     def _with(self, rank: int) -> Sequence[int]:
         """The ranks before the last stage with which this one exchanges adapters: all for the last, itself for the others."""
         return range(self.last) if rank == self.last else [rank]
+
+    def send_flat(self, rank: int, flat_P: Tensor) -> None:
+        """A flat vector of an adapter, between the last stage and `rank`, in pieces. Waits until there is room for the last one."""
+        for piece in flat_P.split(self._piece):
+            self._states_out[rank].send(piece)
+
+    def receive_flat(self, rank: int, flat_P: Tensor) -> None:
+        """The next one, into a vector of its size."""
+        for piece in flat_P.split(self._piece):
+            self._states_in[rank].receive_into(piece)
+
+    @property
+    def _piece(self) -> int:
+        return _PIECE_BYTES // self.sizes.sum_dtype.itemsize
 
     @property
     def waited_seconds(self) -> float:
@@ -160,8 +185,10 @@ class StageLinks:
             self.hidden_out,
             self.gradient_in,
             self.gradient_out,
-            *self.slices.values(),
-            *self.weights.values(),
+            *self.measures.values(),
+            *self.checks.values(),
+            *self._states_in.values(),
+            *self._states_out.values(),
         ):
             if channel is not None:
                 channel.begin_anew(epoch)
