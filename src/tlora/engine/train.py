@@ -81,7 +81,6 @@ def train(
         return _nothing_to_train(order)
     if len(ranks) > 1:
         return train_on_ranks(order, ranks, data_worker, rank_group)
-
     place, monitor = pick_device(ranks[0] if ranks else device), _monitor(order)
     with tight_allocator(place, order.run.memory_limit):
         loaded, serving = load(order.run, place, monitor, resume, data_worker), ServingFiles(run.base_model)
