@@ -322,3 +322,19 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(station: Station, 
     monkeypatch.setattr(crew_room, "launch", refuse)
     assert station.worker_pool.start((0,), "b") is None and not station.worker_pool.workers
     assert station.notes == ["no worker can be started for GPU 0 now: [Errno 11] Resource temporarily unavailable"]
+
+
+class Endless:
+    """What comes faster than it is heard."""
+
+    def get(self, timeout: float) -> None:
+        del timeout
+
+    def get_nowait(self) -> None: ...
+
+
+def test_what_comes_without_end_does_not_keep_the_controller_from_all_else(tmp_path: Path) -> None:
+    pool = WorkerPool(tmp_path, 1, lambda base: Load(base, "o", "cpu", 0.0), (0,), Limits(), str)
+    pool.inbox = Endless()  # type: ignore[assignment]
+    assert pool.listen(60.0) == []
+    pool.abandon()

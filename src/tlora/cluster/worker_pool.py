@@ -7,6 +7,7 @@ as the kernel says of one of this host. For those of other hosts see `remote_hos
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -31,6 +32,7 @@ from tlora.worker_protocol import REFUSED, Alive, Hello, JobEnd, Load, Report
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
 _WATCH_SECONDS = 1.0
+_HEARD_AT_ONCE = 512  # messages, before what follows of them is decided and acknowledged
 _ACCEPT_SECONDS = 0.05  # after a connection that could not be had
 _GONE_SECONDS = 60.0  # for the kernel to end a killed process
 _LAST_WORDS_SECONDS = 10.0  # to read what an ended process has sent before
@@ -198,9 +200,11 @@ class WorkerPool:
             left = deadline - time.monotonic()
             with contextlib.suppress(queue.Empty):
                 heard = self.inbox.get(timeout=max(0.0, min(left, _WATCH_SECONDS)))
-                while True:
+                for count in itertools.count(1):  # what comes faster than it is heard must not keep all else from being done
                     woken |= heard is None
                     found += self._hear(heard)
+                    if count >= _HEARD_AT_ONCE:
+                        break
                     heard = self.inbox.get_nowait()
             self._watch()
             self._stop_revoked()
