@@ -1,6 +1,6 @@
 """Which families of transformers can be trained over: each causal model with a tiny random config, as the table of docs/reference/bases.md.
 
-    python -m bench.families [--only llama,mixtral] [--json FILE] [--write docs/reference/bases.md]
+    python -m bench.families [--only llama,mixtral] [--keep FILE] [--json FILE] [--write docs/reference/bases.md]
 
 Each family goes through the proof of a load (packed samples give the logits of its own eager attention on each alone, NaN in one reaches no
 other, masks alike at all distances). Then two jobs with `all-linear` take a step together and alone: the bytes have to be equal. On a CPU
@@ -10,6 +10,7 @@ in fp32, by transformers as it is installed here.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import warnings
 from collections.abc import Iterator, Mapping
@@ -50,13 +51,15 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16,
     "n_groups": 1, "state_size": 8, "ssm_state_size": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4, "mamba_chunk_size": 16,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 16,
 }  # fmt: skip
 COMPARED = {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "cohere", "glm4", "deepseek_v3",
-    "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen2_5_vl",
+    "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen2_5_vl", "qwen3_5_text", "qwen3_next", "lfm2",
+    "granitemoehybrid",
 }  # fmt: skip
-"""With PEFT, by tests/gpu/test_gpu_families.py and tests/engine/test_text_models.py."""
+"""With PEFT, by tests/gpu/test_gpu_families.py, tests/engine/test_text_models.py and tests/numerics/test_hybrids.py."""
 OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
 LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
 OTHER_TYPES = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}  # in checkpoints, not in the class's default
@@ -89,6 +92,8 @@ def tiny(kind: Any) -> Any:
     text = whole.get_text_config()
     changes = {key: value for key, value in TINY.items() if _takes(text, key)} | _layers(text)
     changes |= _rope(text) if text is not whole else {}
+    if "kv_lora_rank" in changes and "num_key_value_heads" in changes:  # latent attention has as many, and heads for positions apart
+        changes["num_key_value_heads"], changes["head_dim"] = changes["num_attention_heads"], changes["qk_rope_head_dim"]
     if text is whole:
         return kind(**changes)
     parts = {name: value for name, value in vars(whole).items() if isinstance(value, PretrainedConfig)}
@@ -103,6 +108,7 @@ def _layers(text: Any) -> dict[str, Any]:
     types = {
         key: list(dict.fromkeys((OTHER_TYPES.get(text.model_type) if hasattr(text, key) else None) or getattr(text, key, None) or ()))
         for key in LAYER_TYPES
+        if not isinstance(getattr(type(text), key, None), property)
     }
     count = max(2, *map(len, types.values()))
     if count == 2 and not any(len(kinds) > 1 for kinds in types.values()):
@@ -237,6 +243,7 @@ def table(found: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="families, with commas")
+    parser.add_argument("--keep", type=Path, help="a file of --json, whose rows stand for the families that are not in --only")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
@@ -245,6 +252,10 @@ def main() -> None:
     for row in rows([name for name in arguments.only.split(",") if name]):
         print(f"{row.family:30} {row.state:10} {row.note[:120]}", flush=True)
         found.append(row)
+    if arguments.keep:
+        tried = {row.family for row in found}
+        before = [Row(**row) for row in json.loads(arguments.keep.read_text(encoding="utf-8"))["rows"] if row["family"] not in tried]
+        found = sorted(found + before, key=lambda row: row.family)
     if arguments.json:
         write(arguments.json, facts(torch.device("cpu"), None) | {"rows": [asdict(row) for row in found]})
     if arguments.write:

@@ -10,12 +10,17 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from tlora.data.dataset import Sample
@@ -47,11 +52,47 @@ FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
 }
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+HYBRIDS: dict[str, PretrainedConfig] = {
+    "qwen3.5": Qwen3_5TextConfig(**SHAPE, **LINEAR),
+    "qwen3-next": Qwen3NextConfig(
+        **SHAPE, **LINEAR, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "kimi-linear": KimiLinearConfig(
+        **{**SHAPE, "num_key_value_heads": 4},
+        layer_types=LINEAR["layer_types"],
+        mlp_layer_types=["dense", "sparse"],
+        linear_head_dim=16,
+        linear_num_heads=4,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        num_experts=4,
+        num_experts_per_token=2,
+        moe_intermediate_size=32,
+    ),
+    "granite-4-h": GraniteMoeHybridConfig(
+        **SHAPE,
+        **MAMBA,
+        layer_types=["mamba", "attention"],
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        position_embedding_type="nope",
+    ),
+}
+"""Families with layers that carry something along a sample."""
 
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
-    config = type(FAMILIES[family])(**{**FAMILIES[family].to_dict(), **changes})
+    kind = {**FAMILIES, **HYBRIDS}[family]
+    config = type(kind)(**{**kind.to_dict(), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -15,6 +15,7 @@ from tests.tiny import FAMILIES, SHAPE, make_model, make_samples
 from tests.tolerances import LOGITS, assert_close
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
+from tlora.supermodel import recurrent_layers
 from tlora.supermodel.inject import expert_modules, find_linears, resolve_targets
 from tlora.supermodel.load import hidden_states, load_base, make_base
 from tlora.supermodel.lora_linear import LoraLinear
@@ -44,15 +45,8 @@ def test_each_family_is_taken_and_frozen(family: str) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            transformers.Mamba2Config(**SMALL, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=16, n_groups=1),
-            "other logits than single ones",
-        ),
+        (transformers.RwkvConfig(**SMALL, num_hidden_layers=2, attention_hidden_size=64), "other logits than single ones"),
         (transformers.MambaConfig(**SMALL, num_hidden_layers=2, state_size=4), "cannot run packed samples"),
-        (
-            transformers.BambaConfig(**SHAPE, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1, attn_layer_indices=[1]),
-            "other logits than single ones",
-        ),
         (transformers.StableLmConfig(**SHAPE), "does not hand keyword arguments to its attention"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
@@ -63,8 +57,12 @@ def test_a_base_that_cannot_be_packed_is_refused(config: Any, words: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_short_convolution_is_refused_though_it_leaks_less_than_rounding(dtype: torch.dtype) -> None:
+def test_a_short_convolution_without_bounds_is_refused_though_it_leaks_less_than_rounding(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
+    make_base(build(config, dtype), "lfm2")
+    monkeypatch.setattr(recurrent_layers, "RECURRENCES", {})
     with pytest.raises(ModelError, match=r"Use a decoder made of attention"):
         make_base(build(config, dtype), "lfm2")
 

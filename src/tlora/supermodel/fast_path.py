@@ -52,6 +52,8 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.d
         return "a deterministic run over experts computes each sample by itself"  # in company they give a row other bits
     if (why := why_plain(device)) is not None:
         return why
+    if base.recurrent:
+        return "layers that carry something along a sample run in PyTorch's own operations"
     if not fit_kernels(base.head.weight_VH.dtype, ()):
         return f"the base is in {str(base.head.weight_VH.dtype).removeprefix('torch.')}"
     for name, linear in linears.items():

@@ -30,6 +30,7 @@ from tlora.supermodel.base_config import refuse_strange_config
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, hold_packed
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
+from tlora.supermodel.recurrent_layers import cut_at_samples
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities
@@ -45,7 +46,7 @@ class Base:
     """A frozen causal language model: the whole, the decoder that ends at the last norm, and the head.
 
     `layers`: what brings the weights of the decoder's layers, where several ranks share them (`shared_base.py`). `stage`: which of them
-    are here, where other processes have the rest (`stage.py`).
+    are here, where other processes have the rest (`stage.py`). `recurrent`: names of layers that carry something along a sample.
     """
 
     model: Any
@@ -54,6 +55,7 @@ class Base:
     name: str
     layers: LayerStream | None = None
     stage: Stage | None = None
+    recurrent: tuple[str, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -221,7 +223,7 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: S
     hidden states.
     """
     model.requires_grad_(False).eval()
-    base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage)
+    base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage, tuple(cut_at_samples(model)))
     attention.register()
     attention_probe.register()
     _check_packing(base)
@@ -253,7 +255,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     elif base_precision is not None:
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     model.requires_grad_(False).eval()
-    return Base(model, decoder_of(model, base_model), find_head(model, base_model), base_model)
+    return Base(model, decoder_of(model, base_model), find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
 
 
 def decoder_of(model: Any, name: str) -> Any:
