@@ -4,9 +4,9 @@
 
 Each host has eight GPUs with a worker each (`bench.scale_workers`: nothing is trained), all of which talk to the one controller
 (`bench.scale_controller`) over connections of their own, in the real protocol. Jobs ask for one GPU and wait in the controller's queue
-where there is none. When all GPUs train, steps are heard for so many seconds; then all hosts of a rack are killed at once; then the
-controller is killed, and another starts on its store. It has settled when the lost rack is known to be lost and 99 % of the GPUs that
-are left train again. At the end each job must have ended at most once.
+where there is none. When all GPUs train and all jobs are submitted, steps are heard for so many seconds; then all hosts of a rack are
+killed at once; then the controller is killed, and another starts on its store. It has settled when the lost rack is known to be lost and
+99 % of the GPUs that are left train again. At the end each job must have ended at most once.
 
 Milliseconds are of the processor's time of the controller's thread, which is what they take on an idle machine, and by the clock.
 """
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +49,8 @@ class Controller:
         self.last: dict[str, Any] = {}
         self.decided: list[tuple[float, float]] = []
         self.answered: list[tuple[float, float]] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         for line in self._process.stdout or ():
@@ -71,9 +71,12 @@ class Controller:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
-def start_fleets(shape: Shape, directory: Path, store: Path) -> tuple[tuple[int, str, int, int], ...]:
+def start_fleets(shape: Shape, directory: Path, store: Path, processes: list[subprocess.Popen[bytes]]) -> Shape:
     """The first rack in a process of its own, the other hosts in as few as hold them."""
     hosts_of_one = MOST_WORKERS_OF_A_PROCESS // shape.gpus_per_host
     places = [(0, shape.hosts_per_rack - 1)]
@@ -85,12 +88,13 @@ def start_fleets(shape: Shape, directory: Path, store: Path) -> tuple[tuple[int,
         orders = directory / f"orders{number}"
         arguments = [str(store), str(orders), str(shape.jobs), str(1 + 1_000_000 * number)]
         process = subprocess.Popen([sys.executable, "-m", "bench.scale_workers", *arguments])
+        processes.append(process)
         fleets.append((process.pid, str(orders), first, last))
         while not orders.exists():
             if process.poll() is not None:
                 raise SystemExit("a process of workers has ended")
             time.sleep(0.05)
-    return tuple(fleets)
+    return replace(shape, fleets=tuple(fleets))
 
 
 def all_train(status: dict[str, Any], gpus: int) -> bool:
@@ -104,13 +108,16 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
     (store / "workers").mkdir(parents=True)
     (store / "workers" / "address").write_text(f"unix:{store}/workers/link/controller.sock\n")
     shape = Shape(hosts, GPUS_PER_HOST, min(8, max(1, hosts // 5)), jobs)
-    shape = replace(shape, fleets=start_fleets(shape, directory, store))
     row: dict[str, Any] = {"hosts": hosts, "gpus": shape.gpus, "jobs": jobs, "hosts_of_the_lost_rack": shape.hosts_per_rack}
-    controllers = [Controller(store, shape, directory / "controller.log")]
+    controllers: list[Controller] = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        first = controllers[0]
+        shape = start_fleets(shape, directory, store, processes)
+        first = Controller(store, shape, directory / "controller.log")
+        controllers.append(first)
         row["first_start_seconds"] = first.wait(lambda status: all_train(status, shape.gpus), "the first start")
         print(f"{hosts} hosts: all train after {row['first_start_seconds']:.1f} s", flush=True)
+        first.wait(lambda status: status["submitted"] == jobs, "the submission of all jobs")
         before = first.last
         time.sleep(seconds)
         after = first.last
@@ -119,7 +126,7 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
         row["processor_share"] = (after["processor_seconds"] - before["processor_seconds"]) / span
         left = shape.gpus - shape.hosts_per_rack * shape.gpus_per_host
         busy = first.last["processor_seconds"]
-        os.kill(shape.fleets[0][0], signal.SIGKILL)
+        processes[0].kill()
         row["rack_lost_seconds"] = first.wait(lambda status: all_train(status, left), "the loss of a rack")
         row["rack_lost_processor_seconds"] = first.last["processor_seconds"] - busy
         print(f"{hosts} hosts: a rack of {shape.hosts_per_rack} lost, settled after {row['rack_lost_seconds']:.1f} s", flush=True)
@@ -140,11 +147,9 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
     finally:
         for one in controllers:
             one.kill()
-        for pid, *_ in shape.fleets:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for process in processes:
+            process.kill()
+            process.wait()
         shutil.rmtree(directory, ignore_errors=True)
     return row
 

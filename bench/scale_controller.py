@@ -214,6 +214,7 @@ def say_status(watch: Stopwatch) -> None:
             "gpus": watch.scheduler.state.num_gpus,
             "gpus_that_train": sum(len(known.group.gpus) for known in groups if known.ready),
             "groups": len(groups),
+            "submitted": watch.scheduler.state.jobs_submitted,
             "workers": len(watch.backend.worker_pool.workers),
             "waiting": len(watch.scheduler.state.pending),
             "finished": watch.finished,
