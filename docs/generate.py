@@ -16,12 +16,14 @@ from pathlib import Path
 from docs.generators.benchmarks import benchmark_tables
 from docs.generators.command_line import command_line
 from docs.generators.http_api import http_api
+from docs.generators.scale import scale_table
 
 DOCS = Path(__file__).parent
 PAGES: dict[str, tuple[str, Callable[[], str]]] = {
     "reference/command-line.md": ("commands", command_line),
     "reference/http.md": ("routes", http_api),
     "benchmarks.md": ("tables", benchmark_tables),
+    "reference/scale.md": ("scale", scale_table),
 }
 
 
