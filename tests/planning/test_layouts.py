@@ -132,6 +132,9 @@ def test_each_linear_of_an_adapter_is_in_one_stage(run: RunSpec) -> None:
     parts = shape_of(run, H100).parts
     (one, *_) = sketched(run)
     assert one.layout is not None
+    halves = [parts.stage_memory(first, end, in_flight=1) for first, end in ((0, 3), (3, 8))]
+    for count in ("job_bytes", "step_bytes"):
+        assert sum(getattr(half, count)(one.layout) for half in halves) == getattr(parts.memory, count)(one.layout), count
     cut = [one.within(parts, first, end).layout for first, end in ((0, 3), (3, 5), (5, 8))]
     assert [shape for layout in cut if layout is not None for shape in layout.shapes] == list(one.layout.shapes)
 

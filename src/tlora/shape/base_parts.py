@@ -68,6 +68,7 @@ class BaseParts:
             base_bytes=self.stage_bytes(first, last),
             phases=tuple(replace(phase, bytes_per_token=phase.bytes_per_token + buffers) for phase in cut),
             num_layers=count if memory.num_layers else 0,
+            elsewhere=(*self.layers[:first], *self.layers[last:]),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class AdaptedLinear(Protocol):
     """As `adapters.state.AdapterShape`."""
 
     @property
+    def module(self) -> str: ...
+    @property
     def rank(self) -> int: ...
     @property
     def in_features(self) -> int: ...
@@ -90,6 +92,7 @@ class MemoryModel:
     spanning: frozenset[Adapter] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
     compared: frozenset[Adapter] = frozenset()  # likewise of jobs that compare with the adapter that they start from
     mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
+    elsewhere: tuple[str, ...] = ()  # names of decoder layers whose adapters lie at other stages
 
     @property
     def most_recomputed(self) -> int:
@@ -100,15 +103,21 @@ class MemoryModel:
         """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
         also the sum of their gradients (`group/exchange.py`); with a reference of its own also that one's weights.
         """
-        padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in layout.shapes)
+        here = self._here(layout)
+        padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in here)
         flat = 4 if layout in self.spanning else 3
         weights = 2 if layout in self.compared else 1
-        return adapter_bytes(layout.numel, padded, self.element_bytes, self.sum_bytes, flat, weights)
+        return adapter_bytes(_numel(here), padded, self.element_bytes, self.sum_bytes, flat, weights)
 
     def step_bytes(self, layout: Adapter) -> int:
         """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient, and what another rank sent."""
         copies = max(self.step_copies, 2) if layout in self.spanning else self.step_copies
-        return copies * self.sum_bytes * layout.numel
+        return copies * self.sum_bytes * _numel(self._here(layout))
+
+    def _here(self, layout: Adapter) -> Sequence[AdaptedLinear]:
+        """What of an adapter lies here."""
+        others = tuple(f"{name}." for name in self.elsewhere)
+        return [shape for shape in layout.shapes if not shape.module.startswith(others)] if others else layout.shapes
 
     def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
         recomputed = min(recomputed_layers, self.most_recomputed)
@@ -148,12 +157,16 @@ class MemoryModel:
     def to_json(self) -> dict[str, Any]:
         """Of `alone`."""
         found = asdict(self.alone())
-        del found["spanning"], found["compared"], found["mailbox_bytes"]
+        del found["spanning"], found["compared"], found["mailbox_bytes"], found["elsewhere"]
         return found
 
     def least_recomputed(self, room_bytes: int) -> RecomputePlan:
         """The fewest layers with which a micro-batch's activations take no more than `room_bytes`; where none does, all that save some."""
         return RecomputePlan(tuple(accumulate((self.most_tokens(room_bytes, k) for k in range(self.most_recomputed)), max)))
+
+
+def _numel(shapes: Sequence[AdaptedLinear]) -> int:
+    return sum(shape.rank * (shape.in_features + shape.out_features) for shape in shapes)
 
 
 def parse_memory(found: Mapping[str, Any]) -> MemoryModel:

@@ -174,6 +174,24 @@ def test_an_error_that_no_job_repeats_is_forgiven(where: str, base: Path, sets: 
     assert any("GPU 1: RuntimeError: a bit flipped" in note.line for note in of(pipeline.heard, Noted))
 
 
+def test_a_step_that_fails_at_one_stage_fails_the_job_alone(base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]) -> None:
+    """The last stage has stepped: the job must not train on with weights of two steps."""
+    pipeline = Pipeline(base, 2)
+    early = pipeline.early[0]
+    measure = early._measure
+
+    def spoil(job_id: str) -> None:
+        measure(job_id)
+        if job_id == "b":
+            step: Any = early._steps[job_id]
+            step.apply = failing(1, RuntimeError("the driver is gone"))(step.apply)
+
+    early._measure = spoil  # type: ignore[method-assign]
+    ended = pipeline.train(runs(sets))
+    same_weights(ended, alone, ["a", "wide"])
+    assert ended["b"].status == "failed" and "samples of b, which has not entered this stage" in ended["b"].reason
+
+
 def test_memory_that_runs_out_on_one_stage_halves_the_budget_of_all(
     base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]
 ) -> None:
