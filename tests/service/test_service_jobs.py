@@ -73,7 +73,7 @@ def test_a_job_that_is_paused_or_cancelled_while_its_data_is_read(tmp_path: Path
 
 
 def test_data_without_room_on_the_disk_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlora.service.controller._ROOM_SECONDS", 0.05)
+    monkeypatch.setattr("tlora.service.order_reader._ROOM_SECONDS", 0.05)
     with serving(tmp_path / "server", held=True) as served:
         jobs = [served.submit("alice", name=name)["id"] for name in ("waits", "goes")]
         intake = served.intakes[0]
