@@ -29,7 +29,7 @@ def find_damage(directory: Path, beat: Callable[[], None] = lambda: None, *, onl
     Files that the manifest does not name are ignored: people put notes into their adapters' directories. `beat` is called every few MiB.
     """
     try:
-        files = _read_manifest(directory / MANIFEST)
+        files = read_manifest(directory / MANIFEST)
         if isinstance(files, str):
             return files
         for name, expected in files.items():
@@ -53,8 +53,8 @@ def manifest_of(files: Files) -> bytes:
     return (json.dumps({"files": files}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _read_manifest(path: Path) -> Files | str:
-    """The manifest's content, or its damage. Only the exact bytes that `manifest_of` makes are accepted, so that a flipped bit of white
+def read_manifest(path: Path) -> Files | str:
+    """A manifest's content, or its damage. Only the exact bytes that `manifest_of` makes are accepted, so that a flipped bit of white
     space is detected too.
     """
     if not path.is_file():

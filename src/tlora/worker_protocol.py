@@ -27,7 +27,7 @@ class Load:
     `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
     those of a jobs file (`RunSpec`). `memory_limit`, by default what is free there, lowers a group's token budget, and a job that cannot
     fit below it fails. `layout` is of a worker with one GPU; several hold a base in parts where they must. With `calibrate` the worker
-    tells what the base costs here (`Measured`).
+    tells what the base costs here (`Measured`). `base_name`: what adapters call a base that is a copy; else it is named by `base_model`.
     """
 
     base_model: str
@@ -43,6 +43,7 @@ class Load:
     memory_limit: MemoryLimit = "auto"
     report_to: tuple[TrackerName, ...] = ()
     calibrate: bool = False
+    base_name: str = ""
 
 
 _SHARED = ("deterministic", "dtype", "base_precision", "layout", "unused_weights", "recompute", "memory_limit")
@@ -83,7 +84,7 @@ class DesiredState:
     `epoch` counts the controllers of a store, `generation` the wishes of one of them: anything older than the newest known is void.
     `gpus_order`: the generation in which the group's GPUs became what they are. `lease_seconds`: for so long after its last `Alive` that
     was answered, by its own clock, a worker that is cut off trains on. With `leased` its end cannot be seen from the controller's host:
-    it must have ended by then.
+    it must have ended by then. With `files_by_line` it does not see the paths that are named: what lies there is fetched and sent back.
     """
 
     epoch: int
@@ -97,6 +98,7 @@ class DesiredState:
     expected: tuple[JobSpec, ...] = ()
     gpus_order: int = 0
     leased: bool = False
+    files_by_line: bool = False
     begins_anew: bool = False
 
 
@@ -203,6 +205,11 @@ class Ending:
 
 
 @message
+class Farewell:
+    """The last report: its jobs are let go and its ranks have ended. The process writes nothing any more."""
+
+
+@message
 class Measured:
     """The measured speed of the loaded base on the worker's GPU, which is a `device`."""
 
@@ -237,7 +244,7 @@ class GpusChanged:
 
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused
 JobEnd = Finished | Failed | Left | Refused  # the attempt is over
-Report = Loaded | Measured | Memory | GpusChanged | JobReport | Settled | Ending
+Report = Loaded | Measured | Memory | GpusChanged | JobReport | Settled | Ending | Farewell
 
 
 # -- worker to controller ----------------------------------------------------------------------------------------------

@@ -328,7 +328,7 @@ def _public_answer(path: Path) -> AuthResponse:
 
 
 @pytest.mark.parametrize("answer", [_elsewhere, _guess, _no_answer, _other_answer, _public_answer])
-def test_a_worker_that_does_not_see_the_store_is_not_taken_for_one_that_does(
+def test_a_worker_that_does_not_see_the_store_gets_its_files_by_the_line(
     station: TcpStation, answer: Callable[[Path], AuthResponse]
 ) -> None:
     line = station.by_hand()
@@ -337,9 +337,28 @@ def test_a_worker_that_does_not_see_the_store_is_not_taken_for_one_that_does(
     line.send(admission_line(answer(Path(challenge.path))))
     assert read_admission(line, 60) == AuthOk()
     line.send(worker_line(REMOTE))
-    assert f"does not read and write {station.directory}" in (line.read_line(60) or b"").decode()
+    assert b'"ack"' in (line.read_line(60) or b"")
+    (worker,) = station.worker_pool.workers.values()
+    assert worker.files_by_line
     line.close()
-    assert station.is_empty()
+    line = station.enter_as({"boot": "of another host"})  # that it sees the store now changes nothing
+    line.send(worker_line(REMOTE))
+    assert b'"ack"' in (line.read_line(60) or b"") and worker.files_by_line
+    line.close()
+
+
+def test_a_worker_that_has_lost_sight_of_the_store_is_refused(station: TcpStation) -> None:
+    first = station.enter_as({"boot": "of another host"})
+    first.send(worker_line(REMOTE))
+    assert b'"ack"' in (first.read_line(60) or b"")
+    line = station.by_hand()
+    station.enter(line, replace(station.entry, boot="of another host"))
+    line.send(admission_line(AuthResponse(problem="Stale file handle")))
+    assert read_admission(line, 60) == AuthOk()
+    line.send(worker_line(REMOTE))
+    assert f"does not see {station.directory} any more".encode() in (line.read_line(60) or b"")
+    line.close()
+    first.close()
 
 
 def test_a_worker_that_ends_within_its_proof_leaves_nothing(station: TcpStation) -> None:

@@ -19,7 +19,7 @@ from tlora.cluster.leases import Leases
 from tlora.link.dialer import NOTICE_SECONDS, Dialer, _now
 from tlora.link.lines import Line
 from tlora.protocol import GpusLost, GroupKept, JobGroup, ParallelPlan, StartGroup
-from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, HeldJob, Join, Load, worker_line
+from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, Farewell, HeldJob, Join, Load, worker_line
 
 LEASE = 1.0
 
@@ -61,15 +61,37 @@ def test_a_silent_host_is_lost_when_its_lease_ends_and_never_before(station: Tcp
 
 
 def test_its_last_word_is_proof_enough(station: TcpStation) -> None:
+    """Also of a job that it was about to begin. It may come again at once, before its end is handled."""
+    line, _ = come(station, jobs=(HeldJob("a", 7, 0, False),))
+    (worker,) = station.worker_pool.workers.values()
+    worker.stop(begins_anew=True)
+    assert b'"begins_anew":true' in (line.read_line(60) or b"")
+    line.send(worker_line(Envelope(1, 0, Ending("its controller wants no more of it"))) + worker_line(Envelope(2, 0, Farewell())))
+    assert worker.process.wait(60) and worker.process.how_it_ended() == "has ended by itself"
+    line.end()
+    again = station.enter_as({"boot": "of another host"})
+    LINES.append(again)
+    again.send(worker_line(replace(REMOTE, incarnation="begun anew")))
+    wait_for(lambda: (worker, None) in station.reports)
+    with pytest.raises(TimeoutError):
+        again.read_line(0.2)
+    del station.worker_pool.workers[worker.gpu]  # as the reconciler does
+    assert b'"ack"' in (again.read_line(60) or b"")
+    assert not any(isinstance(event, GpusLost) for event in station.worker_pool.remote_hosts.events), "its GPUs never went"
+
+
+def test_one_that_is_about_to_end_does_not_begin_anew(station: TcpStation) -> None:
     line, _ = come(station)
     (worker,) = station.worker_pool.workers.values()
     line.send(worker_line(Envelope(1, 0, Ending("signal 15"))))
     wait_for(lambda: worker.doomed)
-    line.end()
-    assert worker.process.wait(60) and worker.process.how_it_ended() == "has ended by itself"
+    worker.stop(begins_anew=True)
+    line.send(worker_line(Envelope(2, 0, Farewell())))
+    wait_for(lambda: (worker, None) in station.reports)
+    assert isinstance(station.worker_pool.remote_hosts.events[-1], GpusLost)
 
 
-def test_a_host_that_holds_a_job_yet_has_not_said_its_last_word(station: TcpStation) -> None:
+def test_a_host_that_may_still_write_has_not_said_its_last_word(station: TcpStation) -> None:
     line, _ = come(station, jobs=(HeldJob("a", 7, 3, True),))
     (worker,) = station.worker_pool.workers.values()
     line.send(worker_line(Envelope(1, 0, Ending("signal 15"))))

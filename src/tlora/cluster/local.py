@@ -330,7 +330,7 @@ class LocalBackend:
             known = found is not None and found.base_model in self._machine.base_models
             if found is None or not known or worker.load != self._load(self._machine.base_models[found.base_model]):
                 if worker.load is not None:
-                    worker.stop()
+                    worker.stop(begins_anew=True)
                 continue
             if not places.is_last(worker, found.group_id):
                 continue

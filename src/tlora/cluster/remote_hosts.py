@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tlora.cluster.file_service import FileService
 from tlora.cluster.hosts import Hosts, node_events
 from tlora.cluster.leased_process import DRIFT_SECONDS, LeasedProcess
 from tlora.cluster.leases import Leases
@@ -17,7 +18,7 @@ from tlora.cluster.listeners import Peer
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.link.versions import versions
 from tlora.protocol import Event, GpusLost
-from tlora.worker_protocol import Hello, HostLabels
+from tlora.worker_protocol import DesiredState, Hello, HostLabels
 
 AWAY_SECONDS = 60.0  # for a worker that begins anew to come again
 
@@ -33,6 +34,7 @@ class RemoteHosts:
         self.hosts, self._leases, self._began = Hosts(own), Leases(directory), time.monotonic()
         self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
         self._outlived: set[str] = set()  # incarnations that were lost by their leases
+        self.files = FileService(directory.parent)
         self.events: list[Event] = []
 
     @property
@@ -51,8 +53,8 @@ class RemoteHosts:
             return hello.gpus
         return tuple(gpu + self.hosts.first_number(hello.host) for gpu in hello.gpus)
 
-    def why_not(self, hello: Hello, peer: Peer) -> str:
-        """Why a worker of another host is refused at its Hello; "" if it is not."""
+    def why_not(self, hello: Hello, peer: Peer, known: RemoteWorker | None) -> str:
+        """Why a worker of another host is refused at its Hello; "" if it is not. `known`: as it came before."""
         host = hello.host
         if host is None:
             return "it says nothing of its host"
@@ -64,26 +66,33 @@ class RemoteHosts:
         on_cpu = self._device() == "cpu"
         if any((device.kind == "cpu") != on_cpu for device in host.devices):
             return f"it has {host.devices[0].kind}, and this cluster trains on {'CPUs' if on_cpu else 'GPUs'}"
-        if not peer.shares_store:
-            return f"it does not read and write {self._directory} as this controller does. Mount it there, under the same path and user"
+        if known is not None and not known.files_by_line and not peer.shares_store:
+            return f"it does not see {self._directory} any more, where it has begun. Mount it again, and start it again"
         return self.hosts.why_not(host, hello.gpus)
 
-    def take_on(self, gpus: tuple[int, ...], hello: Hello, host: HostLabels, pid: int, epoch: int) -> RemoteWorker:
+    def take_on(self, gpus: tuple[int, ...], hello: Hello, host: HostLabels, peer: Peer, epoch: int) -> RemoteWorker:
         """A worker that has come; `gpus` are the cluster's numbers."""
-        process = LeasedProcess(host.name, pid, self._lease_seconds)
-        worker = RemoteWorker(gpus, hello.load, process, epoch, self._lease_seconds, host, self.hosts.first_number(host))
-        worker.about_to_tell = lambda joins: self._leases.grant(
-            hello.incarnation, {join.job.name: join.attempt for join in joins}, self._lease_seconds
-        )
+        process, number = LeasedProcess(host.name, peer.pid, self._lease_seconds), self.hosts.first_number(host)
+        options = epoch, self._lease_seconds, host, number
+        worker = RemoteWorker(gpus, hello.load, process, *options, files_by_line=not peer.shares_store)
+        worker.about_to_tell = lambda want: self._grant(hello.incarnation, want)
         self._leases.arrive(hello.incarnation)
+        if worker.files_by_line and hello.load is not None:
+            self.files.grant(hello.incarnation, hello.load.base_model, {held.job_id: (held.attempt, None) for held in hello.jobs})
         self._away.pop(gpus, None)
         self.events += node_events(host, gpus)
         self._note(f"a worker has come for {worker.display_name}")
         return worker
 
+    def _grant(self, incarnation: str, want: DesiredState) -> None:
+        self._leases.grant(incarnation, {join.job.name: join.attempt for join in want.jobs}, self._lease_seconds)
+        if want.files_by_line:
+            self.files.grant(incarnation, want.load.base_model, {join.job.name: (join.attempt, join) for join in want.jobs})
+
     def lose(self, worker: RemoteWorker) -> None:
         """Its end is proven. Its GPUs go with it, unless it was stopped to begin anew. A cut line is no job's fault."""
         how = worker.process.how_it_ended()
+        self.files.end(worker.incarnation or "")
         if not worker.doomed:
             worker.doomed = True
             self._outlived.add(worker.incarnation or "")
@@ -93,9 +102,9 @@ class RemoteHosts:
         else:
             self.events.append(GpusLost(worker.gpus, how))
 
-    def see_line_end(self, worker: RemoteWorker) -> None:
-        """Its connection has ended: if it had said that it ends, and holds no job any more, that was its end."""
-        if isinstance(worker.process, LeasedProcess) and worker.doomed and not worker.jobs:
+    def see_last_word(self, worker: RemoteWorker) -> None:
+        """It has reported something: if that it writes nothing any more, that is proof."""
+        if isinstance(worker.process, LeasedProcess) and worker.is_over:
             worker.process.prove_end("has ended by itself")
 
     def watch(self, worker: RemoteWorker, silent_seconds: float) -> None:
@@ -116,4 +125,7 @@ class RemoteHosts:
 
     def forget_released(self, workers: Iterable[RemoteWorker]) -> None:
         """The jobs that none of `workers` holds are free, also for the next controller."""
-        self._leases.keep(name for worker in workers if worker.host is not None for name in worker.jobs)
+        writing = [worker for worker in workers if worker.host is not None and not worker.is_over]
+        held = {name: (worker.incarnation or "", job.attempt) for worker in writing for name, job in worker.jobs.items()}
+        self._leases.keep(held)
+        self.files.keep(held)

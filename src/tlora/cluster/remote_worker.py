@@ -16,6 +16,7 @@ from tlora.worker_protocol import (
     DesiredState,
     Ending,
     Envelope,
+    Farewell,
     FromController,
     GpusChanged,
     Hello,
@@ -68,10 +69,11 @@ def gpu_names(gpus: tuple[int, ...], one: str = "GPU", several: str = "GPUs") ->
 
 class RemoteWorker:
     """`gpus` are its own, in ascending order, with those that are about to be. `jobs` are those that it holds. `loaded`, `doomed` (it ends
-    by itself), `fixed` (it can have no other GPUs) and `settled` (the last generation) are as it has said.
+    by itself), `is_over` (it writes nothing any more), `fixed` (it can have no other GPUs) and `settled` (the last generation) are as it
+    has said.
 
-    `host` is None for one of the controller's own. Else `first_number` is the cluster's number of that host's GPU 0, and over the line
-    all GPUs have the host's numbers; it is leased. `about_to_tell` is called with the jobs that it is about to be told to have.
+    `host` is None for one of the controller's own. Else it is leased, `first_number` is the cluster's number of that host's GPU 0, and over
+    the line all GPUs have the host's numbers. `about_to_tell` is called with what it is about to be told to have.
     """
 
     def __init__(
@@ -83,13 +85,15 @@ class RemoteWorker:
         lease_seconds: float = LEASE_SECONDS,
         host: HostLabels | None = None,
         first_number: int = 0,
+        *,
+        files_by_line: bool = False,
     ) -> None:
         """`load` is None for a worker that came by itself, until the controller has chosen what it loads."""
         self.gpus, self.load, self.process = gpus, load, process
         self.host, self._first_number = host, first_number
-        self.about_to_tell: Callable[[tuple[Join, ...]], object] = lambda _: None
+        self.about_to_tell: Callable[[DesiredState], object] = lambda _: None
         self.incarnation: str | None = None
-        self.loaded = self.stopping = self.begins_anew = self.doomed = self.fixed = False
+        self.loaded = self.stopping = self.begins_anew = self.doomed = self.is_over = self.fixed = False
         self.jobs: dict[str, Held] = {}
         self.found: JobGroup | None = None  # its group, as an earlier controller wanted it
         self.settled = 0
@@ -99,8 +103,10 @@ class RemoteWorker:
         self.given_up = ""  # why it was killed
         self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
         self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, once it has ended; empty if unknown
-        leased = host is not None
-        self._want = DesiredState(epoch, epoch * NUMBERS_PER_EPOCH, load or _NOTHING, lease_seconds=lease_seconds, leased=leased)
+        generation, leased = epoch * NUMBERS_PER_EPOCH, host is not None
+        self._want = DesiredState(
+            epoch, generation, load or _NOTHING, lease_seconds=lease_seconds, leased=leased, files_by_line=files_by_line
+        )
         self._inbox = ReportInbox()
         self._send: Send | None = None
 
@@ -147,6 +153,11 @@ class RemoteWorker:
         return self.settled == self._want.generation
 
     @property
+    def files_by_line(self) -> bool:
+        """Whether it does not see the store, so that files go over the line."""
+        return self._want.files_by_line
+
+    @property
     def connected(self) -> bool:
         return self._send is not None
 
@@ -171,11 +182,11 @@ class RemoteWorker:
         starts again from here, comes again by itself, without a base.
         """
         if not self.stopping:
-            self.stopping, self.begins_anew = True, begins_anew
-            self._tell(replace(self._want, stop=True, begins_anew=begins_anew and self.host is not None))
+            self.stopping, self.begins_anew = True, begins_anew and self.host is not None and not self.doomed
+            self._tell(replace(self._want, stop=True, begins_anew=self.begins_anew))
 
     def _tell(self, wanted: DesiredState) -> None:
-        self.about_to_tell(wanted.jobs)
+        self.about_to_tell(wanted)
         self._want = replace(wanted, generation=self._want.generation + 1)
         self._say_want()
 
@@ -225,6 +236,8 @@ class RemoteWorker:
                 self.loaded = True
             case Ending():
                 self.doomed = True
+            case Farewell():
+                self.doomed = self.is_over = True
             case Joined(job_id):
                 self.joined.add(job_id)
             case Settled(generation, jobs) if generation == self._want.generation:

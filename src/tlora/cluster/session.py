@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from tlora.cluster.listeners import Admit, Peer
 from tlora.link.authentication import AdmissionError
 from tlora.link.lines import Connection, Line
+from tlora.link.transfer import OpenStore, parse_request_line
 from tlora.worker_protocol import PROTOCOL, Alive, Envelope, FromController, FromWorker, Hello, Refusal, controller_line, parse_worker_line
 
 HELLO_SECONDS = 10.0  # for the first line
@@ -43,9 +45,12 @@ Heard = Arrived | Spoke | Gone
 
 
 class Session:
-    """`inbox` gets all messages in order, and `Gone` last."""
+    """`inbox` gets all messages in order, and `Gone` last. A connection for files is all `serve_files`' own."""
 
-    def __init__(self, connection: Connection, admit: Admit, inbox: queue.SimpleQueue[Heard]) -> None:
+    def __init__(
+        self, connection: Connection, admit: Admit, inbox: queue.SimpleQueue[Heard], serve_files: Callable[[Line, OpenStore], None]
+    ) -> None:
+        self._serve_files = serve_files
         self._admit, self._line, self._inbox = admit, Line(connection), inbox
         self._outgoing: queue.SimpleQueue[FromController | None] = queue.SimpleQueue()
         self.ended = threading.Event()
@@ -94,6 +99,9 @@ class Session:
         first = self._line.read_line(HELLO_SECONDS)
         if first is None:
             return "a connection that ended before its Hello"
+        if peer.is_remote and (opened := _parse_opening(first)) is not None:
+            self._serve_files(self._line, opened)
+            return ""
         self._inbox.put(Arrived(self, peer, _parse_hello(first)))
         for line in self._line.lines():
             message: FromWorker = parse_worker_line(line)
@@ -101,6 +109,15 @@ class Session:
                 return "a second Hello"
             self._inbox.put(Spoke(self, message))
         return ""
+
+
+def _parse_opening(line: bytes) -> OpenStore | None:
+    """Read the first line of a connection for files; None if it is another's."""
+    try:
+        opened = parse_request_line(line)
+    except ValueError:
+        return None
+    return opened if isinstance(opened, OpenStore) else None
 
 
 def _parse_hello(line: bytes) -> Hello:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
-from tlora.cluster.listeners import Listener, TlsListener, UnixListener
+from tlora.cluster.listeners import Listener, UnixListener
 from tlora.cluster.refusals import Refusals
 from tlora.cluster.remote_hosts import RemoteHosts
 from tlora.cluster.remote_worker import HOST_LEASE_SECONDS, LEASE_SECONDS, RemoteWorker, gpu_names
@@ -27,7 +27,7 @@ from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
 from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
-from tlora.worker_protocol import REFUSED, Alive, Hello, JobEnd, Load, Report
+from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
@@ -91,14 +91,11 @@ class WorkerPool:
         self._watched = self._asked_tokens = time.monotonic()
         self.remote_hosts = RemoteHosts(directory, gpus, limits.host_lease, lambda: loads("").device, note)
         self._listeners: list[Listener] = []
-        self._open(UnixListener(directory))
+        self.listen_on(UnixListener(directory))
         self.address = self._listeners[0].address
 
-    def listen_on(self, listener: TlsListener) -> None:
-        """Accept workers that a user starts there too. Closed with this crew."""
-        self._open(listener)
-
-    def _open(self, listener: Listener) -> None:
+    def listen_on(self, listener: Listener) -> None:
+        """Accept workers that come there too. Closed with this crew."""
         self._listeners.append(listener)
         threading.Thread(target=self._accept, args=(listener,), name="worker-pool", daemon=True).start()
 
@@ -179,9 +176,8 @@ class WorkerPool:
         remote = [worker for worker in self.workers.values() if worker.host is not None]
         while not all(worker.process.wait(0.0) for worker in remote) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                for worker, report in self._hear(self.inbox.get(timeout=min(left, _WATCH_SECONDS))):
-                    if isinstance(report, JobEnd):
-                        worker.jobs.pop(report.job_id, None)
+                self._hear(self.inbox.get(timeout=min(left, _WATCH_SECONDS)))
+            self._watch()
         self.remote_hosts.forget_released(remote)
 
     # -- what is heard -------------------------------------------------------------------------------------------------
@@ -231,13 +227,13 @@ class WorkerPool:
                     if isinstance(message, Alive):
                         worker.hear_alive(message)
                     elif (report := worker.take(message)) is not None:
+                        self.remote_hosts.see_last_word(worker)
                         return [(worker, report)]
             case Gone(session, reason):
                 self._let_in_by.pop(session, None)
                 worker = self._sessions.pop(session, None)
                 if worker is not None:
                     worker.detach(session.send)
-                    self.remote_hosts.see_line_end(worker)
                 if reason:
                     (self._of_strangers if worker is None else self._of_workers).see(reason)
             case _Ended(worker):
@@ -257,15 +253,18 @@ class WorkerPool:
 
     def _arrive(self, arrived: Arrived) -> None:
         session, hello = arrived.session, arrived.hello
+        gpus = self.remote_hosts.numbers(hello, arrived.peer)
+        if any(worker.is_over and worker.overlaps(gpus) and worker.incarnation != hello.incarnation for worker in self.workers.values()):
+            self._unheard.append(arrived)  # it begins anew, and its end has not been handled yet
+            return
         reason = self._why_not(arrived)
         if reason:
             self._of_workers.see(reason)
             session.refuse(reason)
             return
-        gpus = self.remote_hosts.numbers(hello, arrived.peer)
         worker = self._same(hello) or self.workers.get(gpus[0])
         if worker is None and arrived.peer.is_remote and hello.host is not None:
-            worker = self._watch_over(self.remote_hosts.take_on(gpus, hello, hello.host, arrived.peer.pid, self._epoch))
+            worker = self._watch_over(self.remote_hosts.take_on(gpus, hello, hello.host, arrived.peer, self._epoch))
         elif worker is None:
             worker = self._take_on(gpus, hello.load, supervise(self._log(gpus), arrived.peer.identity))
         self._sessions[session] = worker
@@ -282,7 +281,7 @@ class WorkerPool:
             updated = "The program was updated while this process ran: stop it and start it again. Jobs wait"
             remedy = updated if not remote and self._started_here(pid) else "Start it with the same version"
             return f"{who} is of tlora {version}, and this is {__version__}. {remedy}"
-        if remote and (reason := self.remote_hosts.why_not(hello, arrived.peer)):
+        if remote and (reason := self.remote_hosts.why_not(hello, arrived.peer, self._same(hello))):
             return f"{who}: {reason}"
         if not remote and (not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus)):
             there = list(self._gpus)
@@ -395,6 +394,6 @@ class WorkerPool:
                 time.sleep(_ACCEPT_SECONDS)
                 continue
             try:
-                Session(connection, admit, self.inbox)  # type: ignore[arg-type]
+                Session(connection, admit, self.inbox, self.remote_hosts.files.serve)  # type: ignore[arg-type]
             except RuntimeError:  # no more threads: it will dial again
                 connection.close()

@@ -109,7 +109,7 @@ class Trainer:
         durable.make_directory(self._directory)
         self._flight = FlightRecorder(self._directory, rank_context.flight)
         options: Any = {"fence": self._check_claim, "wait_for_room": self._backoff, "base_precision": load.base_precision}
-        context = RunContext(public_name(load.base_model), clock, note, reserve, writer, **options)
+        context = RunContext(load.base_name or public_name(load.base_model), clock, note, reserve, writer, **options)
         self._driver = Driver(
             model, context, RunPaths(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
         )

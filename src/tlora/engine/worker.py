@@ -29,18 +29,21 @@ from tlora.link.address import is_tcp
 from tlora.link.dialer import Dialer
 from tlora.link.endpoint import Endpoint, find_entrance
 from tlora.link.log import leave, note, show_stacks_when_asked
+from tlora.link.transfer import OpenStore, StoreClient
 from tlora.link.versions import versions
 from tlora.sharing.multicast import turn_multicast_off
-from tlora.worker_protocol import REFUSED, Alive, DesiredState, Hello, HostLabels, Load, Report
+from tlora.worker_protocol import PROTOCOL, REFUSED, Alive, DesiredState, Farewell, Hello, HostLabels, Load, Report
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
     from tlora.engine.ranks.spanning_jobs import RankContext
+    from tlora.engine.remote_store import RemoteStore
     from tlora.engine.trainer import Trainer
     from tlora.job import JobSpec
 
 EXPIRED = 75  # exit status of a worker whose lease ended before its jobs were saved: a temporary failure, by sysexits.h
 FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
 _ANEW = -1  # instead of an exit status: serve once more
+_STORE_SECONDS = 15.0  # at the end, for the jobs' last files to be sent
 _DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
 
 SeeGpus = Callable[[tuple[int, ...]], None]  # this process uses those GPUs alone, or it raises ConfigError
@@ -53,7 +56,7 @@ class Worker:
         """`host`: what is said of this one, for a worker that may be of another host than its controller."""
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the trainer
         self.heartbeat = Heartbeat()
-        self._incarnation, self._host = uuid.uuid4().hex, host
+        self._incarnation, self._host, self._endpoint = uuid.uuid4().hex, host, endpoint
         self._worker_reconciler, self._lock = WorkerReconciler(gpus), threading.RLock()
         self._load: Load | None = None
         self._told = threading.Event()  # what to load, or to stop
@@ -64,6 +67,16 @@ class Worker:
         """What to load; None for a worker that is to stop before it has loaded anything."""
         self._told.wait()
         return self._load
+
+    def open_store(self, load: Load) -> RemoteStore | None:
+        """What stands for the store on this host, if it is not seen from here. `load`: as `wait_for_load` gave it."""
+        want = self._worker_reconciler.want
+        if want is None or not want.files_by_line:
+            return None
+        from tlora.engine.remote_store import RemoteStore
+
+        client = StoreClient(self._endpoint, OpenStore(self._incarnation, PROTOCOL))
+        return RemoteStore(client, self._incarnation, load, self.inbox, self.report, self.heartbeat)
 
     @property
     def expected(self) -> tuple[JobSpec, ...]:
@@ -177,20 +190,27 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"no cluster listens at {endpoint.address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
-    load = worker.wait_for_load()
+    load, store = worker.wait_for_load(), None
     if load is not None:
         worker.heartbeat.begin("loading")
+        store = worker.open_store(load)
+        load = store.open() if store is not None else load
+    if load is not None:
         if see_gpus is not None and load.device != "cpu":
             see_gpus(gpus)
         from tlora.engine.ranks.worker_group import WorkerGroup
 
-        group = WorkerGroup(load, gpus, worker.inbox, worker.report, worker.heartbeat, lambda: worker.expected)
+        inbox, report = (worker.inbox, worker.report) if store is None else (store.inbox, store.report)
+        group = WorkerGroup(load, gpus, inbox, report, worker.heartbeat, lambda: worker.expected)
         show_stacks_when_asked(lambda: group.rank_pids)
         try:
             group.go_on()
         except RankError:  # what its ranks have said before says which job may have ended them
             worker.dialer.drain(_DRAIN_SECONDS)
             raise
+    if store is not None:
+        store.close(_STORE_SECONDS)
+    worker.report(Farewell())
     worker.dialer.drain(_DRAIN_SECONDS)
     worker.check_refusal()
     worker.dialer.close()

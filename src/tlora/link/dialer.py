@@ -210,7 +210,7 @@ class Dialer:
 
     def _watch_lease(self) -> None:
         while True:
-            time.sleep(min(_LOOK_SECONDS, self._contact.lease_seconds / 10))
+            time.sleep(min(_LOOK_SECONDS if self._contact.leased else BEAT_SECONDS, self._contact.lease_seconds / 10))
             if self._look_at_lease():
                 return
 

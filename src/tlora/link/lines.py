@@ -95,6 +95,22 @@ class Line:
         del self._read[: end + 1]
         return line
 
+    def read_bytes(self, size: int, timeout_seconds: float) -> bytes:
+        """Exactly `size` bytes, which follow a line that announced them. Raises TimeoutError, and ConnectionError at the end before."""
+        deadline = time.monotonic() + timeout_seconds
+        while len(self._read) < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            chunk = self._receive()
+            if not chunk:
+                raise ConnectionResetError("the other end has closed the connection within a file")
+            self._read += chunk
+        content = bytes(self._read[:size])
+        del self._read[:size]
+        return content
+
     def _receive(self) -> bytes:
         if self._takes_files and isinstance(self._socket, socket.socket):
             content, files, _, _ = socket.recv_fds(self._socket, _CHUNK, 1)

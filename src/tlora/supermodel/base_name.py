@@ -17,15 +17,17 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).exists()
 
 
-def public_name(base_model: str) -> str:
-    """The hub id of `base_model`, where it is one, lies in the hub's cache or has one in its config's `_name_or_path`; else itself."""
-    path = Path(base_model)
-    if not path.is_dir():
+def public_name(base_model: str, copy: Path | None = None) -> str:
+    """The hub id of `base_model`, where it is one, lies in the hub's cache or has one in its config's `_name_or_path`; else itself.
+    `copy`: where its files lie on this host, if `base_model` is a directory of another.
+    """
+    path, there = Path(base_model), copy or Path(base_model)
+    if not there.is_dir():
         return base_model
     for parent in path.absolute().parents:
         if parent.name == "snapshots" and (repository := _CACHED.fullmatch(parent.parent.name)):
             return f"{repository[1]}/{repository[2]}"
-    return _named_by_config(path) or base_model
+    return _named_by_config(there) or base_model
 
 
 def naming_warning(base_model: str) -> str | None:

@@ -1,0 +1,184 @@
+"""A worker on a host that shares nothing with its controller but the line: it fetches base, data and checkpoints, trains, sends all back,
+and is lost in all the ways in which hosts are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_worker import Orders
+from tests.engine.test_worker import made as made
+from tests.engine.test_worker_process import PATIENCE_SECONDS, crew_of, hear
+from tests.engine.test_worker_process import crews as crews
+from tests.engine.tiny_runs import sha256, steps_taken
+from tests.hosts import OUTSIDE, cut, kill_host, network, start_worker, why_no_namespaces
+from tlora.cluster.credentials import WorkerTokens
+from tlora.cluster.hosts import STRIDE
+from tlora.cluster.listeners import TlsListener
+from tlora.cluster.remote_worker import Held, RemoteWorker
+from tlora.cluster.worker_pool import WorkerPool
+from tlora.protocol import JobGroup, ParallelPlan
+from tlora.worker_protocol import Finished, Join, Joined, Left, Load, Stepped
+
+LEASE = 8.0
+NAME = "mover"
+GROUP = JobGroup("g0", "base", (STRIDE,), ParallelPlan(1, 90), (NAME,), (1.0,))
+
+needs_namespaces = pytest.mark.skipif(bool(why_no_namespaces()), reason=f"no namespaces: {why_no_namespaces()}")
+
+
+class Cluster:
+    """A controller's pool whose store lies in `root`, and workers of host b."""
+
+    def __init__(self, made: Orders, root: Path, crews: list[WorkerPool], namespace: bool) -> None:
+        self.made, self.root, self.namespace = made, root, namespace
+        self.store = root / "store"
+        self.load = Load(str(made.base), str(self.store / "jobs"), "cpu", time.time(), deterministic=True)
+        self.pool = crew_of(crews, self.store / "workers", self.load, host_lease=LEASE)
+        self.listener = TlsListener(self.store / "workers", (OUTSIDE if namespace else "127.0.0.1", 0))
+        self.pool.listen_on(self.listener)
+        self.token = WorkerTokens(self.store / "workers").create(3600)[1]
+        self.attempt, self.started = 0, list[Any]()
+
+    @property
+    def job(self) -> Path:
+        return self.store / "jobs" / NAME
+
+    def start(self) -> Any:
+        options = ["--connect", self.listener.address, "--fingerprint", self.listener.fingerprint]
+        hidden = [self.made.base, self.made.whole.parent, self.store]
+        made = start_worker(options, self.token, self.root / "home", hidden, namespace=self.namespace)
+        self.started.append(made)
+        return made
+
+    def came(self) -> RemoteWorker:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while STRIDE not in self.pool.workers:
+            assert time.monotonic() < deadline
+            self.pool.listen(0.05)
+        worker = self.pool.workers[STRIDE]
+        assert worker.files_by_line and worker.display_name == "GPU 0 of host b"
+        return worker
+
+    def train(self, worker: RemoteWorker) -> None:
+        """Give it the job, as the reconciler does."""
+        self.attempt += 1
+        join = self.made.join(NAME)
+        worker.give(self.load)
+        worker.jobs[NAME] = Held(self.attempt)
+        worker.want(GROUP, (Join(join.job, join.train_set, join.eval_set, self.attempt),), False)
+
+    def wait_for_checkpoint(self) -> str:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (there := sorted(self.job.glob("checkpoint-*"))):
+            assert time.monotonic() < deadline
+            self.pool.listen(0.05)
+            self.pool.acknowledge()
+        return there[-1].name
+
+    def lose(self, worker: RemoteWorker) -> None:
+        hear(self.pool, None)
+        assert "its lease of 8 s has ended" in worker.process.how_it_ended()
+        del self.pool.workers[STRIDE]  # as the reconciler does
+
+    def state(self) -> dict[str, bytes]:
+        return {path.relative_to(self.job).as_posix(): path.read_bytes() for path in self.job.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def cluster(made: Orders, tmp_path: Path, crews: list[WorkerPool]) -> Iterator[Callable[[bool], Cluster]]:
+    opened: list[Cluster] = []
+    with ExitStack() as stack:
+
+        def open_one(namespace: bool) -> Cluster:
+            if namespace:
+                stack.enter_context(network())
+            opened.append(Cluster(made, tmp_path, crews, namespace))
+            return opened[-1]
+
+        yield open_one
+        for one in opened:
+            for process in one.started:
+                kill_host(process)
+
+
+@pytest.mark.parametrize("namespace", [False, pytest.param(True, marks=[needs_namespaces, pytest.mark.slow])], ids=["process", "namespace"])
+def test_a_job_goes_on_where_a_killed_host_left_it_and_no_bit_differs(cluster: Callable[[bool], Cluster], namespace: bool) -> None:
+    """Nothing is shared but the line. The host is killed after a checkpoint; the next one comes to the files of an undisturbed run."""
+    there = cluster(namespace)
+    host = there.start()
+    first = there.came()
+    there.train(first)
+    there.wait_for_checkpoint()
+    kill_host(host)
+    killed = time.monotonic()
+    there.lose(first)
+    assert time.monotonic() - killed >= LEASE - 5.0, "its last sign of life may have been 5 s before"
+    there.start()
+    second = there.came()
+    there.train(second)
+    assert hear(there.pool, Joined).steps >= 4, "from a checkpoint, and not from its start"
+    done = hear(there.pool, Finished)
+    del second.jobs[NAME]
+    assert done.result["path"] == str(there.job) and done.result["status"] == "done"
+    assert sha256(there.job) == there.made.shas[NAME]
+    whole = there.made.whole / NAME
+    assert steps_taken(there.job) == steps_taken(whole)
+    files, of_train = ({path.name for path in directory.iterdir()} for directory in (there.job, whole))
+    assert of_train - files == {"base.json"} and not files - of_train
+    assert (there.job / "adapter_config.json").read_bytes() == (whole / "adapter_config.json").read_bytes()
+    trees = [path for path in (there.root / "home" / "cache" / "hosts" / "trees").iterdir() if path.is_dir()]
+    assert len(trees) == 3, "base, training and evaluation set, each once for both workers"
+    second.stop()
+    hear(there.pool, None)
+    assert second.process.how_it_ended() == "has ended by itself"
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_line_that_is_cut_one_way_and_heals_after_the_lease_lets_nothing_through(
+    cluster: Callable[[bool], Cluster], direction: str
+) -> None:
+    """Whichever way is cut, the worker has ended when its lease has. What the controller's host has by then stays as it is."""
+    there = cluster(True)
+    host = there.start()
+    worker = there.came()
+    there.train(worker)
+    there.wait_for_checkpoint()
+    cut(direction)
+    there.lose(worker)
+    assert host.poll() is not None, "it has ended before its controller counted it as lost"
+    before = there.state()
+    cut(direction, yes=False)
+    there.start()
+    again = there.came()
+    assert again.incarnation != worker.incarnation and not again.jobs
+    for _ in range(20):
+        there.pool.listen(0.1)
+    assert there.state() == before
+
+
+@pytest.mark.slow
+def test_sigterm_hands_the_job_back_within_the_grace_period(cluster: Callable[[bool], Cluster]) -> None:
+    there = cluster(False)
+    host = there.start()
+    worker = there.came()
+    there.train(worker)
+    assert hear(there.pool, Stepped).steps > 0
+    asked = time.monotonic()
+    host.terminate()
+    left = hear(there.pool, Left)
+    del worker.jobs[NAME]
+    there.pool.acknowledge()
+    assert left.checkpoint == str(there.job / f"checkpoint-{left.steps}") and Path(left.checkpoint).is_dir()
+    assert host.wait(25.0) == 143 and time.monotonic() - asked < 25.0
+    assert not (there.root / "home" / "cache" / "hosts" / "workers").exists() or not list(
+        (there.root / "home" / "cache" / "hosts" / "workers").iterdir()
+    )
