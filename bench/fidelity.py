@@ -44,7 +44,8 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
 from tlora.scheduler.settings import Settings
-from tlora.sim.conditions import Conditions, MoveCosts
+from tlora.shape.moves import MoveCosts
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.metrics import metrics
@@ -101,9 +102,7 @@ def settings_of(calibration: Calibration, gpus: int) -> Settings:
     start = calibration.start_seconds
     return Settings(
         elastic=gpus > 1,
-        start_seconds=start,
-        join_seconds=calibration.job_seconds,
-        checkpoint_seconds=0.0,
+        moves=MoveCosts(start, start, calibration.job_seconds, 0.0, 0.0),
         min_residence_seconds=RESIDENCE_STARTS * start,
     )
 

@@ -23,7 +23,8 @@ from tlora.protocol import JobProfile, JobSubmitted
 from tlora.scheduler.policies import POLICIES
 from tlora.shape.cost import CostModel
 from tlora.shape.hardware import cost_model
-from tlora.sim.conditions import Conditions, MoveCosts
+from tlora.shape.moves import MoveCosts
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob, adapter_parameters
 from tlora.sim.metrics import metrics

@@ -14,7 +14,7 @@ from tlora.scheduler.forecast import Reasons
 from tlora.scheduler.policies import reservation
 
 LIVE = made_settings(elastic=False, preemption=False, reservations=True, order="arrival", starvation_factor=float("inf"))
-START = LIVE.start_seconds
+START = LIVE.moves.cold_start_seconds
 POLICIES = ["easy", "residual_capacity"]
 
 

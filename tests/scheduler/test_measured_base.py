@@ -9,6 +9,7 @@ from tlora.scheduler.plans import shared_plan
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.moves import MoveCosts
 
 NORTH, SOUTH = BASES
 SLOW = BaseSpeed(tokens_per_second=10.0, launch_seconds=1.0, floor_seconds=0.0, member_seconds=0.5)
@@ -76,7 +77,9 @@ def test_whose_bound_cannot_hold_as_measured_waits_until_there_is_room() -> None
 
 def test_who_has_to_leave_goes_where_there_is_room_at_once() -> None:
     """A start takes so long here that nobody leaves a group for what it gains."""
-    scheduler = made_scheduler(residual_capacity(made_settings(preemption=False, elastic=False, start_seconds=1e9)), 1)
+    scheduler = made_scheduler(
+        residual_capacity(made_settings(preemption=False, elastic=False, moves=MoveCosts(cold_start_seconds=1e9))), 1
+    )
     for name in ("first", "last"):
         scheduler.handle(made_spec(name, tokens=300.0, steps=100_000, max_slowdown=1.6), 0.0)
     assert scheduler.handle(NodeAdded("n1", (7,)), 1.0) == []

@@ -174,14 +174,16 @@ def grown(gpus: int, left: float, *node: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("margin", "grows"), [(0.9, False), (1.1, True)])
 def test_growth_must_save_more_than_its_pause(margin: float, grows: bool) -> None:
-    """What is left, times the share saved, against (1 + hysteresis) * (checkpoint + start)."""
-    least = (1 + USUAL.hysteresis) * USUAL.move_seconds / (1 - alone_on(2) / alone_on(1))
+    """What is left when the base is on the GPU that comes, times the share saved, against (1 + hysteresis) * (checkpoint + join)."""
+    saved = 1 - alone_on(2) / alone_on(1)
+    least = USUAL.moves.warm_start_seconds + (1 + USUAL.hysteresis) * USUAL.moves.change_seconds / saved
+    assert least < (1 + USUAL.hysteresis) * USUAL.moves.restart_seconds / saved / 2, "which it cost before"
     assert grown(2, margin * least) == ((0, 1) if grows else (0,))
 
 
 @pytest.mark.parametrize(("margin", "moves"), [(0.9, False), (1.1, True)])
 def test_a_move_to_another_node_must_save_more_than_a_start(margin: float, moves: bool) -> None:
-    least = (1 + USUAL.hysteresis) * USUAL.move_seconds / (1 - alone_on(4) / alone_on(1))
+    least = (1 + USUAL.hysteresis) * USUAL.moves.restart_seconds / (1 - alone_on(4) / alone_on(1))
     assert grown(4, margin * least, 1, 2, 3, 4) == ((1, 2, 3, 4) if moves else (0,))
 
 
@@ -189,7 +191,7 @@ def test_a_move_to_another_node_must_save_more_than_a_start(margin: float, moves
 def test_who_shares_parts_for_a_free_gpu_where_that_saves_more_than_a_start(margin: float, parts: bool) -> None:
     """What is left of both alone, times what sharing adds to it, against (1 + hysteresis) * members * (start + checkpoint)."""
     together = 0.5 + 0.01 + 0.6  # a step of both
-    least = (1 + USUAL.hysteresis) * USUAL.move_seconds / (together / alone_on(1, 300.0) - 1)
+    least = (1 + USUAL.hysteresis) * USUAL.moves.restart_seconds / (together / alone_on(1, 300.0) - 1)
     steps = round(SOME_TIME / together + margin * least / alone_on(1, 300.0))
     timeline = made_timeline(1)
     for name in "ab":

@@ -26,7 +26,7 @@ def of_policy(name: str) -> SimulationResult:
     return replay(POLICIES[name]())
 
 
-def replay(policy: Policy, seed: int = 10) -> SimulationResult:
+def replay(policy: Policy, seed: int = 14) -> SimulationResult:
     scenario = Scenario(jobs=80, seed=seed, nodes=SHAPE.nodes, gpus_per_node=SHAPE.gpus_per_node)
     small = [job for job in scene_of(scenario).jobs if job.job.gpus <= SHAPE.num_gpus]
     return simulate(small, SHAPE, policy, cost_of(scenario, "tlora"))
@@ -46,7 +46,7 @@ def watched(policy: Policy, seen: list[float]) -> Policy:
     return decide
 
 
-@pytest.mark.parametrize("seed", [10, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [14, pytest.param(13, marks=pytest.mark.slow)])
 def test_no_group_is_formed_that_breaks_a_members_bound(seed: int) -> None:
     seen: list[float] = []
     result = replay(watched(residual_capacity(), seen), seed)

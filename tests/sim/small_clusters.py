@@ -10,8 +10,9 @@ import pytest
 from tlora.protocol import Event, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
 from tlora.scheduler.policies import POLICIES
 from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.moves import FREE_MOVES
 from tlora.sim.backend import SimulatedCluster
-from tlora.sim.conditions import FREE_MOVES, Conditions
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.records import FinalState

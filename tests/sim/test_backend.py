@@ -25,9 +25,10 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.shape.memory import BaseMemory
+from tlora.shape.moves import FREE_MOVES, MoveCosts
 from tlora.shape.token_cost import recompute_factor
 from tlora.sim.backend import SimulatedCluster
-from tlora.sim.conditions import FREE_MOVES, Conditions, MoveCosts
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.simulate import simulated_cluster
@@ -145,40 +146,58 @@ def test_waiting_between_two_groups_is_queueing_and_in_no_window():
     ]
 
 
-def test_a_group_that_grows_starts_anew_on_all_its_gpus_from_checkpoints():
+def test_a_group_that_grows_trains_on_until_the_base_is_on_the_gpu_that_comes():
     cluster = cluster_of(made_job("a", 200), alarm(100.9), conditions=MOVES)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a"))],
         "alarm at 100.9": [ChangeGroup(group_of("g0", "a", gpus=(0, 1)))],
     }
     seen = list(_played(cluster, actions))
-    # 65.5 steps by 100.9, of which 65 are kept; a second for the checkpoint, 10 for a warm start, then half a second a step
+    # 75.5 steps by 110.9, 10 seconds later, of which 75 are kept; checkpoint and join take 3 seconds, then half a second a step
     assert told(seen) == [
         (35.4, GroupReady("g0")),
         (100.9, StepsDone("a", "g0", pytest.approx(65.5), 1.0)),
-        (pytest.approx(111.9), GroupReady("g0")),
-        (pytest.approx(111.9 + 135 / 2), JobFinished("a")),
+        (pytest.approx(113.9), GroupReady("g0")),
+        (pytest.approx(113.9 + 125 / 2), JobFinished("a")),
     ]
     a = cluster.jobs["a"].record()
-    assert (a.regroupings, a.worst_slowdown) == (1, pytest.approx(1.9))  # 5.5 steps of a second, the stop, 5 of half a second
+    assert (a.regroupings, a.worst_slowdown) == (1, pytest.approx(1.1))  # 5.5 steps of a second, the change, 5 of half a second
     assert a.gpu_seconds == pytest.approx(100.9 + 2 * (a.finished_seconds - 100.9))
 
 
 @pytest.mark.parametrize("gpus", [(0,), (1,)])
-def test_a_group_that_shrinks_starts_anew_too(gpus: tuple[int, ...]):
+def test_a_group_that_shrinks_goes_on_after_checkpoint_and_join(gpus: tuple[int, ...]):
     cluster = cluster_of(made_job("a", 200, gpus=2), alarm(85.4), conditions=MOVES)
     actions: dict[str, list[Action]] = {
         "a": [StartGroup(group_of("g0", "a", gpus=(0, 1)))],
         "alarm at 85.4": [ChangeGroup(group_of("g0", "a", gpus=gpus))],
     }
     seen = list(_played(cluster, actions))
-    assert seen[-1] == (pytest.approx(85.4 + 11 + 100), JobFinished("a"))
-    assert (pytest.approx(85.4 + 11), GroupReady("g0")) in seen
+    assert seen[-1] == (pytest.approx(85.4 + 3 + 100), JobFinished("a"))
+    assert (pytest.approx(85.4 + 3), GroupReady("g0")) in seen
 
 
-def test_a_failure_during_a_change_of_gpus_sends_jobs_back_to_the_checkpoint_of_the_change():
+@pytest.mark.parametrize(("gpus", "seconds"), [((0, 1), 1.0), ((1,), 11.0), ((2, 3), 11.0), ((0, 2), 11.0), ((1, 0), 11.0)])
+def test_a_worker_goes_on_with_one_of_its_gpus_on_its_node_and_a_base_that_is_whole(gpus: tuple[int, ...], seconds: float):
+    """Else another one starts. Both nodes have run the base before; in the last case it is in parts."""
+    cost, moves = even_cost(), replace(FREE_MOVES, warm_start_seconds=10.0, checkpoint_seconds=1.0)
+    if gpus == (1, 0):
+        cost.memory[BASE] = BaseMemory((10**15, 10**9), 0.0, 1.0, 1.0)
+    jobs = [made_job("b", 10), made_job("a", 200, at=50.0), alarm(100.5)]
+    cluster = simulated_cluster(jobs, ClusterShape(2, 2, tick_seconds=math.inf), cost, Conditions(moves=moves))
+    actions: dict[str, list[Action]] = {
+        "b": [StartGroup(group_of("g0", "b", gpus=(2,)))],
+        "a": [StartGroup(group_of("g1", "a", gpus=(0,)))],
+        "alarm at 100.5": [StopGroup("g0"), ChangeGroup(group_of("g1", "a", gpus=gpus))],
+    }
+    list(_played(cluster, actions))
+    assert cluster.jobs["a"].record().paused_seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("loads", [50.0, 1000.0])
+def test_a_failure_while_a_gpu_comes_sends_jobs_back_to_their_last_checkpoint_and_after_it_to_that_of_the_change(loads: float):
     conditions, failure = lost_gpu()
-    moves = replace(conditions.moves, warm_start_seconds=1000.0, cold_start_seconds=1.0)
+    moves = replace(conditions.moves, warm_start_seconds=loads, cold_start_seconds=1.0)
     late = alarm(failure - 100.0)
     cluster = cluster_of(made_job("a", 20000), late, conditions=replace(conditions, moves=moves))
     actions: dict[str, list[Action]] = {
@@ -186,7 +205,7 @@ def test_a_failure_during_a_change_of_gpus_sends_jobs_back_to_the_checkpoint_of_
         late.job.job_id: [ChangeGroup(group_of("g0", "a", gpus=(0, 1)))],
     }
     assert any(isinstance(event, GpusLost) for _, event in _played(cluster, actions))
-    assert cluster.jobs["a"].steps == math.floor(failure - 100.0 - 1.0)
+    assert cluster.jobs["a"].steps == (math.floor(failure - 50.0 - 1.0) if loads == 50.0 else failure // 600.0 * 600.0 - 1.0)
 
 
 def test_workers_stand_after_their_groups_until_others_take_one_of_their_gpus_or_it_is_lost():

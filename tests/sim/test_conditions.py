@@ -6,7 +6,8 @@ from statistics import fmean
 import pytest
 
 from tlora.errors import ConfigError
-from tlora.sim.conditions import Conditions, MoveCosts
+from tlora.shape.moves import MoveCosts
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 
 

@@ -14,7 +14,8 @@ from tlora.protocol import Action, ChangeGroup, Event, StartGroup
 from tlora.scheduler.forecast import MOST_STARTS, Start, forecast
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.sim.conditions import Conditions, MoveCosts
+from tlora.shape.moves import MoveCosts
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import MappedJob
 from tlora.sim.simulate import simulated_cluster

@@ -14,8 +14,8 @@ from tests.sim.made_results import make_orders, make_result
 from tlora.errors import ConfigError
 from tlora.report.simulation_page import is_extrapolated
 from tlora.shape.cost import BaseConstants
+from tlora.shape.moves import MoveCosts
 from tlora.sim.bounds import Bounds
-from tlora.sim.conditions import MoveCosts
 from tlora.sim.metrics import metrics
 from tlora.sim.outputs import constant_rows, metric_rows, move_rows, simulation_view, write_job_csv, write_metrics_csv, write_result
 from tlora.sim.records import JobRecord, SimulationResult

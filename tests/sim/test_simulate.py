@@ -16,8 +16,9 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.shape.hardware import cost_model
+from tlora.shape.moves import FREE_MOVES
 from tlora.sim.backend import SimulatedCluster
-from tlora.sim.conditions import FREE_MOVES, Conditions
+from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult

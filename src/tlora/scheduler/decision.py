@@ -171,9 +171,10 @@ class Decision:
         """What it is worth that they run as fast: sum of urgency / slowdown."""
         return sum([self.urgency(job) / slowdown for job, slowdown in zip(jobs, slowdowns, strict=True)])
 
-    def seconds_saved(self, jobs: Sequence[Job], before: Sequence[float], after: Sequence[float]) -> float:
-        """By the jobs together until they end, if slowdowns go from `before` to `after`."""
-        return sum([self.remaining_seconds(job) * (old - new) for job, old, new in zip(jobs, before, after, strict=True)])
+    def seconds_saved(self, jobs: Sequence[Job], before: Sequence[float], after: Sequence[float], delay_seconds: float = 0.0) -> float:
+        """By the jobs together until they end, if slowdowns go from `before` to `after`, in so many seconds from now."""
+        pairs = zip(jobs, before, after, strict=True)
+        return sum([max(0.0, self.remaining_seconds(job) - delay_seconds / old) * (old - new) for job, old, new in pairs])
 
     def remaining_seconds(self, job: Job) -> float:
         return remaining_seconds(job, self.state.now, self.settings)

@@ -200,7 +200,8 @@ class _Rolled:
         match action:
             case StartGroup(group) | ChangeGroup(group):
                 starts = isinstance(action, StartGroup)
-                self.ready_at[group.group_id] = at + (self.start_seconds if starts else min(self.start_seconds, Settings().join_seconds))
+                seconds = self.start_seconds if starts else min(self.start_seconds, Settings().moves.join_seconds)
+                self.ready_at[group.group_id] = at + seconds
                 for name in group.job_ids:
                     if name in self.waiting:
                         self.waiting.remove(name)

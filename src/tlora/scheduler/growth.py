@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
+from tlora.scheduler.pauses import changes_in_place
 from tlora.scheduler.predictions import Prediction
 
 _MOST_SPREAD = 4  # groups that go to other nodes in one decision
@@ -27,12 +28,16 @@ def grow(decision: Decision) -> None:
             return
 
 
-def is_worth_it(decision: Decision, view: View, after: Sequence[float]) -> bool:
-    """Whether steps get shorter by the least share on average, and the time saved exceeds (1 + h) * members * the time of a move."""
-    settings = decision.settings
+def is_worth_it(decision: Decision, view: View, after: Sequence[float], in_place: bool = False) -> bool:
+    """Whether steps get shorter by the least share on average, and the time saved exceeds (1 + h) * members * the time of a move. With
+    `in_place` the group trains on until the base is on the GPUs that it gets of its node, where kernels are compiled, and its members then
+    stand still for a moment.
+    """
+    settings, moves = decision.settings, decision.settings.moves
     if sum(after) > (1 - settings.growth_gain) * sum(view.slowdowns):
         return False
-    return decision.seconds_saved(view.jobs, view.slowdowns, after) > (1 + settings.hysteresis) * len(view.jobs) * settings.move_seconds
+    pause, delay = (moves.change_seconds, moves.warm_start_seconds) if in_place else (moves.restart_seconds, 0.0)
+    return decision.seconds_saved(view.jobs, view.slowdowns, after, delay) > (1 + settings.hysteresis) * len(view.jobs) * pause
 
 
 def _wider(decision: Decision, view: View) -> tuple[tuple[int, Prediction], ...]:
@@ -82,7 +87,8 @@ def _grow_to(decision: Decision, node: str, grower: _Grower) -> bool:
     """Let it have its GPUs, if that is worth what it costs."""
     view = grower.view
     prediction = decision.predict(view.jobs, grower.gpus, 1)
-    if prediction is None or not is_worth_it(decision, view, prediction.slowdowns):
+    in_place = changes_in_place(decision, view, 1)
+    if prediction is None or not is_worth_it(decision, view, prediction.slowdowns, in_place):
         return False
     gpus = tuple(sorted((*view.gpus, *decision.draft.free_of(node)[: grower.gpus - len(view.gpus)])))
     decision.change(view.group_id, view.jobs, gpus, decision.predict_on(view.jobs, gpus) or prediction)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
 from tlora.scheduler.job import Job
+from tlora.scheduler.pauses import pause_for_less
 from tlora.scheduler.predictions import Prediction
 
 
@@ -109,13 +110,13 @@ def apply(decision: Decision, sacrifices: tuple[PreemptionPlan, ...]) -> list[Jo
 
 def stop_of(decision: Decision, view: View, gpus: int) -> PreemptionPlan:
     """That the group stops, of which so many GPUs are of use."""
-    pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.move_seconds
+    pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.moves.restart_seconds
     return PreemptionPlan(view.group_id, (), None, gpus, decision.worth(view), pause)
 
 
 def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _Depth) -> PreemptionPlan | None:
     """What the group gives of its GPUs on the node, `wanted` of them or as many as it can. One on several nodes gives whole nodes."""
-    settings, node_of, wide = decision.settings, decision.state.node_of, len(view.nodes) > 1
+    node_of, wide = decision.state.node_of, len(view.nodes) > 1
     if len(view.gpus) == 1 and depth is not _Depth.NOTHING:
         return None
     here = tuple([gpu for gpu in view.gpus if node_of[gpu] == node]) if wide else view.gpus
@@ -129,9 +130,7 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
         prediction = decision.predict(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1)
         if prediction is not None:
             loss = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns)
-            return PreemptionPlan(
-                view.group_id, keep, prediction, count, loss, decision.urgency_of(view) * len(view.jobs) * settings.move_seconds
-            )
+            return PreemptionPlan(view.group_id, keep, prediction, count, loss, pause_for_less(decision, view))
     return None
 
 

@@ -67,13 +67,13 @@ def end_of(state: ClusterState, settings: Settings, group: JobGroup) -> float:
     known = state.groups.get(group.group_id)
     loads = known is None or not known.ready
     begun = state.now if known is None else known.changed_at
-    starts = max(state.now, begun + settings.start_seconds) if loads else state.now
+    starts = max(state.now, begun + settings.moves.cold_start_seconds) if loads else state.now
     return max([starts + _left(state, settings, state.jobs[name]) for name in group.job_ids], default=state.now)
 
 
 def end_alone(state: ClusterState, settings: Settings, job: Job) -> float:
     """When it will have ended that starts now, by itself on as many GPUs as it asks for."""
-    return state.now + settings.start_seconds + remaining_seconds(job, state.now, settings)
+    return state.now + settings.moves.cold_start_seconds + remaining_seconds(job, state.now, settings)
 
 
 def _left(state: ClusterState, settings: Settings, job: Job) -> float:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS
+from tlora.shape.moves import MoveCosts
 
 Order = Literal["urgency", "arrival"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Tuned on trace ee9e8c, 128 GPUs, seeds 10-12, with the constants of one H200; the three costs are those of `sim/conditions.py`.
+    """Tuned on trace ee9e8c, 128 GPUs, seeds 10-12, with the constants of one H200. `moves`: what is believed that moves cost.
 
     `sharing`: jobs may share a group. `elastic`: a job may get more GPUs than it asks for, or fewer within its bound, and these may
     change while it runs. `preemption`: a job may have to wait again for one that is far more urgent. Without the three, in the order
@@ -50,12 +51,5 @@ class Settings:
     growth_gain: float = 0.03
     hysteresis: float = 0.5
     min_residence_seconds: float = 600.0
-    start_seconds: float = 35.4
-    join_seconds: float = 2.0
-    checkpoint_seconds: float = 1.0
+    moves: MoveCosts = field(default_factory=MoveCosts)
     least_replica_tokens: int = LEAST_REPLICA_TOKENS
-
-    @property
-    def move_seconds(self) -> float:
-        """What a group loses when it goes to other GPUs, or to more or fewer: another worker goes on from checkpoints."""
-        return self.checkpoint_seconds + self.start_seconds

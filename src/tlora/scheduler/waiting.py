@@ -38,7 +38,7 @@ def remaining_seconds(job: Job, now: float, settings: Settings) -> float:
     It then runs on by more than a start takes: what a start or a change of GPUs took is not among its steps.
     """
     planned = job.remaining_seconds(now)
-    if planned > 0.0 or (job.step_seconds and job.overran_seconds(now) <= settings.start_seconds):
+    if planned > 0.0 or (job.step_seconds and job.overran_seconds(now) <= settings.moves.cold_start_seconds):
         return planned
     return max(planned, _OVERRUN_SHARE * job.ran_at(now))
 

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import View
 from tlora.scheduler.job import Job
+from tlora.scheduler.pauses import pause_for_less
 from tlora.scheduler.reclaim import Offer, PreemptionPlan, offers, stop_of
 
 
@@ -89,7 +90,7 @@ class WholeNodes:
         node_of = decision.state.node_of
         keep = tuple([gpu for gpu in view.gpus if node_of[gpu] not in donor.given])
         prediction = decision.predict(view.jobs, len(keep), len(view.nodes) - len(donor.given))
-        pause = decision.urgency_of(view) * len(view.jobs) * decision.settings.move_seconds
+        pause = pause_for_less(decision, view)
         return PreemptionPlan(view.group_id, keep, prediction, len(view.gpus) - len(keep), donor.loss, pause)
 
     def _part_of_a_node(self, rest: int) -> Offer | None:

@@ -44,7 +44,7 @@ class WaitingQueue:
         self._left_seconds = _BURST_SECONDS
         self._clock_ahead = 0.0  # of Unix time over the cluster's
         self._asked_at: dict[str, float] = {}  # groups that were started and are not ready
-        self._start_seconds = Settings().start_seconds
+        self._start_seconds = Settings().moves.cold_start_seconds
 
     def see(self, now: float, item: Event | Action) -> None:
         """What has happened, `now` on the cluster's clock."""

@@ -29,7 +29,8 @@ from tlora.protocol import (
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import fastest_step_seconds
 from tlora.sim.conditions import Conditions
-from tlora.sim.flow import GroupFlow, begin, enter, halt, leave, plan_ahead, settle
+from tlora.sim.elastic import change_gpus, use_new_gpus
+from tlora.sim.flow import GroupFlow, begin, enter, leave, plan_ahead, settle
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.records import FinalState, GroupSpan, Sample
@@ -205,6 +206,8 @@ class SimulatedCluster:
             self._finish(flow.finishing)
         elif self._now >= flow.loaded_at:
             begin(flow, self._machines.num_nodes(flow.wanted.gpus))
+        elif self._now >= flow.ranks_at:
+            use_new_gpus(flow, self._now, self._machines, self._conditions)
         elif not self._exact:
             flow.stale = True
             self._report(flow.members.values())
@@ -283,18 +286,14 @@ class SimulatedCluster:
         if not self._machines.take(name, group.gpus):
             return
         assert name not in self._groups, f"{name} is started twice"
-        flow = self._groups[name] = GroupFlow(group, self._loaded_at(group), self._now, self._now, {}, [])
+        start_seconds = self._machines.start_seconds(group.base_model, group.gpus, f"{name}|{self._now}")
+        flow = self._groups[name] = GroupFlow(group, self._now + start_seconds, self._now, self._now, {}, [], group.gpus)
         if flow.loaded_at == self._now:
             begin(flow, self._machines.num_nodes(group.gpus))
             self._touched[name] = flow
         self._enter_new(flow, group)
         self._plan(flow, flow.loaded_at)
         self._unsampled = True
-
-    def _loaded_at(self, group: JobGroup, wait_seconds: float = 0.0) -> float:
-        """When the base will be on its GPUs, of which others let go in so many seconds."""
-        start_seconds = self._machines.start_seconds(group.base_model, group.gpus, f"{group.group_id}|{self._now}")
-        return self._now + (wait_seconds + start_seconds)
 
     def _change(self, flow: GroupFlow, group: JobGroup) -> None:
         settle(flow, self._now)
@@ -308,24 +307,13 @@ class SimulatedCluster:
             job.weight = weights[name]
         flow.wanted, flow.stale, flow.announce = group, True, True
         self._touched[group.group_id] = flow
-        if set(group.gpus) != set(before.gpus) and not self._restart(flow, before.gpus):
-            return
+        if set(group.gpus) != set(before.gpus):
+            self._unsampled, whole = True, self._cost.is_whole(group.base_model)
+            if not change_gpus(flow, before.gpus, whole, self._now, self._machines, self._conditions):
+                self._end(flow, lost=True)
+                return
         if self._enter_new(flow, group):
             flow.pauses = self._conditions.moves.join_micro_batches
-
-    def _restart(self, flow: GroupFlow, before: tuple[int, ...]) -> bool:
-        """On other GPUs its members go on from checkpoints that they write now. False if that loses the group."""
-        name, wanted, machines = flow.wanted.group_id, flow.wanted, self._machines
-        machines.release(gpu for gpu in before if gpu not in wanted.gpus)
-        self._unsampled = True
-        if not machines.take(name, [gpu for gpu in wanted.gpus if gpu not in before]):
-            self._end(flow, lost=True)
-            return False
-        for job in flow.members.values():
-            job.regroupings += job.runs
-            job.check_point(self._now)
-        halt(flow, self._loaded_at(wanted, self._conditions.moves.checkpoint_seconds))
-        return True
 
     def _enter_new(self, flow: GroupFlow, group: JobGroup) -> bool:
         """The members that it shall have and has not. Whether there are any."""

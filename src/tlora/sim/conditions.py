@@ -6,59 +6,18 @@ Everything is drawn from a hash of the seed and a name, so that no draw depends 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from tlora.errors import ConfigError
 from tlora.scheduler.tenants import DAY_SECONDS
 from tlora.shape.cost import CostModel
+from tlora.shape.moves import MoveCosts
 
 _DAY_SECONDS = 86400.0
 _MOST_DELAY = 1000.0
 MOST_HALF_LIFE_SECONDS = 1e9  # as of a server
 _HOURS = (0.1, 1e9)  # between failures and until the repair: with less between them nothing would ever be done
-
-
-@dataclass(frozen=True, slots=True)
-class MoveCosts:
-    """What starting, joining and leaving cost, in seconds. A group that gets other GPUs checkpoints its jobs and starts anew there.
-
-    A worker stands on when its group has ended: the next group of its base on just its GPUs needs no start, and its jobs join.
-
-    Measured: a start from launch to the first optimizer step, 35.4 s where nothing was compiled before on that machine and 8-11 s where
-    it was (one H200, Llama-3-8B shape). Scaled by bytes to 0.5 GB of rank 16's state, and rounded up: a join from a checkpoint, 0.7 s
-    for 0.2 GB, and a checkpoint, 0.2 s (one H200, Qwen3-1.7B shape, `bench.joins`; the others waited 0.1 to 0.2 s: a micro-batch at
-    8B). The interval between checkpoints is chosen.
-    """
-
-    cold_start_seconds: float = 35.4
-    warm_start_seconds: float = 10.0
-    join_seconds: float = 2.0
-    join_micro_batches: float = 1.0
-    checkpoint_seconds: float = 1.0
-    checkpoint_interval_seconds: float = 600.0
-    standing_start_seconds: float = 0.0
-
-    @property
-    def of_processes_of_one_job(self) -> MoveCosts:
-        """The same where each job has a process of its own, as with PEFT: nothing stands on for the next."""
-        return replace(self, standing_start_seconds=self.warm_start_seconds)
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            cost: float = getattr(self, each.name)
-            if not 0 <= cost < math.inf:
-                raise ConfigError(f"{each.name} is {cost}: what a move costs is a number, 0 or more")
-
-
-MOVE_SOURCES = {
-    "cold_start_seconds": "one H200, Llama-3-8B shape, nothing compiled before",
-    "warm_start_seconds": "one H200, Llama-3-8B shape, 8 to 11 s",
-    "join_seconds": "bench/results/h200_38e8bab_joins.json, scaled by bytes and rounded up",
-    "checkpoint_seconds": "bench/results/h200_38e8bab_joins.json, scaled by bytes and rounded up",
-}
-
-FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

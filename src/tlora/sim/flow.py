@@ -25,6 +25,8 @@ class GroupFlow:
     changed_at: float  # since when it has had these members and GPUs
     members: dict[str, SimulatedJob]
     came: list[SimulatedJob]  # since the last announcement
+    gpus: tuple[int, ...]  # that compute, or will when the base is loaded: those that are wanted may still come
+    ranks_at: float = math.inf  # when the base will be on GPUs that come while members run; inf if none does
     num_nodes: int = 0  # on which its GPUs lie, once it is loaded
     version: int = 0  # of what was last planned with it
     stale: bool = True  # speeds are to be worked out anew
@@ -61,14 +63,15 @@ def settle(flow: GroupFlow, now: float) -> None:
 def plan_ahead(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions) -> float:
     """When something happens in the group by itself: a member ends or goes on, GPUs are ready; inf if never. It is settled at `now`."""
     if not flow.members and not flow.pauses:
-        flow.tokens_per_second, flow.finishing, flow.stands = 0.0, None, not flow.loaded
-        return flow.loaded_at
+        upcoming = min(flow.loaded_at, flow.ranks_at)
+        flow.tokens_per_second, flow.finishing, flow.stands = 0.0, None, upcoming < math.inf
+        return upcoming
     if flow.stale and flow.members and flow.loaded:
         _share(flow, now, cost, conditions)
     if flow.pauses:
         _pause(flow, now)
-    upcoming, finishing, tokens = flow.loaded_at, None, 0.0
-    stands = not flow.loaded
+    upcoming, finishing, tokens = min(flow.loaded_at, flow.ranks_at), None, 0.0
+    stands = upcoming < math.inf
     for job in flow.members.values() if flow.loaded else ():
         if job.resume_at <= now:
             if not job.runs:
@@ -93,8 +96,8 @@ def begin(flow: GroupFlow, num_nodes: int) -> None:
 
 
 def halt(flow: GroupFlow, loaded_at: float) -> None:
-    """Stop all members until the base is loaded on other GPUs."""
-    flow.loaded_at = loaded_at
+    """Stop all members until the base is loaded on the GPUs that are wanted."""
+    flow.loaded_at, flow.ranks_at, flow.gpus = loaded_at, math.inf, flow.wanted.gpus
     for job in flow.members.values():
         job.runs = False
 
@@ -121,7 +124,7 @@ def leave(flow: GroupFlow, job: SimulatedJob, now: float, back_to_steps: float) 
 
 def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions) -> None:
     """Compute the speed of each member."""
-    wanted, count, jobs = flow.wanted, len(flow.wanted.gpus), list(flow.members.values())
+    wanted, count, jobs = flow.wanted, len(flow.gpus), list(flow.members.values())
     base, budget = wanted.base_model, wanted.plan.token_budget
     if len(jobs) == 1:
         tokens = jobs[0].tokens_per_step

@@ -82,7 +82,16 @@ class Machines:
             return moves.standing_start_seconds * self._conditions.delay_of(what)
         self._end_workers(gpus)
         self._workers |= dict.fromkeys(gpus, worker)
-        runs = {(gpu // self._shape.gpus_per_node, base) for gpu in gpus}
+        return self._load_seconds(base, gpus, what)
+
+    def grow_seconds(self, base: str, before: Sequence[int], after: Sequence[int], what: str) -> float:
+        """Until a worker that goes on has the base loaded on the GPUs that it had not `before`. It is then one on those `after` alone."""
+        self._end_workers({*before, *after})
+        self._workers |= dict.fromkeys(after, (tuple(sorted(after)), base))
+        return self._load_seconds(base, after, what)
+
+    def _load_seconds(self, base: str, gpus: Sequence[int], what: str) -> float:
+        moves, runs = self._conditions.moves, {(gpu // self._shape.gpus_per_node, base) for gpu in gpus}
         seconds = moves.warm_start_seconds if runs <= self._warm else moves.cold_start_seconds
         self._warm |= runs
         return seconds * self._conditions.delay_of(what)

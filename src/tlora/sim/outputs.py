@@ -22,8 +22,8 @@ from tlora.errors import ConfigError
 from tlora.report.rows import JsonObject
 from tlora.report.simulation_view import PolicyView, SimulationView
 from tlora.shape.cost import BaseConstants
+from tlora.shape.moves import MOVE_SOURCES, MoveCosts
 from tlora.sim.bounds import Bounds, ThroughputBound
-from tlora.sim.conditions import MOVE_SOURCES, MoveCosts
 from tlora.sim.metrics import compare_all, metrics, shared_gpus
 from tlora.sim.records import GroupSpan, JobRecord, SimulationResult
 from tlora.sim.trace import find_trace
