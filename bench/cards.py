@@ -3,7 +3,7 @@
     python -m bench.cards [--json FILE] [--write docs/reference/cards.md]
 
 Four jobs of rank 16 over real data sets, samples of up to 2,048 tokens. Nothing is measured: bytes are counted from the layers, tokens a
-second are extrapolated (`tlora/planning/gpu_models.py`). The bases have a config.json and weight files of the right size that hold nothing.
+second are extrapolated (`tlora/shape/gpu_models.py`). The bases have a config.json and weight files of the right size that hold nothing.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ from tlora.batching.flow import Flow, Item
 from tlora.batching.pack import SMALLEST_BUDGET, pack, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.batching.replicas import cut
-from tlora.planning.gpu_models import find_gpu
 from tlora.planning.job_sketch import AdapterSketch, LinearSketch
 from tlora.planning.layout_units import Device
 from tlora.planning.micro_batches import MicroBatches, SampleLengths, cost_of
 from tlora.service.base_shapes import Precision, find_outline
+from tlora.shape.gpu_models import find_gpu
 from tlora.shape.work import JobWork
 
 GPU, GPUS, RANK = "a100-40", 16, 16

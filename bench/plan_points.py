@@ -28,12 +28,12 @@ from bench.shapes import shape_of
 from tlora.data.prepare import prepare
 from tlora.data.request import prepare_requests
 from tlora.job import BasePrecision, DataConfig, JobSpec, RunSpec
-from tlora.planning.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.planning.job_sketch import sketch_jobs
 from tlora.planning.layout_units import Device
 from tlora.planning.layouts import LayoutPlan, plan_layouts
 from tlora.service.base_shapes import Precision, find_outline
 from tlora.shape.base_shape import BaseShape
+from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.shape.layout import Form
 
 RESULTS = Path(__file__).parent / "results"

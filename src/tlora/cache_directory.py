@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,11 @@ def cache_dir() -> Path:
     """Where tokenized data, tables of tiles and compiled kernels are kept: $TLORA_CACHE, or tlora in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("TLORA_CACHE") or Path(home) / "tlora").expanduser()
+
+
+def gpu_file_name(gpu: str) -> str:
+    """Of a file about a GPU: NVIDIA H200 -> nvidia-h200.json."""
+    return f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
 def share_compiled_kernels() -> None:

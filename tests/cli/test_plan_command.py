@@ -16,6 +16,7 @@ from tlora.cli import plan_gpus
 from tlora.cli.plan_gpus import asked_gpus
 from tlora.cluster.gpus import Gpu
 from tlora.errors import ConfigError
+from tlora.shape.gpu_files import calibration_path, versions
 
 LIMITS = "base_model: {base}\ndtype: bfloat16\njobs:\n  - {{name: a, data: {data}, r: 4}}\n  - {{name: b, data: {data}, r: 8}}\n"
 
@@ -116,13 +117,24 @@ def test_gpus_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = {0: Gpu(24564 << 20, "GPU-a", "NVIDIA GeForce RTX 4090"), 1: Gpu(24576 << 20, "GPU-b", "NVIDIA GeForce RTX 3090")}
     monkeypatch.setattr(plan_gpus, "list_gpus", lambda: there)
-    assert [model.name for model in asked_gpus(None, None, None)] == ["RTX 4090", "RTX 3090"]
-    assert [model.name for model in asked_gpus(1, None, None)] == ["RTX 4090"]
+    lines: list[str] = []
+    assert [model.name for model in asked_gpus(None, None, None, lines.append)] == ["RTX 4090", "RTX 3090"]
+    assert [model.name for model in asked_gpus(1, None, None, lines.append)] == ["RTX 4090"] and not lines
+    own = calibration_path("NVIDIA GeForce RTX 4090")
+    own.parent.mkdir(parents=True)
+    spec(own, name="NVIDIA GeForce RTX 4090", memory="24564MiB", training_tflops=90, measured={"at": "2026-11-28", **versions()})
+    (measured,) = asked_gpus(1, None, None, lines.append)
+    assert measured.flops == 90e12 and lines == [
+        f"speeds of NVIDIA GeForce RTX 4090 are those that `tlora calibrate` measured on 2026-11-28 ({own})"
+    ]
+    spec(own, name="NVIDIA GeForce RTX 4090", memory="24564MiB", training_tflops=90)
+    (by_table,) = asked_gpus(1, None, None, lines.append)
+    assert by_table.name == "RTX 4090" and lines[1].startswith(f"{own} is ignored, it was measured with torch unknown, and here is ")
     with pytest.raises(ConfigError, match="--gpus 3: 2 are here. Give --gpus 2, or name GPUs with --gpu"):
-        asked_gpus(3, None, None)
+        asked_gpus(3, None, None, lines.append)
     there[1] = Gpu(1 << 30, "GPU-b", "Voodoo 2")
-    with pytest.raises(ConfigError, match="the GPU 'Voodoo 2' is not in the table of GPUs: describe it with --device-spec FILE"):
-        asked_gpus(None, None, None)
+    with pytest.raises(ConfigError, match="the GPU 'Voodoo 2' is not in the table of GPUs: measure it with `tlora calibrate`"):
+        asked_gpus(None, None, None, lines.append)
     there.clear()
     with pytest.raises(ConfigError, match="no GPU is here to plan for: name GPUs with --gpu"):
-        asked_gpus(None, None, None)
+        asked_gpus(None, None, None, lines.append)

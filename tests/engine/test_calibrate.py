@@ -18,9 +18,9 @@ from tlora.engine.check import check
 from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers, speed_of
 from tlora.engine.product_speed import ProductSpeed
 from tlora.errors import ConfigError
-from tlora.planning.gpu_models import find_gpu, speeds_of
 from tlora.planning.layout_units import link_rate
 from tlora.planning.micro_batches import token_cost_on
+from tlora.shape.gpu_models import find_gpu, speeds_of
 from tlora.shape.memory import MemoryModel
 from tlora.shape.work import FP8_GAIN
 from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat

@@ -13,9 +13,9 @@ from tests.engine.tiny_runs import job, run_spec, save_base
 from tlora.engine.check import _Devices, check
 from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import RunSpec
-from tlora.planning.gpu_models import find_gpu
 from tlora.planning.memory import count_base
 from tlora.planning.streaming import Machine
+from tlora.shape.gpu_models import find_gpu
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.load import outline
 from tlora.supermodel.shared_base import load_shared_base

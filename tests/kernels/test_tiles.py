@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tlora.cache_directory import gpu_file_name
 from tlora.errors import ConfigError
 from tlora.kernels import tile_files
 from tlora.kernels.cards import CLASSES, CardClass
@@ -103,7 +104,7 @@ def test_only_where_all_sizes_were_seen_to_give_the_same_bits(capability: int, s
 def test_the_users_table_lies_in_the_cache_and_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (made up)")
-    shipped = tile_files.table_path(tile_files.SHIPPED, "NVIDIA H200 (made up)")
+    shipped = tile_files.SHIPPED / gpu_file_name("NVIDIA H200 (made up)")
     assert shipped.name == "nvidia-h200-made-up.json" and not shipped.exists()
     monkeypatch.setattr(tile_files, "SHIPPED", tmp_path)
     (tmp_path / "tiles").mkdir()
@@ -121,7 +122,7 @@ def test_without_a_gpu_there_is_no_table() -> None:
 def test_every_shipped_table_can_be_read_and_says_no_more_than_the_rules_do_not() -> None:
     for path in tile_files.SHIPPED.glob("*.json"):
         entries = tile_files.merged([path]).entries
-        assert entries and path == tile_files.table_path(tile_files.SHIPPED, json.loads(path.read_text())["gpu"])
+        assert entries and path == tile_files.SHIPPED / gpu_file_name(json.loads(path.read_text())["gpu"])
         for key, row in tile_files.read_rows(path).items():
             assert entries[key] != tile_by_rule(key)
             assert row["microseconds"] < 0.98 * row["rule_microseconds"], f"{key} wins by less than 2 %"

@@ -16,11 +16,11 @@ from tlora.errors import CapacityError
 from tlora.job import RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.base_outline import describe_base
-from tlora.planning.gpu_models import GpuModel, find_gpu
 from tlora.planning.job_sketch import JobSketch, sketch_jobs
 from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate
 from tlora.planning.layouts import LayoutPlan, LayoutPlans, no_layout, plan_layouts
 from tlora.shape.base_shape import BaseShape, parse_shape
+from tlora.shape.gpu_models import GpuModel, find_gpu
 from tlora.shape.layout import Layout
 from tlora.shape.memory import StreamedBytes
 

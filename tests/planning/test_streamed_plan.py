@@ -14,11 +14,11 @@ from tests.planning.test_micro_batches import EIGHT_B, GPU, jobs_with
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
 from tlora.kernels.device import as_if_on
-from tlora.planning.gpu_models import find_gpu, gpu_called
 from tlora.planning.micro_batches import MicroBatches, cost_of, sample_lengths
 from tlora.planning.plan import RunPlan
 from tlora.planning.streaming import _fastest, _refused, stream_for_jobs_to_come
-from tlora.planning.work import flops_here, token_cost
+from tlora.planning.work import rate_here, token_cost
+from tlora.shape.gpu_models import find_gpu, gpu_called
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import fetched_layers
 from tlora.sharing.host_memory import Streaming
@@ -102,18 +102,18 @@ def test_the_rate_of_a_gpu_by_its_drivers_name(name: str, row: str) -> None:
     found = gpu_called(name)
     assert found is not None and (found.capability, found.flops) == (find_gpu(row).capability, find_gpu(row).flops)
     with as_if_on(name, find_gpu(row).capability):
-        assert flops_here(torch.device("cuda")) == find_gpu(row).flops
-    assert gpu_called("GRID 9000") is None and flops_here(torch.device("cpu")) is None
+        assert rate_here(torch.device("cuda")).flops == find_gpu(row).flops
+    assert gpu_called("GRID 9000") is None and rate_here(torch.device("cpu")).flops is None
 
 
 def test_a_hopper_card_with_an_older_cards_kernels_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     """An 8B made 9,887 tokens/s on an H100 (bench/results/h100_2daf61c_sm80_r16_8b.json), four operations of each weight a token."""
     monkeypatch.setenv("TLORA_CARD_CLASS", "sm_80")
     with as_if_on("NVIDIA H100 80GB HBM3", 90):
-        flops = flops_here(torch.device("cuda"))
+        flops = rate_here(torch.device("cuda")).flops
     assert flops == pytest.approx(9887 * 4 * 8.03e9, rel=0.05)
     with as_if_on("NVIDIA A100-SXM4-80GB", 80):
-        assert flops_here(torch.device("cuda")) == find_gpu("a100").flops
+        assert rate_here(torch.device("cuda")).flops == find_gpu("a100").flops
 
 
 def outlined(directory: Path, **shape: int) -> SuperModel:

@@ -243,10 +243,10 @@ def calibrate(
         str | None, typer.Option(metavar="cuda:N", help="Which GPU to measure; by default the first.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write, instead of a file here with the GPU's name.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Where to write, instead of the file that this machine reads.", show_default=False)
     ] = None,
 ) -> None:
-    """Measure this machine's GPU in up to 3 minutes, and write the file that `tlora plan --device-spec` and `tlora check --gpu` read."""
+    """Measure this machine's GPU in up to 3 minutes, for all commands that predict or plan on it."""
     with keep_interrupts():
         _load_libraries()
         from tlora.engine.calibrate import calibrate as measure_gpu
@@ -255,7 +255,8 @@ def calibrate(
     console = open_console()
     for warning in found.warnings:
         note(f"warning: {warning}")
-    console.print(f"in {found.seconds:.0f} s; for `tlora plan --device-spec`: {path_text(found.path)}", soft_wrap=True)
+    readers = "for `tlora plan --device-spec` and `tlora check --gpu`" if out else "train, check, plan, cluster and serve read it here"
+    console.print(f"in {found.seconds:.0f} s; {readers}: {path_text(found.path)}", soft_wrap=True)
 
 
 for _command in (check, plan, train, cluster, generate, report, tune, calibrate):

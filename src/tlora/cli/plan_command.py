@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from tlora.data.prepare import PrepareProgress
     from tlora.job import RunSpec
-    from tlora.planning.gpu_models import GpuModel
     from tlora.planning.job_sketch import JobSketch
     from tlora.planning.layout_units import Device
+    from tlora.shape.gpu_models import GpuModel
 
 
 def plan(
@@ -44,7 +44,7 @@ def plan(
     from tlora.cli.plan_gpus import asked_gpus
     from tlora.jobs_file import read_jobs_file
 
-    models = asked_gpus(gpus, gpu, device_spec)
+    models = asked_gpus(gpus, gpu, device_spec, note)
     run = read_jobs_file(jobs_file, settings or [])
     close_stdin()
     with keep_interrupts():

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from tlora.cluster.gpus import list_gpus, visible
 from tlora.errors import ConfigError, cut
-from tlora.planning.gpu_models import GpuModel, find_gpu, gpu_called
+from tlora.shape.gpu_files import gpu_here
+from tlora.shape.gpu_models import GpuModel, find_gpu
 from tlora.shape.memory import MOST_GPUS
 
 _NAME_THEM = "name GPUs with --gpu, such as --gpu rtx4090, or describe one with --device-spec FILE"
 
 
-def asked_gpus(count: int | None, names: str | None, device_spec: Path | None) -> list[GpuModel]:
+def asked_gpus(count: int | None, names: str | None, device_spec: Path | None, note: Callable[[str], object]) -> list[GpuModel]:
     """Of `count` GPUs of the models in `names`, as many of each in this order, or of the one that a file describes; without either those
-    of this machine. Raises ConfigError.
+    of this machine, of which `note` is told where their speeds are measured. Raises ConfigError.
     """
     if count is not None and not 1 <= count <= MOST_GPUS:
         raise ConfigError(f"--gpus {count}: must be from 1 to {MOST_GPUS}, which is what a run on one host has. Give such a number")
@@ -24,7 +26,7 @@ def asked_gpus(count: int | None, names: str | None, device_spec: Path | None) -
     if device_spec is not None:
         return [find_gpu(str(device_spec), option="--device-spec")] * (count or 1)
     if names is None:
-        return _here(count)
+        return _here(count, note)
     asked = [name.strip() for name in names.split(",")]
     if "" in asked:
         raise ConfigError(f"--gpu {cut(names)}: a name is empty. Write such as rtx4090,rtx3090")
@@ -38,7 +40,7 @@ def asked_gpus(count: int | None, names: str | None, device_spec: Path | None) -
     return [model for model in models for _ in range(count // len(models))]
 
 
-def _here(count: int | None) -> list[GpuModel]:
+def _here(count: int | None, note: Callable[[str], object]) -> list[GpuModel]:
     known = list_gpus()
     there = [known[number] for number in visible(known)]
     if not there:
@@ -46,11 +48,16 @@ def _here(count: int | None) -> list[GpuModel]:
     if count is not None and count > len(there):
         raise ConfigError(f"--gpus {count}: {len(there)} are here. Give --gpus {len(there)}, or {_NAME_THEM}")
     found: list[GpuModel] = []
+    told: dict[str, None] = {}
     for gpu in there[:count]:
-        model = gpu_called(gpu.name)
-        if model is None:
-            raise ConfigError(f"the GPU {gpu.name or 'here'!r} is not in the table of GPUs: describe it with --device-spec FILE")
-        found.append(replace(model, memory_bytes=gpu.memory_bytes or model.memory_bytes))
+        here = gpu_here(gpu.name, memory_bytes=gpu.memory_bytes)
+        told[here.told] = None
+        if here.model is None:
+            unknown = f"the GPU {gpu.name or 'here'!r} is not in the table of GPUs"
+            raise ConfigError(f"{unknown}: measure it with `tlora calibrate`, or describe it with --device-spec FILE")
+        found.append(replace(here.model, memory_bytes=gpu.memory_bytes or here.model.memory_bytes))
+    for line in filter(None, told):
+        note(line)
     return _comparable(found)
 
 

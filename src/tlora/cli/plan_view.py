@@ -12,10 +12,10 @@ from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.job import RunSpec
-from tlora.planning.gpu_models import speeds_of
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.layout_units import Device
 from tlora.planning.layouts import LayoutPlan, LayoutPlans
+from tlora.shape.gpu_models import speeds_of
 from tlora.shape.memory import StreamedBytes
 from tlora.wording.numbers import count_text, duration_text
 

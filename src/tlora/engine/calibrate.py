@@ -1,5 +1,5 @@
 """`tlora calibrate`: measures a GPU of this machine, and writes the file from which plans take what they know of a GPU
-(`planning/gpu_models.py`).
+(`shape/gpu_models.py`).
 
 Products and copies are timed alone, training as a worker times its base (`layer_speed.py`). Each takes as long as its repeats take, and
 nothing sleeps.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,11 +25,11 @@ from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers
 from tlora.engine.product_speed import half_precision, measure_product
 from tlora.errors import CapacityError, ConfigError
 from tlora.kernels.device import runs_kernels
-from tlora.planning.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.planning.plan import pick_device
+from tlora.shape.gpu_files import calibration_path, versions
+from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.sharing.link_speed import LinkSpeed, measure_both_ways, measure_copies, measure_peers, repeat
 from tlora.supermodel.held_linear import possible_precisions
-from tlora.version import __version__
 from tlora.wording.numbers import gib
 
 _LAST_BEGIN_SECONDS = 100.0  # from then on nothing is begun that a file can do without: it shall take 3 minutes at most
@@ -68,7 +67,7 @@ class Calibrated:
 
 
 def calibrate(device: str | None = None, out: Path | None = None, note: Note = print) -> Calibrated:
-    """Measure the GPU `device`, by default the first, and write the file `out`, by default one in the current directory with its name.
+    """Measure the GPU `device`, by default the first, and write the file `out`, by default the one that this machine reads of such GPUs.
 
     `note` gets a line per measurement. Raises ConfigError without a GPU and for a file that cannot be written, and CapacityError where not
     even small layers can be trained on the GPU.
@@ -81,7 +80,9 @@ def calibrate(device: str | None = None, out: Path | None = None, note: Note = p
         )
     place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
     begun, name = time.monotonic(), torch.cuda.get_device_name(place)
-    path = out or Path(re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
+    path = out or calibration_path(name)
+    if out is None:
+        durable.make_directory(path.parent)
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--out {path}: its directory cannot be written. Give a file in one that is there")
     free, total = torch.cuda.mem_get_info(place)
@@ -105,7 +106,7 @@ def calibrate(device: str | None = None, out: Path | None = None, note: Note = p
         warnings.append(f"this process sees one GPU: copies between GPUs were not measured, and are {source}")
     fields = spec_of(name, total, 10 * major + minor, peer_bytes, measured)
     seconds = time.monotonic() - begun
-    fields["measured"] |= {"seconds": round(seconds, 1), "at": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "tlora": __version__}
+    fields["measured"] |= {"seconds": round(seconds, 1), "at": time.strftime("%Y-%m-%d"), **versions()}
     durable.write_file(path, json.dumps(fields, indent=1) + "\n")
     return Calibrated(path, find_gpu(str(path), "--out"), seconds, (*warnings, *measured.unsteady))
 

@@ -22,14 +22,14 @@ from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, LayoutSetting, RunSpec
 from tlora.kernels.device import as_if_on, name_of
 from tlora.planning.base_placement import choose_form
-from tlora.planning.gpu_models import AS_AN_H200, GpuModel, find_gpu, rated_as, speeds_of
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.streaming import Machine, StreamPlan, choose_layout, this_machine
-from tlora.planning.work import flops_here, predicted_seconds
+from tlora.planning.work import known_here, predicted_seconds, rate_here
+from tlora.shape.gpu_models import AS_AN_H200, GpuModel, find_gpu, rated_as, speeds_of
 from tlora.shape.token_cost import StreamCost
 from tlora.shape.work import TrainingRate
 from tlora.store.metrics import check_trackers
@@ -125,7 +125,7 @@ def check(
     gpu: str | None = None,
 ) -> RunCheck:
     """Tokenize the data (into the cache that training uses), resolve every target, and predict memory; with `gpus` as of `train`, also
-    what each of them would do. `gpu`: plan for this model of GPU (`planning/gpu_models.py`) instead of what is here; `gpus` is then a
+    what each of them would do. `gpu`: plan for this model of GPU (`shape/gpu_models.py`) instead of what is here; `gpus` is then a
     number of them.
 
     Without a base model only that problem and missing data files can be reported. Raises ConfigError for devices that do not exist.
@@ -149,13 +149,14 @@ class _Devices:
 
     @property
     def rate(self) -> TrainingRate:
-        return self.elsewhere.rate if self.elsewhere is not None else TrainingRate(flops_here(self.place))
+        return self.elsewhere.rate if self.elsewhere is not None else rate_here(self.place)
 
     @property
     def rated_as(self) -> str:
         """What predicted speeds are those of."""
-        if self.elsewhere is not None:
-            return speeds_of(self.elsewhere)
+        gpu = known_here(self.place).model if self.elsewhere is None else self.elsewhere
+        if gpu is not None and (self.elsewhere is not None or gpu.training_tflops is not None):
+            return speeds_of(gpu)
         return rated_as(name_of(self.place), self.rate.flops, elsewhere=False) if self.place.type == "cuda" else AS_AN_H200
 
     def machine(self, layout: LayoutSetting) -> Machine:
@@ -173,6 +174,9 @@ def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
         problems.append(str(error))
     warnings = _look_at_output(run, problems)
     open_caches(warnings.append)
+    here = known_here(place)
+    if here.told and not here.measured:
+        warnings.append(here.told)
     try:
         run, plan, model, parameters = _look_at_base(run, place, watcher, problems, warnings)
     except (ModelError, ConfigError) as error:

@@ -11,7 +11,7 @@ from tlora.sharing.link_speed import Repeated, repeat
 _SIZE = {"cuda": 8192, "cpu": 256}  # rows, columns and inner size
 REPEATS = 20
 # What training makes of such a product's rate, where nothing else is known of a GPU: a step was about 0.8 of it
-# (`planning/gpu_models.py`).
+# (`shape/gpu_models.py`).
 _TRAINING_SHARE = 0.8
 
 

@@ -36,6 +36,7 @@ from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, 
 from tlora.planning.plan import PlacedJobs, RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
+from tlora.planning.work import known_here
 from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import Sharing
 from tlora.store import checkpoint
@@ -116,6 +117,8 @@ def load(
         outlined = SuperModel(base)
         if place.type == "cuda" and assigned is None:
             monitor.note(f"kernels: {outlined.kernels_on(place, run.deterministic)}")
+            if told := known_here(place).told:
+                monitor.note(told)
         compiling = outlined.compile_ahead(place, to_plan(run, monitor.ended).jobs)
         assignment = assigned() if assigned is not None else Assignment(run)
         run, sharing = to_plan(assignment.run, monitor.ended), assignment.sharing

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tlora import durable
+from tlora.cache_directory import gpu_file_name
 from tlora.errors import ConfigError
 from tlora.kernels.device import tuned_as, why_plain
 from tlora.planning.plan import pick_device
@@ -74,7 +75,7 @@ def tune(
         raise ConfigError(f"tune times kernels on a GPU, and the device here is {place}. Run it on the machine that trains")
     if (why := why_plain(place)) is not None:
         raise ConfigError(f"tune times the fused kernels, which do not run here: {why}. Train without it")
-    from tlora.kernels.tile_files import table_path, user_directory
+    from tlora.kernels.tile_files import user_directory
     from tlora.kernels.tile_trials import DTYPES
 
     base = outline(base_model, dtype)
@@ -82,7 +83,7 @@ def tune(
     if found not in DTYPES:
         raise ConfigError(f"tune knows candidates for bfloat16 and float16, and this base is {str(found)[6:]}. Give --dtype bfloat16")
     begun, gpu = time.perf_counter(), tuned_as(torch.cuda.get_device_name(place))
-    path = out or table_path(user_directory(), gpu)
+    path = out or user_directory() / gpu_file_name(gpu)
     write_choices(path, gpu, [])  # fails before the work if the file cannot be written or read
     launches = launches_of(base)
     choices: list[Choice] = []
@@ -202,10 +203,10 @@ def _graph_of(step: Callable[[], object], calls: int) -> Callable[[], None]:
 
 def write_choices(path: Path, gpu: str, choices: Sequence[Choice]) -> None:
     """The file's rows with those of `choices`: a tile that is not the rule's, or one where the package's table says otherwise."""
-    from tlora.kernels.tile_files import SHIPPED, read_rows, table_path
+    from tlora.kernels.tile_files import SHIPPED, read_rows
     from tlora.kernels.tiles import describe
 
-    rows, shipped = read_rows(path), read_rows(table_path(SHIPPED, gpu))
+    rows, shipped = read_rows(path), read_rows(SHIPPED / gpu_file_name(gpu))
     for choice in choices:
         rows.pop(choice.key, None)
         if choice.tile != choice.rule or choice.key in shipped:

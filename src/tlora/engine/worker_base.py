@@ -23,6 +23,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, memory_limit
 from tlora.planning.plan import MemoryBound
 from tlora.planning.streaming import stream_for_jobs_to_come
+from tlora.planning.work import known_here
 from tlora.shape.memory import must_share
 from tlora.shape.token_cost import fixed_depth
 from tlora.sharing.peers import Sharing
@@ -106,6 +107,8 @@ def load_base(
             note(line)
     if place.type == "cuda":
         note(f"kernels: {outlined.kernels_on(place, load.deterministic)}")
+        if told := known_here(place).told:
+            note(told)
     if place.type == "cuda" and expected:
         compiling = outlined.compile_ahead(place, expected)
     check_precision(load.base_precision, place, outlined.base.head.weight_VH.dtype)

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora.kernels import bank_chunks, fused_linear, varlen_attention
+from tlora.kernels import bank_chunks, forced_card, fused_linear, varlen_attention
 from tlora.kernels.bank_chunks import CHUNK
-from tlora.kernels.cards import CardClass, compile_as
+from tlora.kernels.cards import CardClass
 from tlora.kernels.device import capability_of, class_of, is_forced
 from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
@@ -163,7 +163,7 @@ def compile_all(order: CompileRequest, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
     if is_forced() and (card := class_of(order.capability)) is not None:
-        compile_as(card, order.capability)
+        forced_card.compile_as(card, order.capability)
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         list(pool.imap_unordered(operator.call, launches_of(order), chunksize=1))
 

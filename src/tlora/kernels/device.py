@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ConfigError
-from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_of_capability, compile_as
+from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_of_capability
+from tlora.kernels.forced_card import compile_as
 
 FORCED = "TLORA_CARD_CLASS"
 """A developer's variable: the card at hand compiles and runs the kernels of this class, such as sm_80, or with "plain" none of them
@@ -157,6 +158,11 @@ def name_of(device: torch.device) -> str:
     """What a GPU is called."""
     gpu = _elsewhere.get()
     return gpu.name if gpu is not None else torch.cuda.get_device_name(device)
+
+
+def is_elsewhere() -> bool:
+    """Whether what is planned is for a GPU that is not here."""
+    return _elsewhere.get() is not None
 
 
 def limit_elsewhere() -> int | None:

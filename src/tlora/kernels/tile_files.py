@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tlora.cache_directory import cache_dir
+from tlora.cache_directory import cache_dir, gpu_file_name
 from tlora.errors import ConfigError
 from tlora.kernels.cards import HOPPER
 from tlora.kernels.device import capability_of, class_of, is_forced, launched_as, tuned_as
@@ -28,11 +27,6 @@ _REMEDY = "Delete it, and make it again with `tlora tune`"
 
 def user_directory() -> Path:
     return cache_dir() / "tiles"
-
-
-def table_path(directory: Path, gpu: str) -> Path:
-    """NVIDIA H200 -> nvidia-h200.json."""
-    return directory / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
 @functools.cache
@@ -49,7 +43,7 @@ def table_of_gpu(gpu: str, capability: int) -> TileTable:
     """The tiles of a GPU of that name, as the files have them now; `sized` where all sizes were seen to give the same bits. `capability`:
     90 for 9.0. Raises ConfigError.
     """
-    table = merged([table_path(SHIPPED, tuned_as(gpu)), table_path(user_directory(), tuned_as(gpu))])
+    table = merged([directory / gpu_file_name(tuned_as(gpu)) for directory in (SHIPPED, user_directory())])
     card = class_of(capability)
     return replace(table, sized=card is not None and card.sized, card=card or HOPPER)
 

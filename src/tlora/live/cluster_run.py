@@ -55,6 +55,7 @@ from tlora.report.rows import read_rows
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.gpu_files import speed_here
 from tlora.shape.hardware import live_cost_model, nearest_base
 from tlora.shape.memory import BaseMemory, least_gpus
 from tlora.store.fingerprint import BaseGuard
@@ -153,8 +154,7 @@ class _Run:
         profiled = self._profile()
         for name, job in profiled.items():
             self._cluster.view.advance(name, total_steps=job.profile.steps)
-        self._note_speeds()
-        cost = live_cost_model({_BASE: self._base.num_bytes})
+        cost = live_cost_model({_BASE: self._base.num_bytes}, self._speed())
         cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
         scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost, self._see_fault)
         self._record("running", guard)
@@ -224,15 +224,29 @@ class _Run:
                 self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
         return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 
-    def _note_speeds(self) -> None:
-        kind, like = self._places[0].partition(":")[0], nearest_base(self._base.num_bytes)
-        self._watcher.note(f"{self._policy} on {len(self._places)} x {kind}; speeds as measured, until then those of {like}")
+    def _speed(self) -> float:
+        """Of training on the GPUs here against an H200."""
+        kind, like, speed = self._places[0].partition(":")[0], nearest_base(self._base.num_bytes), 1.0
+        if kind == "cuda":
+            known = list_gpus()
+            speed, told = speed_here(known[number].name for number in self._numbers if number in known)
+            for line in told:
+                self._watcher.note(line)
+        scaled = "" if speed == 1.0 else f" on an H200, times {speed:.2f}"
+        self._watcher.note(f"{self._policy} on {len(self._places)} x {kind}; speeds as measured, until then those of {like}{scaled}")
+        return speed
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        """Of the GPUs, as nvidia-smi has them; of processes on a CPU."""
+        if self._places[0].partition(":")[0] != "cuda":
+            return tuple(range(len(self._places)))
+        return numbers_of([int(place.partition(":")[2]) for place in self._places])
 
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]
-        numbers = tuple(range(len(self._places)))
+        numbers = self._numbers
         if kind == "cuda":
-            numbers = numbers_of([int(place.partition(":")[2]) for place in self._places])
             room = room_of(numbers, list_gpus(), run.memory_limit)
         else:
             room = (host_room(len(numbers), run.memory_limit),) * len(numbers)

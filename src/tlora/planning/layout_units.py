@@ -12,7 +12,6 @@ from typing import Protocol
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
 from tlora.kernels.cards import class_of_capability
-from tlora.planning.gpu_models import GpuModel
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import counting_jobs, multiply_adds
 from tlora.planning.micro_batches import (
@@ -26,6 +25,7 @@ from tlora.planning.micro_batches import (
 )
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.shape.base_parts import BaseParts
+from tlora.shape.gpu_models import GpuModel
 from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import cut_layers
 from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers

@@ -19,7 +19,7 @@ from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, fit, fitted_jobs, is_sound, plan_memory, settle
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
-from tlora.planning.work import flops_here, rate_of, token_cost
+from tlora.planning.work import rate_here, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
 from tlora.shape.token_cost import StreamCost, fetched_layers
 from tlora.shape.work import TrainingRate
@@ -47,8 +47,8 @@ class Machine:
 
 
 def this_machine(device: torch.device, layout: LayoutSetting) -> Machine:
-    """The link is measured when it is asked for; other GPUs than those of the table count as an H200."""
-    return Machine(partial(measure_link, device, layout == "streamed"), TrainingRate(flops_here(device)))
+    """The link is measured when it is asked for, as others may use it now."""
+    return Machine(partial(measure_link, device, layout == "streamed"), rate_here(device))
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from tlora.kernels.device import card_of, fixed_work_elsewhere, name_of, planned_card
-from tlora.planning.gpu_models import gpu_called
+from tlora.kernels.device import can_be_asked, capability_of, card_of, fixed_work_elsewhere, is_elsewhere, is_forced, name_of, planned_card
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import multiply_adds
 from tlora.planning.micro_batches import token_cost_on
+from tlora.shape.gpu_files import GpuHere, gpu_here
+from tlora.shape.gpu_models import gpu_called
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import TokenCost
 from tlora.shape.work import TrainingRate
@@ -33,15 +34,34 @@ def rate_of(model: SuperModel, device: torch.device, rate: TrainingRate = _H200)
     return rate.multiply_adds_per_second(device.type, in_8_bits)
 
 
-def flops_here(device: torch.device) -> float | None:
-    """What training makes of the operations a second of a GPU of this machine, with the kernels that run on it; None for one that is not in
-    the table of GPUs, and for a CPU.
+def known_here(device: torch.device) -> GpuHere:
+    """A GPU of this machine by its file or the table of GPUs; by the table where other kernels are forced, or it is not here."""
+    if device.type != "cuda" or not can_be_asked(device):
+        return GpuHere(None)
+    if is_forced() or is_elsewhere():
+        return GpuHere(gpu_called(name_of(device)))
+    return gpu_here(name_of(device), capability_of(device), torch.cuda.get_device_properties(device).total_memory)
+
+
+def rate_here(device: torch.device) -> TrainingRate:
+    """Of training on a GPU of this machine, with the kernels that run on it; an H200's for one that is neither measured nor in the table of
+    GPUs, and for a CPU.
     """
-    gpu = gpu_called(name_of(device)) if device.type == "cuda" else None
-    card = card_of(device) if gpu is not None else None
-    return gpu.flops_by(card) if gpu is not None and card is not None else None
+    here = known_here(device)
+    if here.model is None or here.measured:
+        return here.model.rate if here.model is not None else _H200
+    card = card_of(device)
+    return TrainingRate(here.model.flops_by(card)) if card is not None else _H200
+
+
+def _fixed_work(device: torch.device) -> float | None:
+    """Where it was measured."""
+    if is_elsewhere():
+        return fixed_work_elsewhere()
+    model = known_here(device).model
+    return model.fixed_work if model is not None else None
 
 
 def token_cost(memory: MemoryModel, device: torch.device, link_tokens: float = 0.0) -> TokenCost:
     """Of the base of `memory` on `device`. `link_tokens`: of one that is streamed."""
-    return token_cost_on(device.type, planned_card(device), memory, link_tokens, fixed_work_elsewhere())
+    return token_cost_on(device.type, planned_card(device), memory, link_tokens, _fixed_work(device))

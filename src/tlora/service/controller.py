@@ -373,7 +373,7 @@ class Controller:
     def _learn(self, cost: CostModel, name: str, now: float) -> None:
         """The base gets the speeds of the measured one that is nearest in size, and what was observed of itself."""
         if name not in cost.constants:
-            cost.add(name, live_cost_model({name: self._sizes[name]}).constants[name])
+            cost.add(name, live_cost_model({name: self._sizes[name]}, self._backend_factory.places.speed).constants[name])
             if (memory := self._capacity.memory_of(name)) is not None:
                 cost.memory[name] = memory
             self._learned.teach(cost, name, learned_of(self._bases[name], self._backend_factory.places.device, self._config.recompute), now)

@@ -9,6 +9,7 @@ from typing import Literal
 from tlora.cluster.gpus import host_room, list_gpus, room_of, visible
 from tlora.errors import ConfigError
 from tlora.service.config import ServerConfig
+from tlora.shape.gpu_files import speed_here
 
 NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # one place of a device, and several
 
@@ -16,13 +17,16 @@ NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # on
 @dataclass(frozen=True, slots=True)
 class Devices:
     """GPUs by their numbers, or as many processes on a CPU. `memory_bytes`: of the largest of the GPUs, or of the machine; `room_bytes`:
-    what may be planned for on each place, where that is known.
+    what may be planned for on each place, where that is known. `speed`: of training against an H200, `told`: lines on
+    where that is from.
     """
 
     device: Literal["cuda", "cpu"]
     gpus: tuple[int, ...]
     memory_bytes: int | None = None
     room_bytes: tuple[int, ...] = ()
+    speed: float = 1.0
+    told: tuple[str, ...] = ()
 
 
 def find_places(config: ServerConfig) -> Devices:
@@ -43,7 +47,8 @@ def find_places(config: ServerConfig) -> Devices:
             raise ConfigError(f"gpus: there is no GPU {gpu}{hidden}. Choose among: {', '.join(map(str, found))}")
     chosen = found if config.gpus is None else tuple(config.gpus)
     room = room_of(chosen, gpus, config.memory_limit)
-    return Devices("cuda", chosen, max(gpus[gpu].memory_bytes for gpu in chosen) or None, room)
+    memory_bytes = max(gpus[gpu].memory_bytes for gpu in chosen) or None
+    return Devices("cuda", chosen, memory_bytes, room, *speed_here(gpus[gpu].name for gpu in chosen))
 
 
 def _on_cpu(numbers: tuple[int, ...], config: ServerConfig) -> Devices:

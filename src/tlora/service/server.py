@@ -130,6 +130,8 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
 def local_hall(config: ServerConfig) -> BackendFactory:
     """This machine's GPUs, or its CPU. Raises ConfigError."""
     places = find_places(config)
+    for line in places.told:
+        logging.getLogger(__name__).warning(line)
     listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:

@@ -38,7 +38,7 @@ def test_ranks_say_what_they_are() -> None:
     memory = {0: Memory((10,), "new", True, 4e14), 1: Memory((5,), "old", True, 1e14), 2: Memory((5,), "old", True, 1.1e14)}
     found = gpus_of(memory, 4)
     assert found == Gpus(("new", "old", "old", "new"), (1.0, 0.25, 0.25, 1.0), (10, 5, 5, 10), 4e14), "the fourth is lost"
-    assert found.kinds == ("new", "old") and found.describe().startswith("GPUs of 2 kinds: 0 is new (1.00 x, ")
+    assert found.kinds == ("new", "old") and found.describe()[0].startswith("GPUs of 2 kinds: 0 is new (1.00 x, ")
     on_cpus = gpus_of({0: Memory((10,), "cpu"), 1: Memory((10,), "cpu")}, 2)
     assert on_cpus == Gpus(("cpu", "cpu"), (1.0, 1.0), (10, 10), None)
 

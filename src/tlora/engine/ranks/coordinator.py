@@ -160,9 +160,9 @@ class Coordinator:
         base_bytes, reads_peers = model.base.num_bytes, all(each.reads_peers for each in self._rank_group.memory.values())
         form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), gpus.limits, reads_peers, gpus.speeds)
         self._holds = dict(form.holds)
-        if len(gpus.kinds) > 1:
-            self._order.watcher.note(gpus.describe())
-            check_stages_alike(self.run, gpus, bool(form.stages))
+        for line in gpus.describe():
+            self._order.watcher.note(line)
+        check_stages_alike(self.run, gpus, bool(form.stages))
         if self._order.again and form.refused:
             raise CapacityError(f"{form.refused[0]} does not fit on {self._rank_group.count} GPU{'s' * (self._rank_group.count > 1)}")
         self.shared, self._stages = form.shared, form.stages

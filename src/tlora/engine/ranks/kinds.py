@@ -15,6 +15,7 @@ from tlora.batching.placement import Placement, place
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
 from tlora.json_file import read_object
+from tlora.shape.gpu_files import gpu_here
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Memory
 
@@ -40,13 +41,16 @@ class Gpus:
         """Of jobs that may have ranks of one kind only; none where there is but one."""
         return {job: self.names[ranks[0]] for job, ranks in may_have.items()} if len(self.kinds) > 1 else {}
 
-    def describe(self) -> str:
-        """In a line, where they are of several kinds."""
+    def describe(self) -> list[str]:
+        """In lines: where their speeds were measured, and what they are where they are of several kinds."""
+        measured = [told for kind in self.kinds if (told := gpu_here(kind).told)]
+        if len(self.kinds) == 1:
+            return measured
         each = ", ".join(
             f"{rank} is {name} ({speed:.2f} x, {gib(limit)})"
             for rank, (name, speed, limit) in enumerate(zip(self.names, self.speeds, self.limits, strict=True))
         )
-        return f"GPUs of {len(self.kinds)} kinds: {each}; jobs are placed by each one's speed and memory"
+        return [*measured, f"GPUs of {len(self.kinds)} kinds: {each}; jobs are placed by each one's speed and memory"]
 
     def describe_kept(self, kinds: Mapping[str, str]) -> str:
         """Which job stays on which kind."""
@@ -72,7 +76,7 @@ def gpus_of(memory: Mapping[int, Memory], count: int) -> Gpus:
 
 def check_stages_alike(run: RunSpec, gpus: Gpus, in_stages: bool) -> None:
     """Raises ConfigError for stages over GPUs of several kinds in a deterministic run: each job is computed by all of them."""
-    if in_stages and run.deterministic:
+    if in_stages and run.deterministic and len(gpus.kinds) > 1:
         raise ConfigError(
             f"deterministic: true, and the base lies in stages over {' and '.join(gpus.kinds)}, which give other last bits. "
             f"Take GPUs of one kind (--gpus {','.join(map(str, max(map(gpus.of_kind, gpus.kinds), key=len)))},), or deterministic: false"

@@ -63,7 +63,7 @@ from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
-from tlora.planning.work import flops_here
+from tlora.planning.work import rate_here
 from tlora.processes import die_with_parent
 from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import Peers, Sharing
@@ -292,8 +292,8 @@ def name_of(device: torch.device) -> str:
 
 
 def training_flops(device: torch.device) -> float:
-    """Of a GPU that the table does not have, by a product that is timed; 0 of a CPU."""
-    return (flops_here(device) or estimate_training(device)) if device.type == "cuda" else 0.0
+    """As was measured, or by the table; of a GPU that is in neither, by a product that is timed; 0 of a CPU."""
+    return (rate_here(device).flops or estimate_training(device)) if device.type == "cuda" else 0.0
 
 
 def reads_peers(device: torch.device) -> bool:
