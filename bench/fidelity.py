@@ -102,9 +102,14 @@ def settings_of(calibration: Calibration, gpus: int) -> Settings:
     start = calibration.start_seconds
     return Settings(
         elastic=gpus > 1,
-        moves=MoveCosts(start, start, calibration.job_seconds, 0.0, 0.0),
+        moves=moves_of(start, calibration.job_seconds),
         min_residence_seconds=RESIDENCE_STARTS * start,
     )
+
+
+def moves_of(start_seconds: float, job_seconds: float) -> MoveCosts:
+    """As this machine was calibrated, where no kernels are compiled for a GPU that comes."""
+    return MoveCosts(start_seconds, start_seconds, job_seconds, 0.0, 0.0, new_gpu_seconds=0.0)
 
 
 def features_of(policies: Sequence[str], calibration: Calibration, gpus: int) -> str:
@@ -164,7 +169,7 @@ def run_simulated(machine: LocalMachine, arrivals: Arrivals, policy: str, calibr
         mapped.append(MappedJob(at, step_seconds * event.profile.steps, step_seconds, event))
     beside = calibration.job_seconds
     start = calibration.start_seconds + beside
-    moves = MoveCosts(start, start, beside, 0.0, 0.0)
+    moves = moves_of(start, beside)
     gpus = len(machine.gpus)
     shape = ClusterShape(1, gpus, tick_seconds=machine.tick_seconds)
     result = simulate(mapped, shape, policy_of(policy, calibration, gpus), cost, Conditions(moves=moves))

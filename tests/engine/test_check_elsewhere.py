@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.engine.tiny_runs import job, run_spec, save_base
-from tlora.engine.check import _Devices, check
+from tlora.engine.check import check
+from tlora.engine.check_gpus import Devices
 from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import RunSpec
 from tlora.planning.memory import count_base
@@ -156,7 +157,7 @@ def test_a_base_that_fits_stays_on_a_card_whose_host_pins_no_memory(tmp_path: Pa
     base = save_base(tmp_path / "base", num_hidden_layers=12)
     run = run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"), batch_size=24)], dtype="bfloat16")
     roomy = check(run, gpu="rtx4090")
-    monkeypatch.setattr(_Devices, "machine", lambda *_: Machine(refuse, elsewhere=True))
+    monkeypatch.setattr(Devices, "machine", lambda *_: Machine(refuse, elsewhere=True))
     tight = run.model_copy(update={"memory_limit": roomy.base_bytes + (roomy.predicted_bytes - roomy.base_bytes) // 2})
     found = check(tight, gpu="rtx4090")
     assert not found.problems and not found.streamed and found.recomputed_layers > 0
@@ -183,3 +184,37 @@ def test_a_base_that_is_streamed_by_order_has_two_layers_on_the_card(tmp_path: P
     for each in found:
         assert "2 of 8 layers at a time on the device): the jobs file orders it" in each.streamed
     assert 0 < found[0].tokens_per_second < found[1].tokens_per_second
+
+
+def test_gpus_of_two_kinds_are_planned_each_by_its_own_kind(run: RunSpec, tmp_path: Path) -> None:
+    """The second has twice the speed, half the memory, other kernels and fixed work of its own."""
+    slow = card(tmp_path / "slow.json", name="slow", training_tflops=50, layer_seconds=0.0)
+    fast = card(tmp_path / "fast.json", name="fast", memory="12GiB", compute_capability=9.0, training_tflops=100, layer_seconds=1e-3)
+    found = check(run, gpu=f"{slow},{fast}")
+    assert not found.problems and found.device == "slow and fast" and found.rated_as == "measured on slow, and measured on fast"
+    one, other = found.gpus
+    assert (one.name, other.name) == ("slow", "fast") and {*one.jobs, *other.jobs} == {"a", "b"}
+    assert (one.limit_bytes, other.limit_bytes) == tuple(find_gpu(each).limit_bytes for each in (slow, fast))
+    assert one.predicted_bytes > 0 and other.predicted_bytes > 0
+    alone = [check(run, gpu=each).tokens_per_second for each in (slow, fast)]
+    assert other.tokens_per_second == pytest.approx(2 * one.tokens_per_second, rel=0.05), "samples differ a little"
+    assert alone[1] < 2 * alone[0], "its layers take a millisecond besides"
+    swapped = check(run, gpu=f"{fast},{slow}").gpus
+    assert [gpu.name for gpu in swapped] == ["fast", "slow"]
+    assert swapped[0].tokens_per_second == pytest.approx(2 * swapped[1].tokens_per_second, rel=0.05)
+
+
+def test_a_job_that_one_kind_alone_holds_is_planned_there(run: RunSpec, tmp_path: Path) -> None:
+    room = check(run, gpu=card(tmp_path / "any.json")).predicted_bytes
+    large = card(tmp_path / "large.json", name="large")
+    small = card(tmp_path / "small.json", name="small", memory=room // 4)
+    found = check(run, gpu=f"{small},{large}")
+    assert not found.problems and found.gpus[0].jobs == () and set(found.gpus[1].jobs) == {"a", "b"}
+    assert "fits on GPU 1 alone" in found.form
+
+
+def test_kinds_of_which_one_has_no_known_speed_are_refused(run: RunSpec) -> None:
+    with pytest.raises(ConfigError, match="T4 takes the plain path, whose speed is not known"):
+        check(run, gpu="rtx4090,t4")
+    with pytest.raises(ConfigError, match="--gpus 3: is no multiple of the 2 models in --gpu rtx4090,rtx3090"):
+        check(run, gpu="rtx4090,rtx3090", gpus=3)

@@ -176,8 +176,8 @@ def grown(gpus: int, left: float, *node: int) -> tuple[int, ...]:
 def test_growth_must_save_more_than_its_pause(margin: float, grows: bool) -> None:
     """What is left when the base is on the GPU that comes, times the share saved, against (1 + hysteresis) * (checkpoint + join)."""
     saved = 1 - alone_on(2) / alone_on(1)
-    least = USUAL.moves.warm_start_seconds + (1 + USUAL.hysteresis) * USUAL.moves.change_seconds / saved
-    assert least < (1 + USUAL.hysteresis) * USUAL.moves.restart_seconds / saved / 2, "which it cost before"
+    least = USUAL.moves.warm_start_seconds + (1 + USUAL.hysteresis) * USUAL.moves.change_seconds(grows=True) / saved
+    assert least < (1 + USUAL.hysteresis) * USUAL.moves.restart_seconds / saved, "which another worker costs"
     assert grown(2, margin * least) == ((0, 1) if grows else (0,))
 
 

@@ -69,18 +69,23 @@ def print_check(console: Console, check: RunCheck) -> None:
 def _print_gpus(console: Console, check: RunCheck) -> None:
     """What each GPU would do, and why."""
     each = f"{len(check.gpus)} GPUs" if check.device != "cpu" else f"{len(check.gpus)} processes"
-    text = f"{each}, {bytes_text(check.limit_bytes)} for each, {check.token_budget:,} tokens per micro-batch: {check.form}"
+    unlike = any(gpu.name for gpu in check.gpus)
+    alike = "" if unlike else f", {bytes_text(check.limit_bytes)} for each, {check.token_budget:,} tokens per micro-batch"
+    text = f"{each}{alike}: {check.form}"
     console.print(Text(f"{text}; the placement: {check.placement}"), soft_wrap=True)
     table = open_table()
     table.add_column("GPU", justify="right", no_wrap=True)
     table.add_column("begins with", overflow="fold")
-    for name in ("predicted peak", "time", "tokens/s"):
+    for name in (*(["tokens per micro-batch"] if unlike else []), "predicted peak", "time", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, gpu in enumerate(check.gpus):
         rate = count_text(gpu.tokens_per_second) if gpu.seconds else ""
         begins = [*gpu.jobs, *(f"a part of {name}" for name in gpu.parts)]
         names = Text(printable(names_text(begins) if len(check.jobs) > MANY_JOBS else ", ".join(begins)))
-        table.add_row(str(number), names, bytes_text(gpu.predicted_bytes), duration_text(gpu.seconds), rate)
+        peak, own = bytes_text(gpu.predicted_bytes), list[str]()
+        if unlike:
+            peak, own = f"{peak} of {bytes_text(gpu.limit_bytes)}", [f"{gpu.token_budget:,}"]
+        table.add_row(f"{number} {gpu.name}".strip(), names, *own, peak, duration_text(gpu.seconds), rate)
     console.print(table)
     rough = "roughly" if check.device == "cpu" else check.rated_as
     console.print(

@@ -88,7 +88,7 @@ def check(
     gpus: Gpus = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="rtx4090|FILE", help="Plan for this model of GPU, which need not be here.", show_default=False),
+        typer.Option(metavar="rtx4090[,FILE]", help="Plan for these models of GPU, which need not be here.", show_default=False),
     ] = None,
 ) -> None:
     """Validate everything without training: data, one sample per job, parameters, memory."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tlora.cluster.gpus import list_gpus, visible
-from tlora.errors import ConfigError, cut
+from tlora.errors import ConfigError
 from tlora.shape.gpu_files import gpu_here
-from tlora.shape.gpu_models import GpuModel, find_gpu
+from tlora.shape.gpu_models import GpuModel, comparable, find_gpu, name_gpus
 from tlora.shape.memory import MOST_GPUS
 
 _NAME_THEM = "name GPUs with --gpu, such as --gpu rtx4090, or describe one with --device-spec FILE"
@@ -27,17 +27,7 @@ def asked_gpus(count: int | None, names: str | None, device_spec: Path | None, n
         return [find_gpu(str(device_spec), option="--device-spec")] * (count or 1)
     if names is None:
         return _here(count, note)
-    asked = [name.strip() for name in names.split(",")]
-    if "" in asked:
-        raise ConfigError(f"--gpu {cut(names)}: a name is empty. Write such as rtx4090,rtx3090")
-    models = _comparable([find_gpu(name) for name in asked])
-    count = len(models) if count is None else count
-    if count % len(models):
-        raise ConfigError(
-            f"--gpus {count}: is no multiple of the {len(models)} models in --gpu {cut(names)}, of which as many each are planned for. "
-            f"Give --gpus {-(-count // len(models)) * len(models)}, or name each GPU's model"
-        )
-    return [model for model in models for _ in range(count // len(models))]
+    return name_gpus(names, count)
 
 
 def _here(count: int | None, note: Callable[[str], object]) -> list[GpuModel]:
@@ -58,14 +48,4 @@ def _here(count: int | None, note: Callable[[str], object]) -> list[GpuModel]:
         found.append(replace(here.model, memory_bytes=gpu.memory_bytes or here.model.memory_bytes))
     for line in filter(None, told):
         note(line)
-    return _comparable(found)
-
-
-def _comparable(models: list[GpuModel]) -> list[GpuModel]:
-    """Raises ConfigError for models of which one has no known speed."""
-    plain = next((model for model in models if model.flops is None), None)
-    other = next((model for model in models if model.flops is not None), None)
-    if plain is not None and other is not None:
-        unknown = f"{plain.name} takes the plain path, whose speed is not known, so that it has no share beside {other.name}"
-        raise ConfigError(f"{unknown}. Plan for one of them")
-    return models
+    return comparable(found)

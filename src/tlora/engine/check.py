@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tlora.batching.placement import place as place_jobs
 from tlora.cache_directory import open_caches
 from tlora.data.base_download import describe_download, fetch_base
 from tlora.data.order import Mixture, PackedRows, epoch_size
 from tlora.data.prepare import Preparation, Prepared
 from tlora.data.report import DataReport
 from tlora.data.sources import shown_files
+from tlora.engine.check_gpus import Devices, GpuCheck, check_gpus
 from tlora.engine.ranks.devices import count_elsewhere, rank_devices
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
-from tlora.job import JobSpec, LayoutSetting, RunSpec
-from tlora.kernels.device import as_if_on, name_of
-from tlora.planning.base_placement import choose_form
+from tlora.job import JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
-from tlora.planning.streaming import Machine, StreamPlan, choose_layout, this_machine
-from tlora.planning.work import known_here, predicted_seconds, rate_here
-from tlora.shape.gpu_models import AS_AN_H200, GpuModel, find_gpu, rated_as, speeds_of
+from tlora.planning.streaming import StreamPlan, choose_layout
+from tlora.planning.work import known_here, predicted_seconds
+from tlora.shape.gpu_models import AS_AN_H200, name_gpus
 from tlora.shape.token_cost import StreamCost
-from tlora.shape.work import TrainingRate
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
 from tlora.store.serving import ServingFiles
@@ -69,19 +65,6 @@ class JobCheck:
     data: DataReport | None
     eval_data: DataReport | None = None
     sources: tuple[SourceCheck, ...] = ()
-
-
-@dataclass(frozen=True)
-class GpuCheck:
-    """The predicted work of one of several GPUs: the jobs that it leads, their memory, how long they train and how fast
-    (`planning/work.py`). `parts`: jobs that another rank leads, of which it computes some replicas.
-    """
-
-    jobs: tuple[str, ...]
-    predicted_bytes: int
-    seconds: float
-    tokens_per_second: float
-    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,49 +108,24 @@ def check(
     gpu: str | None = None,
 ) -> RunCheck:
     """Tokenize the data (into the cache that training uses), resolve every target, and predict memory; with `gpus` as of `train`, also
-    what each of them would do. `gpu`: plan for this model of GPU (`shape/gpu_models.py`) instead of what is here; `gpus` is then a
-    number of them.
+    what each of them would do. `gpu`: plan for these models of GPU (`shape/gpu_models.py`) instead of what is here; `gpus`
+    is then a number of them.
 
     Without a base model only that problem and missing data files can be reported. Raises ConfigError for devices that do not exist.
     """
     if gpu is None:
         ranks = rank_devices(gpus, device)
-        return _check(run, watcher or Watcher(), _Devices(pick_device(ranks[0] if ranks else device), len(ranks)))
-    model = find_gpu(gpu)
-    with as_if_on(model.name, model.capability, model.limit_bytes, model.fixed_work):
-        where = _Devices(torch.device("cuda"), count_elsewhere(gpus, device, gpu), model)
+        where = Devices((pick_device(ranks[0] if ranks else device), *(torch.device(other) for other in ranks[1:])))
+    else:
+        models = tuple(name_gpus(gpu, count_elsewhere(gpus, device, gpu)))
+        where = Devices((torch.device("cuda"),) * len(models), models)
+    with where.on():
         return _check(run, watcher or Watcher(), where)
 
 
-@dataclass(frozen=True)
-class _Devices:
-    """`count` such as `place`, which is in another machine where `elsewhere` says what it is."""
-
-    place: torch.device
-    count: int
-    elsewhere: GpuModel | None = None
-
-    @property
-    def rate(self) -> TrainingRate:
-        return self.elsewhere.rate if self.elsewhere is not None else rate_here(self.place)
-
-    @property
-    def rated_as(self) -> str:
-        """What predicted speeds are those of."""
-        gpu = known_here(self.place).model if self.elsewhere is None else self.elsewhere
-        if gpu is not None and (self.elsewhere is not None or gpu.training_tflops is not None):
-            return speeds_of(gpu)
-        return rated_as(name_of(self.place), self.rate.flops, elsewhere=False) if self.place.type == "cuda" else AS_AN_H200
-
-    def machine(self, layout: LayoutSetting) -> Machine:
-        gpu = self.elsewhere
-        return Machine(lambda: gpu.link_gb_per_second * 1e9, gpu.rate, True) if gpu is not None else this_machine(self.place, layout)
-
-
-def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
+def _check(run: RunSpec, watcher: Watcher, where: Devices) -> RunCheck:
     problems: list[str] = []
-    place, elsewhere = where.place, where.elsewhere
-    shown = elsewhere.name if elsewhere is not None else str(place)
+    place, shown = where.place, where.name
     try:
         check_trackers(list(run.report_to))
     except ConfigError as error:
@@ -182,7 +140,7 @@ def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
     except (ModelError, ConfigError) as error:
         return _without_base(run, (*problems, str(error)), shown)
     base_bytes = model.base.num_bytes
-    is_here = place.type == "cuda" and elsewhere is None
+    is_here = place.type == "cuda" and not where.elsewhere
     known = recall(probe_key(model, plan.can_run, run.deterministic, place)) if is_here else None
     if known is not None:
         plan = settle(run, plan, known, place)
@@ -190,7 +148,7 @@ def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
     seconds = predicted_seconds(plan.jobs, model, place, where.rate)
     on_gpus: dict[str, Any]
     if where.count > 1:
-        on_gpus = _on_gpus(run, plan, model, where, seconds, problems)
+        on_gpus = check_gpus(run, plan, model, where, seconds, problems)
     else:
         on_gpus = {
             "recompute_choices": recompute_choices(run, plan, seconds, place),
@@ -218,7 +176,7 @@ def _check(run: RunSpec, watcher: Watcher, where: _Devices) -> RunCheck:
     )
 
 
-def _layout(run: RunSpec, plan: RunPlan, model: SuperModel, where: _Devices, problems: list[str]) -> tuple[RunPlan, StreamPlan | None]:
+def _layout(run: RunSpec, plan: RunPlan, model: SuperModel, where: Devices, problems: list[str]) -> tuple[RunPlan, StreamPlan | None]:
     """The plan, of a streamed base where that is to be; a base that fits in no form is one of the `problems`."""
     if where.count > 1:
         return plan, None
@@ -278,31 +236,6 @@ def _memory(plan: RunPlan, resident: Sequence[PlannedJob]) -> dict[str, Any]:
         "recomputed": describe_recompute(plan) if memory.num_layers else "",
         "measured": memory.measured,
     }
-
-
-def _on_gpus(
-    run: RunSpec, plan: RunPlan, model: SuperModel, where: _Devices, seconds: Mapping[str, float], problems: list[str]
-) -> dict[str, Any]:
-    """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
-    device, count = where.place, where.count
-    try:
-        form = choose_form(run, plan.jobs, model, model.base.num_bytes, device, [plan.limit_bytes] * count)
-    except (CapacityError, ConfigError, ModelError) as error:
-        problems.append(str(error))
-        return {}
-    placement = place_jobs(seconds, count, choose_replicas(plan.jobs, seconds, count, run.deterministic))
-    for job in plan.jobs:
-        job.span = placement.spans.get(job.spec.name)
-    planned = settle(run, form.plan, form.plan.memory, device)
-    tokens = {job.spec.name: trained_tokens(job) for job in plan.jobs}
-    found: list[GpuCheck] = []
-    for gpu, (names, needed) in enumerate(zip(placement.jobs, placement.seconds, strict=True)):
-        parts = placement.parts(gpu)
-        here = replace(planned, here=frozenset((*names, *parts)))
-        shares = {name: placement.spans[name].part(gpu) if name in placement.spans else 1.0 for name in (*names, *parts)}
-        computed = sum(tokens[name] * share for name, share in shares.items())
-        found.append(GpuCheck(names, here.total_bytes(list(here.resident)), needed, computed / needed if needed else 0.0, parts))
-    return {"plan": planned, "gpus": tuple(found), "form": form.why, "placement": placement.told}
 
 
 def _look_at_output(run: RunSpec, problems: list[str]) -> list[str]:

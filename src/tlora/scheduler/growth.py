@@ -36,7 +36,7 @@ def is_worth_it(decision: Decision, view: View, after: Sequence[float], in_place
     settings, moves = decision.settings, decision.settings.moves
     if sum(after) > (1 - settings.growth_gain) * sum(view.slowdowns):
         return False
-    pause, delay = (moves.change_seconds, moves.warm_start_seconds) if in_place else (moves.restart_seconds, 0.0)
+    pause, delay = (moves.change_seconds(grows=True), moves.warm_start_seconds) if in_place else (moves.restart_seconds, 0.0)
     return decision.seconds_saved(view.jobs, view.slowdowns, after, delay) > (1 + settings.hysteresis) * len(view.jobs) * pause
 
 

@@ -16,4 +16,4 @@ def changes_in_place(decision: Decision, view: View, nodes: int) -> bool:
 def pause_for_less(decision: Decision, view: View) -> float:
     """The value of the time for which its members stand still if it gives up some of its GPUs."""
     moves, in_place = decision.settings.moves, changes_in_place(decision, view, view.num_nodes)
-    return decision.urgency_of(view) * len(view.jobs) * (moves.change_seconds if in_place else moves.restart_seconds)
+    return decision.urgency_of(view) * len(view.jobs) * (moves.change_seconds(grows=False) if in_place else moves.restart_seconds)

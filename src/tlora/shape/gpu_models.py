@@ -179,6 +179,33 @@ def gpu_called(device_name: str) -> GpuModel | None:
     return rows[row] if row is not None else None
 
 
+def name_gpus(names: str, count: int | None = None) -> list[GpuModel]:
+    """`count` GPUs of the models in `names`, with commas between, as many of each in this order; by default one of each. Raises
+    ConfigError.
+    """
+    asked = [name.strip() for name in names.split(",")]
+    if "" in asked:
+        raise ConfigError(f"--gpu {cut(names)}: a name is empty. Write such as rtx4090,rtx3090")
+    models = comparable([find_gpu(name) for name in asked])
+    count = len(models) if count is None else count
+    if count % len(models):
+        raise ConfigError(
+            f"--gpus {count}: is no multiple of the {len(models)} models in --gpu {cut(names)}, of which as many each are planned for. "
+            f"Give --gpus {-(-count // len(models)) * len(models)}, or name each GPU's model"
+        )
+    return [model for model in models for _ in range(count // len(models))]
+
+
+def comparable(models: list[GpuModel]) -> list[GpuModel]:
+    """Raises ConfigError for models of which one has no known speed."""
+    plain = next((model for model in models if model.flops is None), None)
+    other = next((model for model in models if model.flops is not None), None)
+    if plain is not None and other is not None:
+        unknown = f"{plain.name} takes the plain path, whose speed is not known, so that it has no share beside {other.name}"
+        raise ConfigError(f"{unknown}. Plan for one of them")
+    return models
+
+
 def _described(path: Path, option: str) -> GpuModel:
     example = '{"name": "RTX 4090", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165, "link_gb_per_second": 25}'
     try:

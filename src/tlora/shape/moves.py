@@ -20,7 +20,9 @@ class MoveCosts:
     Measured: a start from launch to the first optimizer step, 35.4 s where nothing was compiled before on that machine and 8-11 s where
     it was (one H200, Llama-3-8B shape). Scaled by bytes to 0.5 GB of rank 16's state, and rounded up: a join from a checkpoint, 0.7 s
     for 0.2 GB, and a checkpoint, 0.2 s (one H200, Qwen3-1.7B shape, `bench.joins`; the others waited 0.1 to 0.2 s: a micro-batch at
-    8B). The interval between checkpoints is chosen. Raises ConfigError.
+    8B). A job that goes to a GPU that has just come stands still for `new_gpu_seconds` more: four jobs over an 8B stood still for 12 to
+    14 s as their worker got a second H200, and for 3 s as it gave it back (`bench.growth`). The interval between checkpoints is chosen.
+    Raises ConfigError.
     """
 
     cold_start_seconds: float = 35.4
@@ -30,6 +32,7 @@ class MoveCosts:
     checkpoint_seconds: float = 1.0
     checkpoint_interval_seconds: float = 600.0
     standing_start_seconds: float = 0.0
+    new_gpu_seconds: float = 11.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -47,12 +50,11 @@ class MoveCosts:
         """That a job stands still where another worker goes on from its checkpoint, at most: kernels may have to be compiled there."""
         return self.checkpoint_seconds + self.cold_start_seconds
 
-    @property
-    def change_seconds(self) -> float:
-        """That a job stands still where its worker gets other GPUs: it leaves its ranks at its last step, and joins on those that stay or
-        have come. These have loaded the base before, while it trained.
+    def change_seconds(self, grows: bool) -> float:
+        """That a job stands still where its worker gives up GPUs, or gets some: it leaves its ranks at its last step, and joins on those
+        that stay or have come. These have loaded the base before, while it trained.
         """
-        return self.checkpoint_seconds + self.join_seconds
+        return self.checkpoint_seconds + self.join_seconds + (self.new_gpu_seconds if grows else 0.0)
 
 
 MOVE_SOURCES = {
@@ -60,9 +62,10 @@ MOVE_SOURCES = {
     "warm_start_seconds": "one H200, Llama-3-8B shape, 8 to 11 s",
     "join_seconds": "bench/results/h200_38e8bab_joins.json, scaled by bytes and rounded up",
     "checkpoint_seconds": "bench/results/h200_38e8bab_joins.json, scaled by bytes and rounded up",
+    "new_gpu_seconds": "bench/results/h200x2_c749aac_growth_8b.json, 12 to 14 s less checkpoint and join",
 }
 
-FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0, new_gpu_seconds=0.0)
 
 
 def can_change(before: Collection[int], after: Collection[int], nodes: int, whole: bool) -> bool:

@@ -29,21 +29,22 @@ def change_gpus(flow: GroupFlow, held: tuple[int, ...], whole: bool, now: float,
     seconds = machines.grow_seconds(base, held, wanted, what)
     flow.ranks_at = now + seconds if len(kept) < len(wanted) else math.inf
     if len(kept) < len(flow.gpus):
-        _move_jobs(flow, kept, nodes, now, conditions)
+        _move_jobs(flow, kept, nodes, now, conditions.moves.change_seconds(grows=False), conditions)
     return True
 
 
 def use_new_gpus(flow: GroupFlow, now: float, machines: Machines, conditions: Conditions) -> None:
     """The ranks that were missing have loaded the base."""
     flow.ranks_at = math.inf
-    _move_jobs(flow, flow.wanted.gpus, machines.num_nodes(flow.wanted.gpus), now, conditions)
+    wanted, seconds = flow.wanted.gpus, conditions.moves.change_seconds(grows=True)
+    _move_jobs(flow, wanted, machines.num_nodes(wanted), now, seconds, conditions)
 
 
-def _move_jobs(flow: GroupFlow, gpus: tuple[int, ...], nodes: int, now: float, conditions: Conditions) -> None:
-    """Each leaves its ranks at its last step, and joins on those of `gpus`."""
+def _move_jobs(flow: GroupFlow, gpus: tuple[int, ...], nodes: int, now: float, seconds: float, conditions: Conditions) -> None:
+    """Each leaves its ranks at its last step, and joins on those of `gpus`, for which it usually stands still so long."""
     flow.gpus, flow.num_nodes = gpus, nodes
     flow.stale = flow.announce = True
-    seconds = conditions.moves.change_seconds * conditions.delay_of(f"{flow.wanted.group_id}|{now}")
+    seconds *= conditions.delay_of(f"{flow.wanted.group_id}|{now}")
     for job in flow.members.values():
         job.regroupings += job.runs
         job.check_point(now)

@@ -12,11 +12,13 @@ from tlora.errors import ConfigError
 _FORMS = "Give all, a number of GPUs, or their indices (0,2)"
 
 
-def count_elsewhere(gpus: str | int | None, device: str | None, gpu: str) -> int:
-    """How many GPUs a plan is for that are the `gpu` of another machine. Raises ConfigError."""
+def count_elsewhere(gpus: str | int | None, device: str | None, gpu: str) -> int | None:
+    """How many GPUs a plan is for that are the `gpu` of another machine; None where that is left open. Raises ConfigError."""
     if device not in (None, "cuda"):
         raise ConfigError(f"--gpu {gpu} with --device {device}: it plans for a GPU. Leave --device out")
-    text = "1" if gpus is None else str(gpus).strip()
+    if gpus is None:
+        return None
+    text = str(gpus).strip()
     if not re.fullmatch(r"[1-9]\d{0,2}", text):
         raise ConfigError(f"--gpus {text} with --gpu {gpu}: must be a number of such GPUs. Give --gpus 2, or leave it out")
     return int(text)
