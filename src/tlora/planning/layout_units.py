@@ -244,9 +244,9 @@ def link_rate(one: GpuModel, other: GpuModel) -> float:
 def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipeline:
     """Layers cut by the predicted seconds of all `jobs`."""
     parts = devices[0].parts
-    layers = [sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in parts.layer_weights]
+    each = {weights: sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in set(parts.layer_weights)}
     head = sum(multiply_adds(job, parts.head_weights, 0) for job in jobs)
-    return Pipeline(devices, cut_layers(layers, head, [device.rate for device in devices]))
+    return Pipeline(devices, cut_layers([each[weights] for weights in parts.layer_weights], head, [device.rate for device in devices]))
 
 
 @dataclass(frozen=True)

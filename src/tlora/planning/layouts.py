@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tlora.batching.placement import Placement, place
@@ -52,44 +52,44 @@ class LayoutPlans:
 def plan_layouts(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device]) -> LayoutPlans:
     """For a run of `jobs`, none of which has problems, on `devices`, in their order."""
     assert devices and not any(job.problems for job in jobs), [job.problems for job in jobs]
-    feasible: list[LayoutPlan] = []
-    refused: list[RefusedLayout] = []
-    for form, layout, units, why_not in _candidates(jobs, tuple(devices)):
-        name = str(layout)
+    found = list(_tried(run, jobs, tuple(devices)))
+    feasible = [each for each in found if isinstance(each, LayoutPlan)]
+    feasible.sort(key=lambda found: (-found.tokens_per_second, found.layout.gpus))  # stable: of equals the simplest form
+    return LayoutPlans(tuple(feasible), tuple(each for each in found if isinstance(each, RefusedLayout)))
+
+
+def _tried(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> Iterator[LayoutPlan | RefusedLayout]:
+    for form, layout, units, why_not in _candidates(jobs, devices):
         if why_not is None and run.layout not in ("auto", form):
             why_not = f"the jobs file orders layout: {run.layout}"
         if why_not is not None:
-            refused.append(RefusedLayout(name, why_not))
+            yield RefusedLayout(str(layout), why_not)
             continue
         try:
-            feasible.append(_predict(run, jobs, layout, units, len(devices)))
+            yield _predict(run, jobs, layout, units, len(devices))
         except DoesNotFitError as error:
-            refused.append(RefusedLayout(name, str(error), error.least_bytes))
-    feasible.sort(key=lambda found: (-found.tokens_per_second, found.layout.gpus))  # stable: of equals the simplest form
-    return LayoutPlans(tuple(feasible), tuple(refused))
+            yield RefusedLayout(str(layout), str(error), error.least_bytes)
 
 
-def _candidates(jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> list[tuple[Form, Layout, tuple[Unit, ...], str | None]]:
+def _candidates(jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> Iterator[tuple[Form, Layout, tuple[Unit, ...], str | None]]:
     """Each layout with its units, or why there is none."""
     count, parts = len(devices), devices[0].parts
-    found: list[tuple[Form, Layout, tuple[Unit, ...], str | None]] = []
     whole = tuple(OneGpu(device, device.parts.memory.base_bytes) for device in devices)
-    found.append(("whole", _weighted("whole", whole), whole, None))
+    yield "whole", _weighted("whole", whole), whole, None
     if count > 1:
         why_not = _why_not_shared(devices)
         shared = () if why_not else _shared(devices)
-        found.append(("shared", _weighted("shared", shared) if shared else Layout("shared", count), shared, why_not))
+        yield "shared", _weighted("shared", shared) if shared else Layout("shared", count), shared, why_not
     fastest = max(devices, key=lambda device: device.rate)
     why_not = None if fastest.parts.streamed is not None else "its layers cannot be cut into rows, or have experts"
-    found.append(("streamed", Layout("streamed"), (Streamed(fastest),), why_not))
+    yield "streamed", Layout("streamed"), (Streamed(fastest),), why_not
     for stages in range(2, count + 1):
         replicas = count // stages
         if stages > len(parts.layers):
-            found.append(("stages", Layout("stages", replicas, stages), (), f"the base has {len(parts.layers)} layers"))
+            yield "stages", Layout("stages", replicas, stages), (), f"the base has {len(parts.layers)} layers"
             continue
         pipelines = tuple(cut_pipeline(devices[first * stages : (first + 1) * stages], jobs) for first in range(replicas))
-        found.append(("stages", _weighted("stages", pipelines, stages), pipelines, None))
-    return found
+        yield "stages", _weighted("stages", pipelines, stages), pipelines, None
 
 
 def _why_not_shared(devices: tuple[Device, ...]) -> str | None:
@@ -170,7 +170,7 @@ def no_layout(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device]
     parts, device = devices[0].parts, devices[0]
     remedies: list[str] = []
     for count in range(len(devices) + 1, MOST_GPUS + 1):
-        if plan_layouts(run, jobs, [device] * count).feasible:
+        if any(isinstance(each, LayoutPlan) for each in _tried(run, jobs, (device,) * count)):
             remedies.append(f"--gpus {count}")
             break
     smaller = [name for name, count in parts.precision_bytes.items() if count < parts.memory.base_bytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tlora.shape.memory import MemoryModel, StreamedBytes, parse_memory
@@ -44,7 +45,12 @@ class BaseParts:
 
     def layer_of(self, module: str) -> int | None:
         """The decoder layer that a linear is in."""
-        return next((number for number, name in enumerate(self.layers) if module.startswith(f"{name}.")), None)
+        name, numbers = module, _numbers(self.layers)
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if (number := numbers.get(name)) is not None:
+                return number
+        return None
 
     def stage_bytes(self, first: int, last: int) -> int:
         """Of the weights on a GPU that holds the layers from `first` up to `last`: the embedding is on the first stage, the head on the
@@ -73,6 +79,12 @@ class BaseParts:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(replace(self, memory=self.memory.alone())) | {"memory": self.memory.to_json()}
+
+
+@lru_cache(maxsize=8)
+def _numbers(layers: tuple[str, ...]) -> Mapping[str, int]:
+    """Of decoder layers, by name: a plan asks for each linear of each job in each cut."""
+    return {name: number for number, name in enumerate(layers)}
 
 
 def parse_parts(found: Mapping[str, Any]) -> BaseParts:
