@@ -17,7 +17,7 @@ from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-WIDER = {"hidden_size": 256}
+WIDER = {"hidden_size": 256, "mamba_n_heads": 32}
 
 
 def model_on(device: str, family: str, dtype: torch.dtype, deterministic: bool) -> SuperModel:
@@ -26,7 +26,9 @@ def model_on(device: str, family: str, dtype: torch.dtype, deterministic: bool) 
 
 def trained(family: str, jobs: Sequence[Job], device: str, dtype: torch.dtype, seed: int) -> dict[str, Trained]:
     """In default mode."""
-    return train(model_on(device, family, dtype, False), jobs, seed, deterministic=False)
+    found = train(model_on(device, family, dtype, False), jobs, seed, deterministic=False)
+    assert all(one.error is None for one in found.values()), found
+    return found
 
 
 def check_bytes(model: SuperModel, jobs: Sequence[Job]) -> None:
@@ -34,6 +36,7 @@ def check_bytes(model: SuperModel, jobs: Sequence[Job]) -> None:
     alone = {job.name: train_alone(model, job).sha256 for job in jobs}
     for seed in (1, 2, 2):
         together = train(model, jobs, seed)
+        assert all(one.error is None for one in together.values()), together
         assert {name: one.sha256 for name, one in together.items()} == alone, f"packing {seed}"
 
 

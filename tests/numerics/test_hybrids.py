@@ -25,8 +25,8 @@ from tlora.supermodel import recurrent_layers
 from tlora.supermodel.load import make_base
 from tlora.supermodel.recurrent_layers import RECURRENCES, by_sample
 
-WIDER = (("hidden_size", 256),)
-"""A product's bits depend on how many rows it has from here on."""
+WIDER = (("hidden_size", 256), ("mamba_n_heads", 32))
+"""A product's bits depend on how many rows it has from here on. The latter is granite's alone."""
 LENGTHS = (1, 63, 64, 65, 2, 3)
 TARGETS: dict[str, list[str]] = {
     "granite-4-h": ["in_proj", "q_proj", "o_proj"],  # PEFT adapts no out_proj of Mamba layers

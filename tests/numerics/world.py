@@ -147,7 +147,7 @@ def _micro_batch(model: SuperModel, active: list[Running], rng: np.random.Genera
         takes = {run.job.name: len(run.left) for run in active}
     rows = [row for i in order for row in _take(active[i], takes[active[i].job.name])]
     try:
-        losses = model.forward_backward(batches.collate(rows, pad_to=int(rng.integers(0, 96))))
+        losses = model.forward_backward(batches.collate(rows, model.device, int(rng.integers(0, 96))))
     except Exception:
         _take_out_guilty(model, [run for run in active if takes[run.job.name]], rows)
         return
@@ -167,7 +167,7 @@ def _take_out_guilty(model: SuperModel, present: list[Running], rows: list[Batch
     for run in present:
         model.zero_grad_of(run.job.name)
         try:
-            model.forward_backward(batches.collate([row for row in rows if row.job_id == run.job.name]))
+            model.forward_backward(batches.collate([row for row in rows if row.job_id == run.job.name], model.device))
         except Exception as error:
             run.error, run.state, run.resident = error, model.leave(run.job.name), False
         else:

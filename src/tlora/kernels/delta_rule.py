@@ -44,7 +44,8 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            out = _compute(*inputs, ctx.layout, ctx.normalize)
+            q, k, v, g, beta = inputs
+            out = _compute(q, k, v, g, beta, ctx.layout, ctx.normalize)
         return *torch.autograd.grad(out, inputs, dout), None, None
 
 

@@ -31,7 +31,7 @@ from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_attention, fit_kernels
 from tlora.supermodel.held_linear import quantized
 from tlora.supermodel.inject import expert_modules
-from tlora.supermodel.load import hidden_states, layers_of
+from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.plain_path import groups_on
 from tlora.supermodel.shared_base import by_layer, check_cut
@@ -42,6 +42,7 @@ T = TypeVar("T")
 _PROBE_TOKENS = 64
 _CHUNK = 128  # tokens of a chunk of a grouped micro-batch: those of eight jobs with 1,024 tokens each
 ACTIVATION_RANK = 64  # up to which a GPU's activations are counted where jobs come later
+_RECURRENCE_COPIES = 22  # 2.5 to 2.8 GiB on an H200 for 8,192 tokens with 32 heads of 128: docs/adr/048-hybrids.md
 _GPU_SHARE = 0.95  # of what is free; the rest is for the allocator and others
 
 
@@ -67,6 +68,8 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head
     if groups_on(device, model.deterministic):  # a part of dA or dB and its copy in full precision, for every chunk
         moving += widest * (element + sums) * max(rank, ROW_ALIGNMENT) // _CHUNK
+    if device.type == "cuda" and model.base.recurrent:
+        moving += _recurrence_bytes(model)
     kept = (many - few) / _PROBE_TOKENS
     each = kept / max(1, len(layers_of(model.base.decoder)))
     phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model), kept + moving, kept_per_layer=each)
@@ -85,7 +88,18 @@ def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
 def takes_fast_path(model: SuperModel) -> bool:
     """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.why_not_fused`)."""
     widths = [width for shape in model.targets().values() for width in shape]
-    return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and fit_attention(model.base)
+    return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and _is_compiled(model.base)
+
+
+def _is_compiled(base: Base) -> bool:
+    return fit_attention(base) and not base.recurrent
+
+
+def _recurrence_bytes(model: SuperModel) -> int:
+    """Of a token in backward of a recurrence on a GPU, which computes forward again: copies in fp32 of the widest x of its layer."""
+    layers = tuple(f"{layer}." for layer in model.base.recurrent)
+    inner = [k for name, (k, _) in model.targets().items() if name.startswith(layers)]
+    return _RECURRENCE_COPIES * 4 * max(inner, default=0)
 
 
 def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Phase, ...]:
