@@ -193,6 +193,8 @@ def test_a_worker_that_sees_another_store_gets_its_files_by_the_line(
         try:
             worker = came(crew, STRIDE)
             assert worker.files_by_line
+            while worker.heartbeat is None:  # it has been answered; before, it has nobody to say goodbye to
+                crew.listen(0.05)
             process.terminate()
             hear(crew, None)
             assert process.wait(PATIENCE_SECONDS) == 143 and worker.process.how_it_ended() == "has ended by itself"
