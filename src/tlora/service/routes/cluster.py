@@ -17,6 +17,7 @@ from tlora.service.database.tables import jobs
 from tlora.service.live_state import ClusterSnapshot
 from tlora.service.routes.jobs import REFUSALS
 from tlora.service.services import Services, services_of
+from tlora.service.usage import saved_usage
 
 router = APIRouter(responses=REFUSALS)
 _TEXT = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -132,9 +133,10 @@ def _numbers(services: Services) -> bytes:
     query = select(jobs.c.status, func.count()).group_by(jobs.c.status)
     for status, count in services.read(lambda connection: connection.execute(query).all()):
         by_status.labels(status).set(count)
+    _count_tenants(services, registry)
     snapshot = services.live.snapshot
+    _count_gpus(snapshot, registry)
     plain = {
-        "tlora_gpus": ("GPUs, or processes on a CPU.", len(snapshot.gpus)),
         "tlora_groups": ("Groups that share a base.", len(snapshot.groups)),
         "tlora_connections": ("Open connections.", services.connections.count),
         "tlora_streams": ("Open streams.", sum(services.streams.values())),
@@ -155,6 +157,27 @@ def _numbers(services: Services) -> bytes:
     )
     registry.register(counters)
     return generate_latest(registry) + generate_latest(services.numbers.registry)
+
+
+def _count_tenants(services: Services, registry: CollectorRegistry) -> None:
+    """Jobs that have not ended, and GPU time as the scheduler counts it, by tenant."""
+    open_jobs = Gauge("tlora_tenant_jobs", "Jobs that have not ended.", ["tenant", "status"], registry=registry)
+    used = Gauge("tlora_tenant_gpu_seconds", "GPU time used, halved in each half-life.", ["tenant"], registry=registry)
+    query = select(jobs.c.tenant, jobs.c.status, func.count()).where(jobs.c.ended.is_(None)).group_by(jobs.c.tenant, jobs.c.status)
+    for tenant, status, count in services.read(lambda connection: connection.execute(query).all()):
+        open_jobs.labels(tenant, status).set(count)
+    half_life = services.config.usage_half_life_seconds
+    for tenant, seconds in services.read(lambda connection: saved_usage(connection, half_life)).items():
+        used.labels(tenant).set(seconds)
+
+
+def _count_gpus(snapshot: ClusterSnapshot, registry: CollectorRegistry) -> None:
+    gpus = Gauge("tlora_gpus", "GPUs, or processes on a CPU.", ["host"], registry=registry)
+    busy = Gauge("tlora_gpus_busy", "Those that a group of jobs has.", ["host"], registry=registry)
+    used = {gpu for group in snapshot.groups for gpu in group.gpus}
+    for host in snapshot.hosts:
+        gpus.labels(host.name).set(len(host.gpus))
+        busy.labels(host.name).set(len(used & host.gpus))
 
 
 @dataclass(frozen=True, eq=False)
