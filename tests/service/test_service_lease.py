@@ -123,6 +123,24 @@ def test_a_holder_that_beats_no_more_is_followed_once_its_lease_has_ended(databa
     engine.dispose()
 
 
+def test_a_standby_waits_as_long_as_the_holder_beats_and_follows_one_lease_later(database_url: str) -> None:
+    engine = open_store(database_url)
+    first = take_lease(engine, Holder("one", "here"), lambda _, found: found or "store-1")
+    dies_at = 10 * leases.LEASE_SECONDS
+
+    def beat() -> None:
+        if clock.at % leases.BEAT_SECONDS == 0 and clock.at <= dies_at:
+            with engine.connect().execution_options(writes=True) as connection, connection.begin():
+                first.beat(connection)
+
+    clock = Clock(beat)
+    following = Holder("two", "elsewhere")
+    second = take_lease(engine, following, lambda _, found: found or "none", lambda: clock.at, clock.wait, standby=True)
+    assert second.epoch == first.epoch + 1
+    assert dies_at + leases.LEASE_SECONDS <= clock.at <= dies_at + leases.LEASE_SECONDS + 2
+    engine.dispose()
+
+
 @pytest.mark.parametrize("set_by", [2 * 3600.0, -2 * 3600.0], ids=["ahead", "back"])
 def test_a_holder_that_beats_is_alive_by_any_clock(database_url: str, set_by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_store(database_url)

@@ -109,3 +109,21 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "list_gpus", dict)
     with pytest.raises(ConfigError, match="no GPU that nvidia-smi lists"):
         find_places(ServerConfig(device="cuda"))
+
+
+def test_hosts_of_an_engine_and_a_server_without_gpus_of_its_own() -> None:
+    for wrong, message in (
+        ({"ray_address": "head:6379"}, "is for backend: ray"),
+        ({"backend": "ray", "ray_address": "head:6379"}, "Give --worker-listen"),
+        ({"backend": "ray", "min_hosts": 3, "max_hosts": 2}, "max_hosts 2: must be at least 1 and min_hosts"),
+        ({"gpus": []}, "workers of other hosts come to worker_listen"),
+        ({"backend": "slurm"}, "backend"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_config(None, wrong)
+    config = read_config(None, {"gpus": [], "worker_listen": "tcp://127.0.0.1:8322"})
+    assert find_places(config) == Devices("cuda", ())
+    ray = read_config(
+        None, {"backend": "ray", "ray_address": "head:6379", "worker_listen": "tcp://10.0.0.1:8322", "device": "cpu", "max_hosts": 4}
+    )
+    assert find_places(ray) == Devices("cpu", ()) and ray.ray_options.limits.max_hosts == 4

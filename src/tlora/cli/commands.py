@@ -10,7 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tlora.cli.plan_command import plan
-from tlora.cli.server_commands import WorkerListen, backup, bases, drain, keys, login, restore, serve
+from tlora.cli.server_commands import (
+    Backend,
+    MaxHosts,
+    MinHosts,
+    RayAddress,
+    WorkerListen,
+    backup,
+    bases,
+    drain,
+    keys,
+    login,
+    ray_options,
+    restore,
+    serve,
+)
 from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
 from tlora.cli.terminal import (
@@ -155,11 +169,16 @@ def cluster(
         str, typer.Option(metavar="NAME", help="Of residual_capacity(-growth), fifo, backfill, easy, sjf, srtf, las.")
     ] = "residual_capacity",
     worker_listen: WorkerListen = None,
+    backend: Backend = "local",
+    ray_address: RayAddress = None,
+    min_hosts: MinHosts = 0,
+    max_hosts: MaxHosts = None,
     settings: Settings = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the results only.")] = False,
 ) -> None:
     """Train the jobs as they arrive, under the online scheduler. After a stop or a kill the same command goes on."""
     run = _read(jobs_file, settings, output_dir)
+    ray = ray_options(backend, ray_address, min_hosts, max_hosts, worker_listen)
     console = open_console()
     from tlora.cli.progress import watching
 
@@ -168,12 +187,15 @@ def cluster(
             _load_libraries()
             from tlora.live.cluster_run import train_on_cluster
 
-        results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, worker_listen=worker_listen, watcher=watcher)
+        results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, worker_listen=worker_listen, ray=ray, watcher=watcher)
     from tlora.cli.result_view import exit_code, print_end
 
     again = _again(jobs_file, output_dir, device, gpus, settings)
     again += ["--policy", policy] if policy != "residual_capacity" else []
     again += ["--worker-listen", worker_listen] if worker_listen else []
+    given = {"--ray-address": ray_address, "--min-hosts": min_hosts or None, "--max-hosts": max_hosts}
+    again += ["--backend", backend] if ray is not None else []
+    again += [part for option, value in given.items() if value is not None for part in (option, str(value))]
     print_end(console, results, ["cluster", *again])
     raise typer.Exit(exit_code(results.values(), results.signal_number))
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from tlora.client.connection import Connection as ClientConnection
+    from tlora.cluster.ray_keeper import RayOptions
     from tlora.service.config import ServerConfig
 
 
@@ -31,6 +32,36 @@ WorkerListen = Annotated[
         show_default="off",
     ),
 ]
+
+
+Backend = Annotated[
+    str, typer.Option(metavar="local|ray", help="What starts workers: this machine's controller, or Ray on the hosts of its cluster.")
+]
+RayAddress = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Of a Ray cluster's head.", show_default="a Ray of this machine")]
+MinHosts = Annotated[int, typer.Option(min=0, metavar="N", help="With Ray: so many hosts always have workers.")]
+MaxHosts = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="With Ray: ask its autoscaler for up to so many hosts.", show_default="those there are"),
+]
+
+
+def ray_options(
+    backend: str, ray_address: str | None, min_hosts: int, max_hosts: int | None, worker_listen: str | None
+) -> RayOptions | None:
+    """None for the back end of this machine. Raises ConfigError."""
+    from tlora.cluster.host_keeper import HostLimits
+    from tlora.cluster.ray_keeper import RayOptions
+    from tlora.errors import ConfigError
+
+    if backend not in ("local", "ray"):
+        raise ConfigError(f"--backend {backend}: is neither local nor ray. Give one of the two")
+    if backend == "local":
+        if ray_address is not None or min_hosts or max_hosts is not None:
+            raise ConfigError("--ray-address, --min-hosts and --max-hosts are for --backend ray. Give that too, or leave them out")
+        return None
+    options = RayOptions(ray_address or "", worker_listen, HostLimits(min_hosts, max_hosts))
+    options.check()
+    return options
 
 
 def serve(
@@ -46,9 +77,16 @@ def serve(
     ] = None,
     database_url: Annotated[str | None, typer.Option(help="postgresql://… instead of SQLite.", show_default=False)] = None,
     device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="By default the GPUs, if any.", show_default=False)] = None,
-    gpus: Annotated[str | None, typer.Option(metavar="0,2", help="Numbers of the GPUs to use.", show_default="all")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="0,2|none", help="Numbers of the GPUs to use; none: only other hosts train.", show_default="all")
+    ] = None,
     policy: Annotated[str | None, typer.Option(metavar="NAME", help="As of `tlora cluster`.", show_default="residual_capacity")] = None,
     worker_listen: WorkerListen = None,
+    standby: Annotated[bool, typer.Option("--standby", help="Wait while another server has the store, and follow it.")] = False,
+    backend: Annotated[str | None, typer.Option(metavar="local|ray", help="As of `tlora cluster`.", show_default="local")] = None,
+    ray_address: RayAddress = None,
+    min_hosts: Annotated[int | None, typer.Option(min=0, metavar="N", help="As of `tlora cluster`.", show_default="0")] = None,
+    max_hosts: MaxHosts = None,
 ) -> None:
     """Serve an HTTP API for jobs, and train them on this machine. No option is needed."""
     options: dict[str, object] = {
@@ -59,6 +97,11 @@ def serve(
         "database_url": database_url,
         "device": device,
         "gpus": _numbers(gpus) if gpus else None,
+        "standby": standby or None,
+        "backend": backend,
+        "ray_address": ray_address,
+        "min_hosts": min_hosts,
+        "max_hosts": max_hosts,
         "policy": policy,
         "worker_listen": worker_listen,
     }
@@ -94,9 +137,11 @@ def named_bases(given: list[str]) -> dict[str, str]:
 def _numbers(text: str) -> list[int]:
     from tlora.errors import ConfigError
 
+    if text == "none":
+        return []
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"--gpus {text}: must be numbers of GPUs such as 0,2")
+        raise ConfigError(f"--gpus {text}: must be numbers of GPUs such as 0,2, or none")
     return [int(part) for part in parts]
 
 

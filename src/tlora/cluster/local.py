@@ -13,23 +13,23 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
-from typing import Literal
 
 from tlora import durable
+from tlora.cluster.engine_hosts import EngineHosts, OpenKeeper
 from tlora.cluster.epochs import begin_epoch, lock_store
 from tlora.cluster.found_workers import FoundWorkers
 from tlora.cluster.hosts import OWN_NODE
 from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import TlsListener
+from tlora.cluster.local_machine import LocalMachine
 from tlora.cluster.nodes import Nodes
 from tlora.cluster.reconciler import LocalJob, Reconciler
-from tlora.cluster.worker_pool import Limits, WorkerPool
+from tlora.cluster.worker_pool import WorkerPool
 from tlora.errors import ConfigError
-from tlora.job import BasePrecision, DType, JobSpec, LayoutSetting, MemoryLimit, Recompute, TrackerName, UnusedWeights
+from tlora.job import JobSpec
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -54,34 +54,6 @@ STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 _ASKED_AT_ONCE = 64  # requests between which workers are heard
 
 
-@dataclass(frozen=True, slots=True)
-class LocalMachine:
-    """GPUs by the numbers of nvidia-smi, or as many one-thread ranks on a CPU. `base_models`: name -> directory or hub id.
-
-    `output_dir` gets `jobs/<name>/` as `tlora train` leaves it, and the workers' logs. What stands behind it is as in a jobs file, but for
-    `tick_seconds`, `limits`, `memory_bytes` and `calibrate`. The scheduler plans with the `memory_bytes` of each GPU until its worker has
-    found what is free there; with `calibrate` workers also measure what a base costs at its first load. With `deterministic`, an
-    adapter's bytes depend neither on the company that its job had nor on its moves.
-    """
-
-    gpus: tuple[int, ...]
-    device: Literal["cuda", "cpu"]
-    base_models: Mapping[str, str]
-    output_dir: Path
-    deterministic: bool = False
-    tick_seconds: float = 60.0
-    dtype: DType = "auto"
-    base_precision: BasePrecision | None = None
-    layout: LayoutSetting = "auto"
-    unused_weights: UnusedWeights = "refuse"
-    recompute: Recompute = "auto"
-    memory_limit: MemoryLimit = "auto"
-    report_to: tuple[TrackerName, ...] = ()
-    limits: Limits = field(default_factory=Limits)
-    calibrate: bool = False
-    memory_bytes: tuple[int, ...] = ()
-
-
 class LocalBackend:
     """A `Backend`. A group is one worker, however many GPUs it has; where these change, its jobs go on in another from their checkpoints.
 
@@ -98,9 +70,11 @@ class LocalBackend:
         note: Callable[[str], None] = lambda _: None,
         listener: TlsListener | None = None,
         pool: type[WorkerPool] = WorkerPool,
+        open_keeper: OpenKeeper | None = None,
     ) -> None:
         """`note` gets a line for each refused connection and lost worker. `listener`, of the same store, lets workers in over TCP
-        too, and is closed with this. `pool` starts and finds the workers. Raises ConfigError, CheckpointError.
+        too, and is closed with this. `pool` starts and finds the workers of this host; `open_keeper`: those of an engine's hosts.
+        Raises ConfigError, CheckpointError.
         """
         self._machine = machine
         self._workers = workers = machine.output_dir / "workers"
@@ -136,6 +110,7 @@ class LocalBackend:
         self._sealed = self._stopped = False
         self.worker_pool.find(records)
         self._collect()
+        self._engine_hosts = EngineHosts(self.worker_pool, open_keeper)
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -146,12 +121,15 @@ class LocalBackend:
     def close(self) -> None:
         """Let all workers checkpoint their jobs and exit; after 25 seconds they are killed."""
         if self._lock_file is not None:
+            self._engine_hosts.drain()
             self.worker_pool.close(STOP_SECONDS)
+            self._engine_hosts.close()
             self._free_store()
 
     def abandon(self) -> None:
         """Leave as after a kill: all workers train on for their lease, and the next back end on this store finds them."""
         if self._lock_file is not None:
+            self._engine_hosts.close()
             self.worker_pool.abandon()
             self._free_store()
 
@@ -244,7 +222,7 @@ class LocalBackend:
         name, bases, there = spec.job_id, self._machine.base_models, len(self._machine.gpus)
         if job.spec.name != name:
             raise ConfigError(f"job {name!r} is submitted with the spec of {job.spec.name!r}. Give both the same name")
-        if spec.gpus > there:
+        if spec.gpus > there > 0:  # with none of its own, a cluster has what its hosts bring
             raise ConfigError(
                 f"job {name!r} asks for {spec.gpus} GPUs, and there {'are' if there > 1 else 'is'} {there} here. Ask for at most {there}"
             )
@@ -264,6 +242,7 @@ class LocalBackend:
         if self._found:
             self._found = False
             self._adopt()
+        self._engine_hosts.tell()
         while self._stopped or not self._events:
             if self._stopped or (self._sealed and not self._asked and not self.reconciler.open):
                 self.close()
@@ -272,6 +251,7 @@ class LocalBackend:
             self.advance()
         found, self._events = self._events, []
         self.reconciler.crash_attribution.keep(self._workers)
+        self._engine_hosts.see(*found)
         return found
 
     def advance(self) -> None:
@@ -283,6 +263,7 @@ class LocalBackend:
         self._settle()
 
     def execute(self, action: Action) -> None:
+        self._engine_hosts.see(action)
         match action:
             case StartGroup(group):
                 self._want(group)

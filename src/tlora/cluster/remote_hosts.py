@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tlora.cluster.file_service import FileService
@@ -21,6 +22,15 @@ from tlora.protocol import Event, GpusLost
 from tlora.worker_protocol import DesiredState, Hello, HostLabels
 
 AWAY_SECONDS = 60.0  # for a worker that begins anew to come again
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenEnd:
+    """An engine says that the process `pid` of a host, or all of its processes (None), has ended, as `how` says."""
+
+    host: str
+    pid: int | None
+    how: str
 
 
 class RemoteHosts:
@@ -106,6 +116,13 @@ class RemoteHosts:
         """It has reported something: if that it writes nothing any more, that is proof."""
         if isinstance(worker.process, LeasedProcess) and worker.is_over:
             worker.process.prove_end("has ended by itself")
+
+    def prove(self, workers: Iterable[RemoteWorker], end: ProvenEnd) -> None:
+        """An engine's word. Of a whole host it is no proof for a worker whose line stands: it is repeated, and counts later."""
+        for worker in workers:
+            process, is_meant = worker.process, end.pid is None and not worker.connected
+            if isinstance(process, LeasedProcess) and process.host == end.host and (is_meant or process.pid == end.pid):
+                process.prove_end(end.how)
 
     def watch(self, worker: RemoteWorker, silent_seconds: float) -> None:
         """Call now and then: its lease may have ended."""

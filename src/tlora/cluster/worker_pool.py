@@ -12,14 +12,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
+from tlora.cluster.limits import Limits
 from tlora.cluster.listeners import Listener, UnixListener
 from tlora.cluster.refusals import Refusals
-from tlora.cluster.remote_hosts import RemoteHosts
-from tlora.cluster.remote_worker import HOST_LEASE_SECONDS, LEASE_SECONDS, RemoteWorker, gpu_names
+from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts
+from tlora.cluster.remote_worker import RemoteWorker, gpu_names
 from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
 from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
 from tlora.link.address import forget
@@ -36,22 +37,6 @@ _HEARD_AT_ONCE = 512  # messages, before what follows of them is decided and ack
 _ACCEPT_SECONDS = 0.05  # after a connection that could not be had
 _GONE_SECONDS = 60.0  # for the kernel to end a killed process
 _LAST_WORDS_SECONDS = 10.0  # to read what an ended process has sent before
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """For how many seconds a worker may be silent: stopped, silent although it runs, and at one thing in a phase. `lease`: for how long it
-    trains on when it hears nothing of a controller; `host_lease`: the same for a worker of another host, whose jobs wait for so long.
-    """
-
-    stopped: float = 20.0
-    silent: float = 60.0
-    starting: float = 600.0
-    loading: float = 3600.0
-    compiling: float = 3600.0
-    training: float = 900.0
-    lease: float = LEASE_SECONDS
-    host_lease: float = HOST_LEASE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -81,8 +66,8 @@ class WorkerPool:
         self._not_before: dict[tuple[int, ...], float] = {}  # when a worker is started again on GPUs whose last one was refused
         self._of_strangers, self._of_workers = Refusals(note), Refusals(note)  # apart: no flood of strangers hides a worker's refusal
         self.workers: dict[int, RemoteWorker] = {}
-        self.inbox: queue.SimpleQueue[Heard | _Ended | None] = queue.SimpleQueue()
-        self._unheard: list[Heard | _Ended] = []  # what came before the first `listen`
+        self.inbox: queue.SimpleQueue[Heard | _Ended | ProvenEnd | None] = queue.SimpleQueue()
+        self._unheard: list[Heard | _Ended | ProvenEnd] = []  # what came before the first `listen`
         self._sessions: dict[Session, RemoteWorker] = {}
         self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
         self._unacknowledged: set[RemoteWorker] = set()
@@ -215,7 +200,7 @@ class WorkerPool:
         for worker in heard:
             worker.acknowledge()
 
-    def _hear(self, heard: Heard | _Ended | None) -> list[tuple[RemoteWorker, Report | None]]:
+    def _hear(self, heard: Heard | _Ended | ProvenEnd | None) -> list[tuple[RemoteWorker, Report | None]]:
         match heard:
             case Arrived():
                 self._arrive(heard)
@@ -247,11 +232,15 @@ class WorkerPool:
                     elif worker.load is not None:
                         worker.in_flight = read_flight(Path(worker.load.output_dir), worker.process.pid)
                     return [(worker, None)]
+            case ProvenEnd():
+                self.remote_hosts.prove(self.workers.values(), heard)
             case None:
                 pass
         return []
 
     def _arrive(self, arrived: Arrived) -> None:
+        if not self._gpus:  # a controller without GPUs of its own: all workers are of hosts, also one that happens to be on this machine
+            arrived = replace(arrived, peer=replace(arrived.peer, is_remote=True, identity=None))
         session, hello = arrived.session, arrived.hello
         gpus = self.remote_hosts.numbers(hello, arrived.peer)
         if any(worker.is_over and worker.overlaps(gpus) and worker.incarnation != hello.incarnation for worker in self.workers.values()):

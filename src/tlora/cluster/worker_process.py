@@ -24,7 +24,7 @@ def launch(gpus: tuple[int, ...], all_gpus: tuple[int, ...], device: str, addres
     """
     arguments = ["--connect", address, "--gpus", ",".join(map(str, gpus))]
     visible = ",".join(map(str, (*gpus, *(gpu for gpu in all_gpus if gpu not in gpus))))
-    environment = {**NO_MULTICAST, **_device_environment(device, visible)}
+    environment = {**NO_MULTICAST, **device_environment(device, visible)}
     process = start_process("tlora.engine.worker", log, arguments, environment)
     process.whole_session = True
     return process
@@ -64,7 +64,7 @@ def read_records(directory: Path) -> dict[tuple[int, ...], ProcessIdentity]:
     return found
 
 
-def _device_environment(device: str, numbers: str) -> dict[str, str]:
+def device_environment(device: str, numbers: str) -> dict[str, str]:
     """A worker sees the cluster's GPUs, its own first; on a CPU each of its ranks is one thread, so that several behave like GPUs."""
     if device == "cuda":
         return {"CUDA_VISIBLE_DEVICES": numbers}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import cached_property
 from pathlib import Path
 
@@ -18,11 +18,13 @@ import torch
 from tlora import durable
 from tlora.cache_directory import open_caches
 from tlora.cluster.controller import run as run_controller
+from tlora.cluster.engine_hosts import OpenKeeper
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.gpus import host_room, list_gpus, numbers_of, room_of
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.cluster.ray_keeper import RayOptions, open_ray
 from tlora.cluster.reconciler import LocalJob
 from tlora.data.base_download import fetch_base
 from tlora.engine.earlier_run import earlier_ends
@@ -96,10 +98,12 @@ def train_on_cluster(
     device: str | None = None,
     policy: str = "residual_capacity",
     worker_listen: str | None = None,
+    ray: RayOptions | None = None,
     watcher: Watcher | None = None,
 ) -> Results:
     """Train all jobs of `run`, each from its `arrival_seconds` on. `gpus` and `device` as of `train`; by default all GPUs, or one process
-    on a CPU. With `worker_listen`, tcp://host:port, workers that are started by hand may come over TLS.
+    on a CPU. With `worker_listen`, tcp://host:port, workers that are started by hand may come over TLS. With `ray`, workers are
+    started by Ray, on the hosts of its cluster or on this one; the jobs are still read here.
 
     `output_dir` gets `jobs/` with a directory for each job, `events.jsonl` with all that happened and was decided, and `workers/` with
     their logs. The same call goes on after a stop or a kill. SIGINT and SIGTERM checkpoint every job and return. Raises TloraError for
@@ -116,7 +120,8 @@ def train_on_cluster(
         raise ConfigError(f"layout: {run.layout} is for `tlora train`; here the scheduler decides which GPUs hold the base. Take it out")
     watcher, began = watcher or Watcher(), time.monotonic()
     open_caches(watcher.note)
-    place = tcp_place(worker_listen) if worker_listen is not None else None
+    if worker_listen is not None:
+        tcp_place(worker_listen)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = rank_devices(gpus if gpus is not None else "all" if kind == "cuda" else 1, device)
     check_trackers(list(run.report_to))
@@ -129,15 +134,31 @@ def train_on_cluster(
     with closing(BaseGuard(run.base_model, find_directory(jobs_here.base_model), earlier_base(jobs_here, resume=True))) as guard:
         guard.start()
         guard.wait_for_verdict()  # resumed jobs must continue over the base that they began with
-        with TlsListener(out / "workers", place) if place is not None else nullcontext() as listener:
-            if listener is not None:
+        with ExitStack() as stack:
+            listener, keeper = None, None
+            if ray is not None:
+                numbers = _numbers(places)
+                listener, keeper = open_ray(ray, places[0].partition(":")[0], numbers, out, watcher.note)
+                stack.enter_context(listener)
+            elif worker_listen is not None:
+                listener = stack.enter_context(TlsListener(out / "workers", tcp_place(worker_listen)))
                 watcher.note(f"workers may come to {listener.address} over TLS; `tlora worker-token {out}` makes a token for them")
-            return _Run(jobs_here, out, places, policy, watcher, began).train(guard, listener)
+            return _Run(jobs_here, out, places, policy, watcher, began, keeper).train(guard, listener)
 
 
 class _Run:
-    def __init__(self, run: RunSpec, out: Path, places: Sequence[str], policy: str, watcher: Watcher, began: float) -> None:
-        """`run`: its `output_dir` has a directory for each job."""
+    def __init__(
+        self,
+        run: RunSpec,
+        out: Path,
+        places: Sequence[str],
+        policy: str,
+        watcher: Watcher,
+        began: float,
+        open_keeper: OpenKeeper | None = None,
+    ) -> None:
+        """`run`: its `output_dir` has a directory for each job. With `open_keeper` all workers are an engine's, and none is of `places`."""
+        self._open_keeper = open_keeper
         self._run, self._out, self._places, self._policy = run, out, places, policy
         self._watcher, self._began, self._shown = watcher, began, 0.0
         self._ended: dict[str, JobResult] = {}
@@ -160,7 +181,7 @@ class _Run:
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
-            LocalBackend(self._machine(), self._watcher.note, listener) as backend,
+            LocalBackend(self._machine(), self._watcher.note, listener, open_keeper=self._open_keeper) as backend,
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
         ):
@@ -171,7 +192,8 @@ class _Run:
             of = learned_of(self._run.base_model, self._places[0].partition(":")[0], self._run.recompute)
             learned.teach(scheduler.state.cost, _BASE, of, backend.now())
             least = self._least_gpus()
-            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], len(self._places), least) for spec in specs])
+            there = None if self._open_keeper is not None else len(self._places)
+            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], there, least) for spec in specs])
             for name in untold:
                 log.write(backend.now(), JobFinished(name))
 
@@ -220,7 +242,7 @@ class _Run:
             problem = profiles[spec.name]
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
-            elif spec.gpus > len(self._places):
+            elif spec.gpus > len(self._places) and self._open_keeper is None:
                 self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
         return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 
@@ -239,17 +261,15 @@ class _Run:
     @property
     def _numbers(self) -> tuple[int, ...]:
         """Of the GPUs, as nvidia-smi has them; of processes on a CPU."""
-        if self._places[0].partition(":")[0] != "cuda":
-            return tuple(range(len(self._places)))
-        return numbers_of([int(place.partition(":")[2]) for place in self._places])
+        return _numbers(self._places)
 
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]
-        numbers = self._numbers
+        numbers = self._numbers if self._open_keeper is None else ()
         if kind == "cuda":
             room = room_of(numbers, list_gpus(), run.memory_limit)
         else:
-            room = (host_room(len(numbers), run.memory_limit),) * len(numbers)
+            room = (host_room(len(self._places), run.memory_limit),) * len(numbers)
         return LocalMachine(
             numbers,
             "cuda" if kind == "cuda" else "cpu",
@@ -312,10 +332,18 @@ class _Run:
         write_run_file(Path(self._run.output_dir), self._run, self._facts | guard.facts() | {"status": status})
 
 
-def _arrival(spec: JobSpec, job: ProfiledJob, there: int, least: int) -> Arrival:
+def _numbers(places: Sequence[str]) -> tuple[int, ...]:
+    """Of the GPUs, as nvidia-smi counts them, or of the processes on a CPU."""
+    if places[0].partition(":")[0] == "cuda":
+        return numbers_of([int(place.partition(":")[2]) for place in places])
+    return tuple(range(len(places)))
+
+
+def _arrival(spec: JobSpec, job: ProfiledJob, there: int | None, least: int) -> Arrival:
+    """`there`: how many GPUs the job can get at most, if that is known."""
     deadline = None if spec.deadline_seconds is None else spec.arrival_seconds + spec.deadline_seconds
     rest = {"priority": spec.priority, "deadline": deadline, "max_slowdown": spec.max_slowdown}
-    gpus = max(least, min(spec.gpus, there))
+    gpus = max(least, spec.gpus if there is None else min(spec.gpus, there))
     return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, gpus, job.profile, **rest, least_gpus=least)
 
 

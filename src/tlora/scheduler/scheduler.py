@@ -220,11 +220,11 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
     reason = why_unsound(cost, spec)
     if reason is not None:
         return reason
-    if spec.gpus > state.most_gpus:
+    if spec.gpus > state.most_gpus > 0:  # before the first host has come, any number may come
         return f"it asks for {spec.gpus} GPUs and the cluster has {state.most_gpus}. Ask for fewer"
     complete = state.num_gpus == state.most_gpus  # else those that are lost may come back
     if (
-        spec.gpus > state.node_size
+        spec.gpus > state.node_size > 0
         and complete
         and not has_room([len(node.gpus) for node in state.lasting_nodes.values()], spec.gpus, state.node_size)
     ):

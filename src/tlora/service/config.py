@@ -12,6 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tlora.byte_size import Bytes
+from tlora.cluster.host_keeper import HostLimits
+from tlora.cluster.ray_keeper import RayOptions
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute, UnusedWeights, WorkerLayout
 from tlora.jobs_file import suggest
@@ -81,9 +83,10 @@ class ServerConfig(BaseModel):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8321  # 0: any free one
     database_url: str | None = None  # None: SQLite in data_dir; or postgresql://user@host/name
+    standby: bool = False  # while another server has this data_dir and database: wait until it is gone, instead of refusing to start
     base_models: dict[str, str] = {}  # name that orders give -> directory or hub id
     device: Literal["cuda", "cpu"] | None = None  # None: the GPUs, or a CPU where there are none
-    gpus: list[Annotated[int, Field(ge=0, le=1023)]] | None = None  # None: all; of a CPU: as many processes
+    gpus: list[Annotated[int, Field(ge=0, le=1023)]] | None = None  # None: all; []: none, only other hosts'; of a CPU: as many processes
     policy: PolicyName = "residual_capacity"
     usage_half_life_seconds: Seconds = 86_400.0  # of the GPU time that a tenant has used: so old, it counts half
     dtype: DType = "auto"
@@ -98,6 +101,11 @@ class ServerConfig(BaseModel):
     trusted_proxies: list[str] = []  # addresses or networks whose X-Forwarded-* headers count; "*": all
     tls_certificate: str | None = None
     tls_key: str | None = None
+    backend: Literal["local", "ray"] = "local"  # what starts workers: this server, or Ray on its hosts
+    ray_address: str | None = None  # host:port of a Ray cluster's head; None: a Ray of this machine
+    min_hosts: Annotated[int, Field(ge=0, le=100_000)] = 0  # of Ray: so many always have workers
+    max_hosts: Annotated[int, Field(ge=1, le=100_000)] | None = None  # of Ray: it is asked for more when jobs wait; None: those there are
+    host_idle_seconds: Seconds = 300.0  # without a job, after which a host of Ray's is given back
     worker_listen: str | None = None  # tcp://host:port, where workers may come over TLS; None: over the unix socket only
     limits: Limits = Limits()
     connections: ConnectionLimits = ConnectionLimits()
@@ -145,6 +153,16 @@ class ServerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_hosts(self) -> ServerConfig:
+        if self.backend == "local" and self.ray_address is not None:
+            raise ValueError(f"ray_address {self.ray_address}: is for backend: ray. Set that, or leave ray_address out")
+        if self.backend == "ray":
+            self.ray_options.check()
+        elif self.gpus == [] and self.worker_listen is None:
+            raise ValueError("gpus: []: this server has no GPUs of its own, and workers of other hosts come to worker_listen. Set it too")
+        return self
+
+    @model_validator(mode="after")
     def _check_exposure(self) -> ServerConfig:
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("tls_certificate and tls_key belong together; give both, or neither")
@@ -159,6 +177,11 @@ class ServerConfig(BaseModel):
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
         return self.host in _LOOPBACK
+
+    @property
+    def ray_options(self) -> RayOptions:
+        limits = HostLimits(self.min_hosts, self.max_hosts, self.host_idle_seconds)
+        return RayOptions(self.ray_address or "", self.worker_listen, limits)
 
     @property
     def directory(self) -> Path:

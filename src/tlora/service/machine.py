@@ -30,7 +30,11 @@ class Devices:
 
 
 def find_places(config: ServerConfig) -> Devices:
-    """What the config names, else all GPUs, else one process on the CPU. Raises ConfigError for GPUs that there are not."""
+    """What the config names, else all GPUs, else one process on the CPU. None where only other hosts train, of whose device nothing is
+    known but what the config says. Raises ConfigError for GPUs that there are not.
+    """
+    if config.gpus == [] or config.ray_address is not None:
+        return Devices(config.device or "cuda", ())
     if config.device == "cpu":
         return _on_cpu(tuple(range(len(config.gpus))) if config.gpus else (0,), config)
     gpus = list_gpus()

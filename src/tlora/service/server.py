@@ -13,7 +13,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
@@ -24,6 +24,7 @@ from tlora import durable
 from tlora.cache_directory import open_caches
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.cluster.ray_keeper import open_ray
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_place
 from tlora.server_directory import ADDRESS, FIRST_KEY
@@ -79,7 +80,7 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
     directory = config.directory
     durable.make_directory(directory)
     directory.chmod(0o700)
-    lock = _hold(directory)
+    lock = _hold(directory, config.standby)
     engine: Engine | None = None
     try:
         secret = open_secret(directory)
@@ -88,7 +89,7 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
         engine = open_store(url)
         backend_factory = backend_factory or local_hall(config)
         notifier, live = Notifier(), LiveState(len(backend_factory.places.gpus))
-        lease = take_lease(engine, this_server(directory), identity.settle)
+        lease = take_lease(engine, this_server(directory), identity.settle, standby=config.standby)
         identity.keep()
         writer = Writer(engine, notifier.ring, failpoint, lease.check)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
@@ -129,16 +130,21 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
 
 def local_hall(config: ServerConfig) -> BackendFactory:
     """This machine's GPUs, or its CPU. Raises ConfigError."""
-    places = find_places(config)
+    places, keeper = find_places(config), None
+    warn = logging.getLogger(__name__).warning
     for line in places.told:
-        logging.getLogger(__name__).warning(line)
-    listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
+        warn(line)
+    if config.backend == "ray":
+        listener, keeper = open_ray(config.ray_options, places.device, places.gpus, config.directory, warn)
+        places = replace(places, gpus=(), memory_bytes=None, room_bytes=())
+    else:
+        listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:
         here = places.gpus, places.device, base_models, config.directory
         settings = settings_of(config)
         machine = LocalMachine(*here, tick_seconds=_TICK_SECONDS, calibrate=True, memory_bytes=places.room_bytes, **settings)
-        return LocalBackend(machine, logging.getLogger(__name__).warning, listener)
+        return LocalBackend(machine, warn, listener, open_keeper=keeper)
 
     return BackendFactory(places, make)
 
@@ -148,11 +154,13 @@ def _stored_bases(engine: Engine) -> dict[str, str]:
         return {row.name: row.path for row in connection.execute(select(bases.c.name, bases.c.path))}
 
 
-def _hold(directory: Path) -> int:
-    """A lock on the directory's `lock` file; not inherited by workers, which may outlive the server. Raises ConfigError."""
+def _hold(directory: Path, standby: bool = False) -> int:
+    """A lock on the directory's `lock` file; not inherited by workers, which may outlive the server. With `standby` it is waited for.
+    Raises ConfigError.
+    """
     handle = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if standby else fcntl.LOCK_NB))
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(f"data_dir {directory}: another server runs there. Stop it, or choose another directory") from None
@@ -165,6 +173,8 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     """
     open_caches(say)
     tls = _open_tls(config)
+    if config.standby:
+        say(f"waits until no other server has {config.directory} and its database, and serves then")
     found = open_server(config)
     try:
         listener = _listen(config)

@@ -21,9 +21,10 @@ from tlora.errors import ConfigError
 from tlora.service.database.tables import store
 from tlora.service.database.writer import LeaseLostError, StoreError, Writer
 
-BEAT_SECONDS = 5.0
-LEASE_SECONDS = 30.0  # without a beat until another server may take it: a start of a busy machine's disk is far shorter
+BEAT_SECONDS = 4.0
+LEASE_SECONDS = 20.0  # without a beat until another server may take it: a start of a busy machine's disk is far shorter
 _LOOK_SECONDS = 0.25
+_STANDBY_LOOK_SECONDS = 1.0  # of a server that may wait for months
 _HELD = select(store).with_for_update(read=True)
 
 
@@ -70,9 +71,12 @@ def take_lease(
     settle_id: Callable[[Connection, str | None], str],
     steady: Callable[[], float] = time.monotonic,
     wait: Callable[[float], object] = time.sleep,
+    *,
+    standby: bool = False,
 ) -> Lease:
     """The lease, once its last holder is known to be gone: at once where that was at the same place or has released it, else after
-    `LEASE_SECONDS` without a beat. These are counted here, as clocks of hosts may be set: `steady` never is.
+    `LEASE_SECONDS` without a beat. These are counted here, as clocks of hosts may be set: `steady` never is. With `standby` a holder that
+    beats is waited for, however long it lives.
 
     `settle_id` gives the id that the store shall have, in the same transaction, from the one that it has, and raises ConfigError where
     this server must not use it. Raises ConfigError for a holder that beats.
@@ -93,6 +97,8 @@ def take_lease(
             return found
         if seen is None:
             logging.getLogger(__name__).warning("%s held this database; waiting until it is known to be gone", found.holder)
+        elif standby and _beat_of(found) != _beat_of(seen):
+            began = steady()
         elif _beat_of(found) != _beat_of(seen):
             since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(found.since))
             raise ConfigError(
@@ -100,7 +106,7 @@ def take_lease(
                 "server: stop that one, or give this one a database of its own"
             )
         seen = found
-        wait(_LOOK_SECONDS)
+        wait(_STANDBY_LOOK_SECONDS if standby else _LOOK_SECONDS)
 
 
 def _try(

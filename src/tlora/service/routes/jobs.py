@@ -143,7 +143,7 @@ def check_order(services: Services, order: OrderSpec) -> None:
     if largest > most:
         raise RefusedError(400, "rank_too_large", f"r: {largest} is more than this server's {most}. Order a smaller rank", "r")
     there = services.live.gpus
-    if order.gpus > there:
+    if order.gpus > there > 0:
         raise RefusedError(400, "too_many_gpus", f"gpus: {order.gpus} is more than this server's {there}. Set at most {there}", "gpus")
     services.job_controller.check(order)
 

@@ -1,0 +1,106 @@
+"""Between a controller's workers and the engine that has started them: what the queue needs goes out, proofs of ends come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tlora.cluster.host_keeper import Demand, HostKeeper, Prove
+from tlora.cluster.leased_process import LeasedProcess
+from tlora.cluster.remote_hosts import ProvenEnd
+from tlora.cluster.worker_pool import WorkerPool
+from tlora.protocol import (
+    Action,
+    ChangeGroup,
+    Event,
+    GroupFound,
+    GroupLost,
+    JobFailed,
+    JobFinished,
+    JobGroup,
+    JobRequest,
+    JobSubmitted,
+    RejectJob,
+    StartGroup,
+    StopGroup,
+)
+
+OpenKeeper = Callable[[Prove], HostKeeper]
+
+
+class QueueDemand:
+    """A fold of a cluster's events and actions: which GPUs groups have, and how many those jobs ask for that have none and are not held."""
+
+    def __init__(self) -> None:
+        self._asks: dict[str, int] = {}  # job -> GPUs
+        self._held: set[str] = set()
+        self._groups: dict[str, JobGroup] = {}
+
+    def see(self, item: Event | Action) -> None:
+        match item:
+            case JobSubmitted(name):
+                self._asks[name] = item.gpus
+            case JobFinished(name) | JobFailed(name) | RejectJob(name) | JobRequest(name, "cancel"):
+                self._asks.pop(name, None)
+                self._held.discard(name)
+            case JobRequest(name, "hold"):
+                self._held.add(name)
+            case JobRequest(name):
+                self._held.discard(name)
+            case GroupFound(group, jobs):
+                self._asks |= {job.job_id: job.gpus for job in jobs}
+                self._groups[group.group_id] = group
+            case StartGroup(group) | ChangeGroup(group):
+                self._groups[group.group_id] = group
+            case StopGroup(name) | GroupLost(name):
+                self._groups.pop(name, None)
+            case _:
+                pass
+
+    @property
+    def busy(self) -> frozenset[int]:
+        return frozenset(gpu for group in self._groups.values() for gpu in group.gpus)
+
+    @property
+    def waiting(self) -> int:
+        placed = {name for group in self._groups.values() for name in group.job_ids}
+        return sum(gpus for name, gpus in self._asks.items() if name not in placed and name not in self._held)
+
+
+class EngineHosts:
+    """Of one controller. Without a keeper there is no engine, and nothing happens."""
+
+    def __init__(self, worker_pool: WorkerPool, open_keeper: OpenKeeper | None) -> None:
+        self._worker_pool, self._demand = worker_pool, QueueDemand()
+        self._keeper = open_keeper(self._prove) if open_keeper is not None else None
+        if self._keeper is not None:
+            self._keeper.start()
+
+    def _prove(self, host: str, pid: int | None, how: str) -> None:
+        self._worker_pool.inbox.put(ProvenEnd(host, pid, how))
+
+    def see(self, *items: Event | Action) -> None:
+        if self._keeper is not None:
+            for item in items:
+                self._demand.see(item)
+
+    def tell(self) -> None:
+        """Say what the queue needs now."""
+        if self._keeper is not None:
+            busy = self._demand.busy
+            hosts, pids = set[str](), dict[str, tuple[int, ...]]()
+            for worker in self._worker_pool.workers.values():
+                if isinstance(worker.process, LeasedProcess):
+                    host = worker.process.host
+                    pids[host] = (*pids.get(host, ()), worker.process.pid)
+                    if busy.intersection(worker.gpus) or worker.jobs:
+                        hosts.add(host)
+            self._keeper.want(Demand(frozenset(hosts), self._demand.waiting, pids))
+
+    def drain(self) -> None:
+        """Before workers are stopped: none is started again."""
+        if self._keeper is not None:
+            self._keeper.drain()
+
+    def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()

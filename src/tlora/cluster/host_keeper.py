@@ -1,0 +1,208 @@
+"""Decides on which hosts of an engine workers run, from what the queue needs, and passes on what the engine proves about their ends.
+
+A host is taken when jobs wait, and given back when it has been idle for a while. What is asked of the engine and what comes is noted.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
+
+SYNC_SECONDS = 1.0
+_LEAVE_SECONDS = 30.0  # for agents to end
+_LOOK_SECONDS = 0.5
+_AGAIN_SECONDS = 10.0  # before a lost engine is tried again
+_MOURNED_SECONDS = 600.0  # for which a dead host's workers are declared dead: one whose line stands is not, until that ends too
+
+Prove = Callable[[str, int | None, str], None]
+"""A host, the pid of a process there or None for all of them, and how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """`min_hosts` always have workers. With `max_hosts` the engine is asked for as many hosts as the queue needs, up to that; None: those
+    that there are. A host is given back after `idle_seconds` without a job.
+    """
+
+    min_hosts: int = 0
+    max_hosts: int | None = None
+    idle_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the cluster needs: hosts with workers that have something to do, and the GPUs that waiting jobs ask for. `workers`: the pids of
+    those that it believes to be alive, by host.
+    """
+
+    busy: frozenset[str] = frozenset()
+    waiting: int = 0
+    workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Hosts that get workers, in the order in which they are taken; those that are given back; hosts that are asked for."""
+
+    keep: tuple[str, ...]
+    drain: tuple[str, ...]
+    request: int | None
+
+
+def choose_hosts(
+    live: Mapping[str, EngineHost], kept: Collection[str], idle_since: Mapping[str, float], demand: Demand, limits: HostLimits, now: float
+) -> Choice:
+    """`kept` have workers, `idle_since` is when those of them that are idle became so, on the clock of `now`.
+
+    What waits is covered by idle hosts first, then by further ones, the largest first.
+    """
+    keep = [name for name in kept if name in live]
+    most = len(live) if limits.max_hosts is None else limits.max_hosts
+    uncovered = demand.waiting - sum(live[name].places for name in keep if name not in demand.busy)
+    for name in sorted(live.keys() - set(keep), key=lambda name: (-live[name].places, name)):
+        if len(keep) >= most or (uncovered <= 0 and len(keep) >= limits.min_hosts):
+            break
+        keep.append(name)
+        uncovered -= live[name].places
+    drain: list[str] = []
+    if not demand.waiting:
+        idle = [name for name in keep if name in idle_since and now - idle_since[name] >= limits.idle_seconds]
+        drain = idle[: max(0, len(keep) - limits.min_hosts)]
+    request = None
+    if limits.max_hosts is not None:
+        places = max((host.places for host in live.values()), default=1)
+        needed = len(demand.busy) + math.ceil(demand.waiting / places)
+        request = min(limits.max_hosts, max(limits.min_hosts, needed))
+    return Choice(tuple(name for name in keep if name not in drain), tuple(drain), request)
+
+
+class HostKeeper:
+    """A thread that syncs with an engine each second. `want` and `close` may be called from any thread."""
+
+    def __init__(self, engine: HostEngine, order: WorkerOrder, limits: HostLimits, prove: Prove, note: Callable[[str], None]) -> None:
+        """`prove` hears of ends, `note` gets lines for a person."""
+        self._engine, self._order, self._limits, self._prove, self._note = engine, order, limits, prove, note
+        self._demand = Demand()
+        self._live: dict[str, EngineHost] = {}
+        self._kept: list[str] = []
+        self._idle_since: dict[str, float] = {}
+        self._dead: dict[str, float] = {}  # hosts, and when they were found missing
+        self._proven: set[tuple[str, int, str]] = set()
+        self._requested: int | None = None
+        self._lost = False
+        self._drained: tuple[str, ...] = ()  # hosts whose agents are about to end
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
+        self._thread.start()
+
+    def want(self, demand: Demand) -> None:
+        self._demand = demand
+
+    def drain(self) -> None:
+        """Choose no more. All workers save their jobs and end, and `close` ends their agents."""
+        self._stop()
+        self._drained = tuple(self._kept)
+        self._end_agents()
+
+    def close(self) -> None:
+        """Leave the engine. Its agents stay, unless `drain` was called before: then they are waited for."""
+        self._stop()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._drained and time.monotonic() < deadline:
+            self._end_agents()
+            time.sleep(_LOOK_SECONDS if self._drained else 0.0)
+        self._engine.close()
+
+    def _stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _end_agents(self) -> None:
+        """Those of `_drained`, which are those that are there still."""
+        if not self._drained:
+            return
+        try:
+            seen = self._engine.sync(HostsWanted(self._order, drain=self._drained, request=None if self._requested is None else 0))
+        except EngineLostError as error:
+            self._note(f"{self._engine.name}: agents on hosts could not be ended: {error}")
+            self._drained = ()
+        else:
+            self._drained = tuple(report.host for report in seen.agents if report.host in self._drained)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_AGAIN_SECONDS if self._lost else SYNC_SECONDS):
+            self.step(time.monotonic())
+
+    def step(self, now: float) -> None:
+        """Choose, sync, and pass on what was seen."""
+        demand = self._demand
+        self._mark_idle(demand, now)
+        choice = choose_hosts(self._live, self._kept, self._idle_since, demand, self._limits, now)
+        try:
+            places = max((host.places for host in self._live.values()), default=1)
+            seen = self._engine.sync(HostsWanted(self._order, choice.keep, choice.drain, choice.request, places, dict(demand.workers)))
+        except EngineLostError as error:
+            self._lose(str(error))
+            return
+        if self._lost:
+            self._lost = False
+            self._note(f"{self._engine.name} is there again")
+        self._tell(choice, seen)
+        self._kept = [*choice.keep, *(report.host for report in seen.agents if report.host not in choice.keep and report.running)]
+        self._see(seen, now)
+
+    def _lose(self, why: str) -> None:
+        """No end is proven by that: workers keep their leases, save their jobs and end."""
+        if not self._lost:
+            self._note(f"{self._engine.name} cannot be reached: {why}. Its workers save their jobs; it is tried again")
+        self._lost = True
+        self._live, self._kept, self._dead = {}, [], {}
+        self._idle_since.clear()
+
+    def _mark_idle(self, demand: Demand, now: float) -> None:
+        for name in self._kept:
+            if name in demand.busy:
+                self._idle_since.pop(name, None)
+            else:
+                self._idle_since.setdefault(name, now)
+        for name in self._idle_since.keys() - set(self._kept):
+            del self._idle_since[name]
+
+    def _tell(self, choice: Choice, seen: HostsSeen) -> None:
+        if choice.request != self._requested:
+            self._requested = choice.request
+            self._note(f"{self._engine.name} was asked for {choice.request} hosts; there are {len(seen.hosts)}")
+        for name in choice.drain:
+            if name in self._kept:
+                self._note(f"host {name} is given back: it was idle for {self._limits.idle_seconds:g} s")
+        for problem in seen.problems:
+            self._note(f"{self._engine.name}: {problem}")
+
+    def _see(self, seen: HostsSeen, now: float) -> None:
+        live = {host.name: host for host in seen.hosts}
+        for host in live.values():
+            if host.name not in self._live:
+                self._note(f"host {host.name} has come, with {host.places} GPUs")
+        for name in self._live.keys() - live.keys():
+            self._note(f"host {name} is gone: {self._engine.name} has lost its node")
+            self._dead[name] = now
+        self._live = live
+        for report in seen.agents:
+            for end in report.ended:
+                key = (report.host, end.pid, end.how)
+                if end.pid and key not in self._proven:
+                    self._proven.add(key)
+                    self._prove(report.host, end.pid, end.how)
+        for name, since in list(self._dead.items()):
+            self._prove(name, None, f"is on a host that {self._engine.name} has lost")
+            if now - since > _MOURNED_SECONDS:
+                del self._dead[name]

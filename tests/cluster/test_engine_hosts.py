@@ -1,0 +1,118 @@
+"""What a queue needs of an engine's hosts, and a controller that has no GPUs of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_listeners import TcpStation, wait_for
+from tests.cluster.test_worker_pool import HELLO
+from tlora.cluster.engine_hosts import QueueDemand
+from tlora.cluster.leased_process import LeasedProcess
+from tlora.cluster.remote_hosts import ProvenEnd
+from tlora.cluster.worker_pool import WorkerPool
+from tlora.link.versions import versions
+from tlora.protocol import (
+    ChangeGroup,
+    Event,
+    GroupFound,
+    GroupLost,
+    JobFinished,
+    JobGroup,
+    JobProfile,
+    JobRequest,
+    JobSubmitted,
+    NodeAdded,
+    ParallelPlan,
+    RejectJob,
+    StartGroup,
+    StopGroup,
+)
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.hardware import live_cost_model
+from tlora.worker_protocol import Device, HostLabels
+
+
+def job(name: str, gpus: int = 1) -> JobSubmitted:
+    return JobSubmitted(name, "base", gpus, JobProfile(100.0, 10, 64, 10_000))
+
+
+def group(*jobs: str, gpus: tuple[int, ...] = (1000,)) -> JobGroup:
+    return JobGroup("g", "base", gpus, ParallelPlan(len(gpus), 1024), jobs, (1.0,) * len(jobs))
+
+
+def test_demand_is_what_waits_and_is_not_held() -> None:
+    demand = QueueDemand()
+    told: list[tuple[Event | StartGroup | ChangeGroup | StopGroup | RejectJob, int, set[int]]] = [
+        (job("a", 2), 2, set()),
+        (job("b"), 3, set()),
+        (StartGroup(group("a", gpus=(1000, 1001))), 1, {1000, 1001}),
+        (JobRequest("b", "hold"), 0, {1000, 1001}),
+        (JobRequest("b", "release"), 1, {1000, 1001}),
+        (ChangeGroup(group("a", "b")), 0, {1000}),
+        (GroupLost("g", "its host"), 3, set()),
+        (GroupFound(group("a", "b"), (job("a"), job("b"))), 0, {1000}),
+        (JobFinished("a"), 0, {1000}),
+        (StopGroup("g"), 1, set()),
+        (JobRequest("b", "hold"), 0, set()),
+        (JobRequest("b", "cancel"), 0, set()),
+        (job("b"), 1, set()),
+        (RejectJob("b", "too large"), 0, set()),
+    ]
+    for item, waiting, busy in told:
+        demand.see(item)
+        assert (demand.waiting, demand.busy) == (waiting, busy), item
+
+
+def test_jobs_wait_for_the_first_host_and_are_judged_by_it() -> None:
+    scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({"base": 1e9}))
+    assert scheduler.handle(NodeAdded("local", ()), 0.0) == []
+    assert scheduler.handle(job("narrow"), 1.0) == scheduler.handle(job("wide", 4), 2.0) == []
+    actions = scheduler.handle(NodeAdded("host", (1000, 1001)), 3.0)
+    assert [action.group.job_ids for action in actions if isinstance(action, StartGroup)] == [("narrow",)]
+    assert [action for action in scheduler.handle(job("late", 4), 4.0) if isinstance(action, RejectJob)], "now it is known"
+
+
+@pytest.fixture
+def station(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TcpStation:
+    """Of a controller that has no GPUs."""
+    opened = WorkerPool.__init__
+
+    def open_without(self: WorkerPool, directory: Path, epoch: int, loads: object, gpus: tuple[int, ...], *rest: object) -> None:
+        opened(self, directory, epoch, loads, (), *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(WorkerPool, "__init__", open_without)
+    return TcpStation(tmp_path)
+
+
+def test_all_workers_of_a_controller_without_gpus_are_hosts_and_end_by_an_engines_word(station: TcpStation) -> None:
+    """Though their processes are on this machine."""
+    try:
+        pool = station.worker_pool
+        lines = {}
+        for name in ("one", "other"):
+            hello = replace(
+                HELLO, incarnation=name, gpus=(0,), jobs=(), versions=versions(), host=HostLabels(name, devices=(Device("cpu", 1 << 30),))
+            )
+            lines[name], answer = station.say_hello(hello)
+            assert b'"ack"' in answer or b'"desiredstate"' in answer, answer
+        one, other = sorted(pool.workers.values(), key=lambda worker: worker.gpu)
+        assert (one.gpus, other.gpus) == ((1000,), (2000,))
+        process = one.process
+        assert isinstance(process, LeasedProcess) and isinstance(other.process, LeasedProcess)
+        pool.inbox.put(ProvenEnd("one", None, "is on a host that Ray has lost"))
+        pool.inbox.put(ProvenEnd("other", 1, "ended with exit status 1"))  # another process of that host
+        pool.inbox.put(ProvenEnd("other", os.getpid(), "ended with exit status 1"))
+        assert other.process.wait(60) and other.process.how_it_ended() == "ended with exit status 1"
+        assert not process.wait(0), "its line stands: the host is not dead"
+        lines["one"].close()
+        wait_for(lambda: not one.connected)
+        pool.inbox.put(ProvenEnd("one", None, "is on a host that Ray has lost"))
+        assert process.wait(60) and process.how_it_ended() == "is on a host that Ray has lost"
+        lines["other"].close()
+    finally:
+        station.close()

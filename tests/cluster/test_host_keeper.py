@@ -1,0 +1,200 @@
+"""Which hosts of an engine get workers, and what of the engine's word counts as a proof. The engine is a fake, the clock the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from tlora.cluster.host_engine import (
+    ENGINE_MESSAGES,
+    AgentReport,
+    EngineHost,
+    EngineLostError,
+    HostsSeen,
+    HostsWanted,
+    WorkerEnd,
+    WorkerOrder,
+)
+from tlora.cluster.host_keeper import Demand, HostKeeper, HostLimits, choose_hosts
+
+ORDER = WorkerOrder("tcp://127.0.0.1:1", "sha256:00", "tlw-secret", "cpu")
+
+
+def hosts(**places: int) -> dict[str, EngineHost]:
+    return {name: EngineHost(name, count) for name, count in places.items()}
+
+
+@pytest.mark.parametrize(
+    ("kept", "demand", "limits", "expected"),
+    [
+        ([], Demand(), HostLimits(), ((), (), None)),
+        ([], Demand(waiting=1), HostLimits(), (("b",), (), None)),  # the largest first
+        ([], Demand(waiting=9), HostLimits(), (("b", "a", "c"), (), None)),
+        ([], Demand(waiting=9), HostLimits(max_hosts=2), (("b", "a"), (), 2)),
+        (["a"], Demand(waiting=2), HostLimits(), (("a",), (), None)),  # an idle one covers it
+        (["a"], Demand(frozenset("a"), 2), HostLimits(), (("a", "b"), (), None)),
+        ([], Demand(), HostLimits(min_hosts=2), (("b", "a"), (), None)),
+        (["a", "b"], Demand(), HostLimits(), ((), ("a", "b"), None)),
+        (["a", "b"], Demand(), HostLimits(min_hosts=1), (("b",), ("a",), None)),
+        (["a", "b"], Demand(frozenset("a")), HostLimits(), (("a",), ("b",), None)),
+        (["gone", "a"], Demand(frozenset("a")), HostLimits(), (("a",), (), None)),
+        (["a"], Demand(frozenset("a"), 100), HostLimits(max_hosts=40), (("a", "b", "c"), (), 26)),  # more than there are: asked for
+        (["a"], Demand(), HostLimits(min_hosts=1, max_hosts=40), (("a",), (), 1)),
+    ],
+)
+def test_hosts_follow_the_queue_within_their_limits(
+    kept: list[str], demand: Demand, limits: HostLimits, expected: tuple[tuple[str, ...], tuple[str, ...], int | None]
+) -> None:
+    idle = {name: 0.0 for name in kept if name not in demand.busy}
+    choice = choose_hosts(hosts(a=2, b=4, c=1), kept, idle, demand, limits, 1000.0)
+    assert (choice.keep, choice.drain, choice.request) == expected
+
+
+def test_a_host_is_given_back_only_after_its_time_and_never_while_jobs_wait() -> None:
+    live, idle = hosts(a=1, b=1), {"a": 900.0, "b": 100.0}
+    limits = HostLimits(idle_seconds=300.0)
+    assert choose_hosts(live, ["a", "b"], idle, Demand(), limits, 1000.0).drain == ("b",)
+    assert choose_hosts(live, ["a", "b"], idle, Demand(waiting=1), limits, 1000.0).drain == ()
+
+
+@dataclass
+class Engine:
+    """Hosts are what the test says; agents start at once."""
+
+    name: str = "the engine"
+    live: dict[str, EngineHost] = field(default_factory=dict[str, EngineHost])
+    ended: dict[str, tuple[WorkerEnd, ...]] = field(default_factory=dict[str, tuple[WorkerEnd, ...]])
+    agents: set[str] = field(default_factory=set[str])
+    lost: str = ""
+    heard: list[HostsWanted] = field(default_factory=list[HostsWanted])
+    closed: bool = False
+
+    def sync(self, wanted: HostsWanted) -> HostsSeen:
+        if self.lost:
+            raise EngineLostError(self.lost)
+        self.heard.append(wanted)
+        self.agents = ((self.agents | set(wanted.keep)) - set(wanted.drain)) & set(self.live)
+        reports = tuple(AgentReport(name, self.live[name].places, self.ended.get(name, ())) for name in sorted(self.agents))
+        seen = HostsSeen(tuple(self.live.values()), reports)
+        assert ENGINE_MESSAGES.decode(ENGINE_MESSAGES.encode(seen)) == seen  # as over a driver's line
+        return seen
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Kept:
+    def __init__(self, engine: Engine, **limits: float) -> None:
+        self.engine, self.now = engine, 0.0
+        self.proofs: list[tuple[str, int | None, str]] = []
+        self.notes: list[str] = []
+        prove: Callable[[str, int | None, str], None] = lambda *proof: self.proofs.append(proof)  # noqa: E731
+        self.keeper = HostKeeper(engine, ORDER, HostLimits(**limits), prove, self.notes.append)  # type: ignore[arg-type]
+
+    def step(self, demand: Demand | None = None, seconds: float = 1.0) -> HostsWanted | None:
+        if demand is not None:
+            self.keeper.want(demand)
+        self.now += seconds
+        before = len(self.engine.heard)
+        self.keeper.step(self.now)
+        return self.engine.heard[-1] if len(self.engine.heard) > before else None
+
+
+def test_a_host_comes_works_idles_and_is_given_back() -> None:
+    engine = Engine(live=hosts(a=2))
+    kept = Kept(engine, idle_seconds=60.0)
+    kept.step(Demand(waiting=1))
+    assert (kept.step() or ORDER).keep == ("a",) and engine.agents == {"a"}
+    kept.step(Demand(frozenset("a")))
+    assert (kept.step(seconds=600) or ORDER).keep == ("a",)
+    kept.step(Demand())
+    assert (kept.step(seconds=59) or ORDER).keep == ("a",)
+    assert (kept.step(seconds=2) or ORDER).drain == ("a",) and not engine.agents
+    assert kept.notes == ["host a has come, with 2 GPUs", "host a is given back: it was idle for 60 s"]
+
+
+def test_a_process_that_an_agent_saw_end_is_proven_once() -> None:
+    engine = Engine(live=hosts(a=1))
+    kept = Kept(engine)
+    kept.step(Demand(waiting=1))
+    engine.ended["a"] = (WorkerEnd(7, "ended with exit status 143"),)
+    kept.step()
+    kept.step()
+    assert kept.proofs == [("a", 7, "ended with exit status 143")]
+    engine.ended["a"] += (WorkerEnd(0, "could not be started: no room"), WorkerEnd(8, "was killed by signal 9 (SIGKILL)"))
+    kept.step()
+    assert kept.proofs[1:] == [("a", 8, "was killed by signal 9 (SIGKILL)")]
+
+
+def test_a_dead_hosts_workers_are_declared_dead_until_they_cannot_be_alive() -> None:
+    engine = Engine(live=hosts(a=1, b=1))
+    kept = Kept(engine)
+    kept.step(Demand(waiting=2))
+    kept.step()
+    del engine.live["a"]
+    kept.step()
+    kept.step()  # again: its line may have stood at the first
+    assert kept.proofs == [("a", None, "is on a host that the engine has lost")] * 2
+    kept.step(seconds=700)
+    kept.proofs.clear()
+    kept.step()
+    assert not kept.proofs and "host a is gone: the engine has lost its node" in kept.notes
+
+
+def test_a_lost_engine_proves_nothing_and_its_hosts_are_begun_anew_when_it_is_back() -> None:
+    engine = Engine(live=hosts(a=1))
+    kept = Kept(engine)
+    kept.step(Demand(waiting=1))
+    kept.step()
+    engine.lost, engine.agents = "its head is gone", set()
+    assert kept.step() is None and kept.step() is None
+    engine.lost, engine.live = "", hosts(a2=1)
+    kept.step(Demand(waiting=1))
+    assert (kept.step() or ORDER).keep == ("a2",) and not kept.proofs
+    assert kept.notes[1:] == [
+        "the engine cannot be reached: its head is gone. Its workers save their jobs; it is tried again",
+        "the engine is there again",
+        "host a2 has come, with 1 GPUs",
+    ]
+
+
+def test_agents_of_an_earlier_controller_are_kept_until_they_idle() -> None:
+    engine = Engine(live=hosts(a=1), agents={"a"})
+    kept = Kept(engine, idle_seconds=60.0)
+    kept.step(Demand())
+    assert engine.agents == {"a"}
+    kept.step()
+    kept.step(seconds=61)
+    assert not engine.agents
+
+
+def test_what_is_asked_of_the_engine_is_noted_when_it_changes() -> None:
+    engine = Engine(live=hosts(a=1))
+    kept = Kept(engine, max_hosts=4)
+    for waiting in (3, 3, 9, 0):
+        kept.step(Demand(waiting=waiting))
+        kept.step()
+    asked = [note for note in kept.notes if "asked" in note]
+    assert asked == [f"the engine was asked for {count} hosts; there are 1" for count in (3, 4, 0)]
+
+
+def test_a_server_that_ends_ends_its_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(live=hosts(a=1))
+    kept = Kept(engine, max_hosts=2)
+    kept.step(Demand(waiting=1))
+    kept.step()
+    kept.keeper.drain()
+    kept.keeper.close()
+    assert not engine.agents and engine.closed and engine.heard[-1].request == 0
+    engine = Engine(live=hosts(a=1))
+    kept = Kept(engine)
+    kept.step(Demand(waiting=1))
+    kept.step()
+    kept.keeper.close()
+    assert engine.agents == {"a"} and engine.closed
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "secret" not in repr(ORDER)
