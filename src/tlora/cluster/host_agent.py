@@ -10,12 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 from tlora.cluster.host_engine import WorkerOrder
 from tlora.cluster.worker_process import device_environment
 from tlora.link.lines import Line
-from tlora.link.process_identity import wait_for_session
+from tlora.link.process_identity import identify, wait_for_session
 from tlora.link.supervisor import SupervisedProcess, describe_exit, start_talking
 
 PAUSE_SECONDS = (1.0, 15.0)  # before a worker is started again
@@ -101,4 +100,5 @@ class HostAgent:
 
 def _is_gone(pid: int) -> bool:
     """Whether neither that process of this host is there, nor one of its session."""
-    return not Path(f"/proc/{pid}").exists() and wait_for_session(pid, time.monotonic())
+    process = identify(pid)
+    return (process is None or not process.is_alive) and wait_for_session(pid, time.monotonic())
