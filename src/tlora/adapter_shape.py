@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError, core_schema
@@ -46,12 +46,22 @@ class OneOf:
 
 _IN_NO_LIST = frozenset({"all", "all-linear", "all_linear"})
 NamePattern = Annotated[str, Field(min_length=1, max_length=1000), Words("a regular expression of whole names")]
+ParameterName = Annotated[str, Field(min_length=1, max_length=1000)]
 Alpha = Annotated[float, Field(ge=1e-6, le=1e6)]  # 1e308 is no number in fp32, and no scale is meant to be 1e-300
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 TokenList = Annotated[list[Token], Field(min_length=1, max_length=65536)]
 Layer = Annotated[int, Field(ge=0, le=10**6)]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class ExpertSize(NamedTuple):
+    """Of a parameter of experts: features of one expert, how many there are, and to how many a token goes (0: not known)."""
+
+    in_features: int
+    out_features: int
+    experts: int
+    per_token: int
 
 
 class LoraShape(BaseModel):
@@ -62,7 +72,12 @@ class LoraShape(BaseModel):
     r: Annotated[int, Field(ge=1, le=256)] = 16
     lora_alpha: Alpha = 32.0
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | NamePattern = ALL_LINEAR
+    target_modules: Literal["all-linear"] | list[str] | NamePattern = ALL_LINEAR
+    # of a mixture of experts, such as [mlp.experts.gate_up_proj, mlp.experts.down_proj]; with target_modules: [] these alone
+    target_parameters: Annotated[
+        Annotated[list[ParameterName], Field(min_length=1, max_length=1000)] | None, Words("a list of names or null")
+    ] = None
+    expert_rank: Literal["same", "divide"] = "same"  # of each expert: r, or r divided by the experts of a token
     exclude_modules: list[str] | NamePattern | None = None
     layers_to_transform: Layer | list[Layer] | None = None
     # the list of modules that the layers are in; None: any
@@ -108,6 +123,22 @@ class LoraShape(BaseModel):
         return value
 
     @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        if self.target_modules == [] and not self.target_parameters:
+            raise ValueError(
+                "target_modules: [] adapts no linear layer, and target_parameters is not set; name layers, "
+                f"write `target_modules: {ALL_LINEAR}`, or set target_parameters"
+            )
+        if self.target_parameters and self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout {self.lora_dropout:g} with target_parameters: PEFT's adapters of parameters have no dropout, and PEFT loads "
+                "none with one; set lora_dropout: 0, or take target_parameters out"
+            )
+        if self.expert_rank == "divide" and not self.target_parameters:
+            raise ValueError("expert_rank: divide is of experts, and target_parameters is not set; set it, or take expert_rank out")
+        return self
+
+    @model_validator(mode="after")
     def _check_layers(self) -> Self:
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError("layers_pattern says where layers are counted, and layers_to_transform is not set; set both, or neither")
@@ -123,13 +154,21 @@ class LoraShape(BaseModel):
         """Of all modules; at least 1."""
         return max(self.r, *self.rank_pattern.values(), 1)
 
-    def rank_of(self, module: str) -> int:
-        """Rank of the adapter at `module` (its dotted name in the base): `rank_pattern` first, then `r`."""
-        return pattern_value(self.rank_pattern, module, self.r)
+    def rank_of(self, module: str, per_token: int = 1) -> int:
+        """Rank of the adapter at `module` (its dotted name in the base): `rank_pattern` first, then `r`; of each expert of a parameter,
+        of which a token goes to `per_token`, as `expert_rank` says.
+        """
+        return pattern_value(self.rank_pattern, module, self.r // per_token if self.expert_rank == "divide" else self.r)
 
-    def scale_of(self, module: str) -> float:
+    def alpha_of(self, module: str, per_token: int = 1) -> float:
+        """Alpha there: `alpha_pattern` first, then `lora_alpha`, which a divided rank divides so that the scale stays the same."""
+        divided = self.expert_rank == "divide" and per_token > 1 and not matching_keys(self.rank_pattern, module)
+        by = (math.sqrt(per_token) if self.use_rslora else per_token) if divided else 1
+        return pattern_value(self.alpha_pattern, module, self.lora_alpha / by)
+
+    def scale_of(self, module: str, per_token: int = 1) -> float:
         """alpha/r, or alpha/sqrt(r) with `use_rslora`, with this module's own rank and alpha."""
-        rank, alpha = self.rank_of(module), pattern_value(self.alpha_pattern, module, self.lora_alpha)
+        rank, alpha = self.rank_of(module, per_token), self.alpha_of(module, per_token)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 

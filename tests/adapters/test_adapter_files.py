@@ -21,6 +21,7 @@ from tlora.adapters.state import AdapterLayout, init_state, make_layout
 from tlora.errors import ModelError
 from tlora.job import JobSpec, LoraConfig
 from tlora.planning.start import adopt_adapter_config
+from tlora.supermodel.experts import Experts
 from tlora.supermodel.inject import find_linears, resolve_targets
 
 IDS = torch.arange(3, 20)[None]
@@ -40,7 +41,7 @@ CONFIGS = {
 
 
 def layout_on(model: Any, lora: LoraConfig) -> AdapterLayout:
-    return make_layout(lora, resolve_targets(model, find_linears(model), lora))
+    return make_layout(lora, resolve_targets(model, find_linears(model), Experts(model), lora))
 
 
 def scales_of(peft_model: Any) -> dict[str, tuple[int, float]]:
@@ -233,7 +234,6 @@ STARTS = ["pissa", "pissa_niter_16", "olora", "eva", "corda", "loftq", "lora_ga"
         ("lora_bias", True, "lora_bias=True.*merge_and_unload"),
         ("layer_replication", [[0, 1]], r"layer_replication=\[\[0, 1\]\].*merge_and_unload"),
         ("alora_invocation_tokens", [5], r"alora_invocation_tokens=\[5\].*merge_and_unload"),
-        ("target_parameters", ["experts.w"], "target_parameters=.*merge_and_unload"),
         ("fan_in_fan_out", True, "fan_in_fan_out=True.*made of nn.Linear"),
         *(("init_lora_weights", start, f"init_lora_weights='{start}': .*path_initial_model_for_weight_conversion") for start in STARTS),
         ("bias", "all", "bias='all' trains base weights"),

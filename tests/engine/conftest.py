@@ -53,11 +53,19 @@ def prepare_once(
     return {r.key: made[r.key] if r.key in made else _PREPARED[_anonymous(r)] for r in requests}
 
 
-def measure_once(model: SuperModel, base_bytes: int, device: torch.device, rank: int) -> MemoryModel:
+def measure_once(model: SuperModel, base_bytes: int, device: torch.device, rank: int, adapts_experts: bool = False) -> MemoryModel:
     place = (str(device), may_run_kernels(device))
-    key = (model.model.config.to_json_string(), str(model.base.head.weight_VH.dtype), tuple(model.targets()), base_bytes, place, rank)
+    key = (
+        model.model.config.to_json_string(),
+        str(model.base.head.weight_VH.dtype),
+        tuple(model.targets()),
+        base_bytes,
+        place,
+        rank,
+        adapts_experts,
+    )
     if key not in _MEASURED:
-        _MEASURED[key] = measure(model, base_bytes, device, rank)
+        _MEASURED[key] = measure(model, base_bytes, device, rank, adapts_experts)
     return _MEASURED[key]
 
 

@@ -32,6 +32,8 @@ OTHER_VALUES: dict[str, Any] = {  # a value of each key that is not its default
     "layers_to_transform": [0, 2],
     "layers_pattern": "layers",
     "use_rslora": True,
+    "target_parameters": ["experts.down_proj"],
+    "expert_rank": "divide",
     "rank_pattern": {"q_proj": 3},
     "alpha_pattern": {"q_proj": 3.5},
     "trainable_token_indices": [7, 9],
@@ -130,7 +132,11 @@ def test_the_models_have_the_keys_tried_here():
 @pytest.mark.parametrize("key", JOB_KEYS)
 def test_each_key_of_a_job_works_on_the_job_in_the_defaults_and_by_set(tmp_path: Path, key: str):
     value = OTHER_VALUES[key]
-    needs = {"early_stopping_patience": {"eval_steps": 5}, "layers_pattern": {"layers_to_transform": 1}}.get(key, {})
+    needs = {
+        "early_stopping_patience": {"eval_steps": 5},
+        "layers_pattern": {"layers_to_transform": 1},
+        "expert_rank": {"target_parameters": ["w"]},
+    }.get(key, {})
     assert getattr(one_job(tmp_path), key) != value, "the default proves nothing"
     assert getattr(one_job(tmp_path, **{key: value}, **needs), key) == value
     base = {"base_model": "b", "jobs": [{"name": "a", "data": {"path": "d", "eval_size": 1}} | needs]}

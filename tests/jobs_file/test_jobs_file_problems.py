@@ -94,7 +94,7 @@ JOB = "base_model: b\njobs:\n  - {{name: a, data: d, {}}}\n"
         ("max_steps: 1:30", ("1:30: YAML reads", "base of 60", '"1:30" in quotes')),
         ("r: 0o10", ("r: '0o10'", "a whole number from 1 to 256")),
         ("target_modules: q_proj", ("target_modules: 'q_proj'", "'all-linear'", "write `target_modules: [q_proj]`")),
-        ("target_modules: []", ("target_modules: []", "default is all-linear")),
+        ("target_modules: []", ("target_modules: [] adapts no linear layer", "or set target_parameters")),
         ("train_on: none", ("data.train_on: 'none'", "one of 'completions', 'last', 'all'")),
         ("use_rslora: maybe", ("use_rslora: 'maybe'", "true or false")),
         ("rank_pattern: {q: 0}", ("rank_pattern: {'q': 0}", "1 to 256", "default is {}")),

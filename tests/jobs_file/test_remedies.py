@@ -66,6 +66,21 @@ CASES: list[tuple[dict[str, Any], str, list[dict[str, Any]]]] = [
         r"write `target_modules: \[q_proj\]` \('all-linear' takes every layer\)",
         [{"target_modules": ["q_proj"]}, {"target_modules": "all-linear"}],
     ),
+    (
+        {"target_modules": []},
+        "name layers, write `target_modules: all-linear`, or set target_parameters",
+        [{"target_modules": ["q_proj"]}, {"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}],
+    ),
+    (
+        {"target_parameters": ["experts.down_proj"], "lora_dropout": 0.1},
+        "set lora_dropout: 0, or take target_parameters out",
+        [{"lora_dropout": 0}, {"target_parameters": TAKE_OUT}],
+    ),
+    (
+        {"expert_rank": "divide"},
+        "set it, or take expert_rank out",
+        [{"target_parameters": ["experts.down_proj"]}, {"expert_rank": TAKE_OUT}],
+    ),
     ({"exclude_modules": "v_proj"}, r"write `exclude_modules: \[v_proj\]`", [{"exclude_modules": ["v_proj"]}]),
     (
         {"target_modules": "(q_proj"},

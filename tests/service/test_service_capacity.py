@@ -30,7 +30,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter_bytes(outline: BaseShape, shape: LoraShape) -> int:
-    return ADAPTER_BYTES * trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)
+    return ADAPTER_BYTES * trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape, outline.parameters), shape)
 
 
 @pytest.fixture

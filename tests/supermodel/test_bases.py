@@ -16,6 +16,7 @@ from tests.tolerances import LOGITS, assert_close
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.supermodel import recurrent_layers
+from tlora.supermodel.experts import Experts
 from tlora.supermodel.inject import expert_modules, find_linears, resolve_targets
 from tlora.supermodel.load import hidden_states, load_base, make_base
 from tlora.supermodel.lora_linear import LoraLinear
@@ -231,7 +232,7 @@ def test_an_attention_that_is_not_causal_is_refused() -> None:
 
 
 def targets_of(model: Any, **lora: Any) -> dict[str, tuple[int, int]]:
-    return resolve_targets(model, find_linears(model), LoraConfig(**lora))
+    return resolve_targets(model, find_linears(model), Experts(model), LoraConfig(**lora))
 
 
 def test_literal_targets_match_whole_names_or_their_ends() -> None:

@@ -112,12 +112,12 @@ class AdapterBank:
         return None if linear is None else (linear.a_RK, linear.b_RN)
 
     def slot(self, job_id: str, module: str) -> tuple[range, float] | None:
-        """The job's true rank rows and scale at `module`; None where it has no adapter, there or at all."""
+        """The job's true rank rows (of experts all of theirs) and scale at `module`; None where it has no adapter, there or at all."""
         shape = self.shape_at(job_id, module)
         if shape is None:
             return None
         start = self._linears[module].used[job_id].start
-        return range(start, start + shape.rank), shape.scale
+        return range(start, start + shape.rows), shape.scale
 
     def shape_at(self, job_id: str, module: str) -> AdapterShape | None:
         """The part of the job's layout at `module`; None where it has none, there or at all."""
@@ -152,7 +152,7 @@ class AdapterBank:
         rows_before = self._total_rows()
         try:
             for s in layout.shapes:
-                self._linear_at(s.module).reserve(job_id, s.rank)
+                self._linear_at(s.module).reserve(job_id, s.rows)
         except BaseException:
             for linear in self._linears.values():
                 if job_id in linear.used:
@@ -167,7 +167,7 @@ class AdapterBank:
         """For adapters of all `layouts` at once, that will be added: one after another, each would move those before it."""
         rows = Counter[str]()
         for layout in layouts:
-            rows.update({shape.module: _aligned(shape.rank) for shape in layout.shapes})
+            rows.update({shape.module: _aligned(shape.rows) for shape in layout.shapes})
         for module, count in rows.items():
             self._linear_at(module).make_room(count)
         self._addresses.clear()
@@ -199,7 +199,7 @@ class AdapterBank:
         for s in self._layouts[job_id].shapes:
             linear = self._linears[s.module]
             start = linear.used[job_id].start
-            rows += [getattr(linear, name)[start : start + s.rank] for name in names]
+            rows += [getattr(linear, name)[start : start + s.rows] for name in names]
         return rows
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlora.adapter_shape import LoraConfig, Number, matching_keys, pattern_value
-from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.adapters.state import AdapterLayout
 from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.json_file import read_object
@@ -83,7 +83,6 @@ _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
     "lora_bias": ("has biases in addition to A and B", _RETRAIN),
     "layer_replication": ("is of a base with layers repeated", _RETRAIN),
     "alora_invocation_tokens": ("works behind these tokens only", _RETRAIN),
-    "target_parameters": ("adapts parameters that are no linear layers", _RETRAIN),
     "fan_in_fan_out": (
         "is of a base with transposed weights, such as GPT-2's Conv1D",
         "Use an adapter of a base that is made of nn.Linear",
@@ -91,14 +90,32 @@ _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
 }
 
 
-def _names(shape: AdapterShape) -> tuple[str, ...]:
-    """Of A and B; of an embedding's rows the one name."""
-    ends = ("token_adapter.trainable_tokens_delta",) if shape.tokens else ("lora_A.weight", "lora_B.weight")
-    return tuple(f"{_PREFIX}{shape.module}.{end}" for end in ends)
+def _names(layout: AdapterLayout) -> dict[str, tuple[str, ...]]:
+    """By module, of A and B; of an embedding's rows the one name. PEFT wraps a module of experts once for each of its parameters, the first
+    one innermost.
+    """
+    of_experts = [shape.module for shape in layout.shapes if shape.experts > 1]
+    names: dict[str, tuple[str, ...]] = {}
+    for shape in layout.shapes:
+        path = shape.module
+        if shape.experts > 1:
+            path = path.rpartition(".")[0]
+            alike = [module for module in of_experts if module.rpartition(".")[0] == path]
+            path += ".base_layer" * (len(alike) - 1 - alike.index(shape.module))
+        ends = ("token_adapter.trainable_tokens_delta",) if shape.tokens else ("lora_A.weight", "lora_B.weight")
+        names[shape.module] = tuple(f"{_PREFIX}{path}.{end}" for end in ends)
+    return names
+
+
+def _b_in_files(b_RN: Tensor, experts: int) -> Tensor:
+    """B [out, r] of B transposed [r, out]; of experts [out, r E], of which neighbours are of two experts. A view."""
+    return b_RN.view(experts, -1, b_RN.shape[1]).permute(2, 1, 0) if experts > 1 else b_RN.t()
 
 
 def save_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: LoraConfig, base_model: str) -> None:
-    """Write both files into `directory`. A is [r, in], B is [out, r], in the precision of `params`."""
+    """Write both files into `directory`. A is [r, in], B is [out, r], in the precision of `params`; of E experts A is [E r, in] with an
+    expert's rows together, and B [out, r E] with an expert's columns E apart.
+    """
     (directory / WEIGHTS_FILE).unlink(missing_ok=True)
     write_adapter(directory, layout, params, lora, base_model)
 
@@ -113,8 +130,9 @@ def write_adapter(directory: Path, layout: AdapterLayout, params: Tensor, lora: 
 def write_weights(directory: Path, layout: AdapterLayout, params: Tensor) -> dict[str, str]:
     """The file of the weights alone; returns its sha256 by name."""
     tensors: dict[str, Tensor] = {}
-    for shape, a_rK, b_rN in layout.views(params.detach().cpu()):
-        tensors |= zip(_names(shape), (a_rK, b_rN.t()), strict=False)
+    names = _names(layout)
+    for shape, a_RK, b_RN in layout.views(params.detach().cpu()):
+        tensors |= zip(names[shape.module], (a_RK, _b_in_files(b_RN, shape.experts).flatten(1)), strict=False)
     return {WEIGHTS_FILE: write_tensors(directory / WEIGHTS_FILE, tensors, {"format": "pt"})}
 
 
@@ -122,7 +140,10 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
     """PEFT's config of this adapter. What it adapts is written as names, so that a reader needs no model, and patterns as one value for
     each module where their order counts: PEFT sorts them when it saves.
     """
-    ends = {s.module.rsplit(".", 1)[-1] for s in layout.linears}
+    ends = {s.module.rsplit(".", 1)[-1] for s in layout.linears if s.experts == 1}
+    divided = _divided(layout, lora)
+    alphas = _by_module(lora.alpha_pattern, layout, lora.lora_alpha)
+    alphas |= {key: alpha for key, (_, alpha) in divided.items() if not matching_keys(lora.alpha_pattern, key)}
     targets = layout.names or sorted(lora.target_modules if isinstance(lora.target_modules, list) else ends)
     name, revision = split_revision(base_model)
     return {
@@ -139,12 +160,24 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
         "lora_alpha": _plain(lora.lora_alpha),
         "lora_dropout": lora.lora_dropout,
         "target_modules": list(targets),
+        **({"target_parameters": list(lora.target_parameters)} if lora.target_parameters else {}),
         "use_rslora": lora.use_rslora,
         "use_dora": False,
         **({"trainable_token_indices": lora.trainable_token_indices} if lora.trainable_token_indices else {}),
-        "rank_pattern": _by_module(lora.rank_pattern, layout, lora.r),
-        "alpha_pattern": {key: _plain(alpha) for key, alpha in _by_module(lora.alpha_pattern, layout, lora.lora_alpha).items()},
+        "rank_pattern": _by_module(lora.rank_pattern, layout, lora.r) | {key: rank for key, (rank, _) in divided.items()},
+        "alpha_pattern": {key: _plain(alpha) for key, alpha in alphas.items()},
     }
+
+
+def _divided(layout: AdapterLayout, lora: LoraConfig) -> dict[str, tuple[int, float]]:
+    """Rank and alpha of parameters of experts whose rank is a part of r, by the ends of their names; by whole ones beside the job's own."""
+    by_name = bool(lora.rank_pattern or lora.alpha_pattern)
+    found: dict[str, tuple[int, float]] = {}
+    for shape in layout.shapes:
+        if shape.experts > 1 and not matching_keys(lora.rank_pattern, shape.module) and shape.rank != lora.r:
+            key = shape.module if by_name else ".".join(shape.module.rsplit(".", 2)[-2:])
+            found[key] = shape.rank, lora.alpha_of(shape.module, lora.r // shape.rank)
+    return found
 
 
 def _by_module(pattern: dict[str, Number], layout: AdapterLayout, default: Number) -> dict[str, Number]:
@@ -197,9 +230,9 @@ def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> T
     params = torch.empty(layout.numel, dtype=dtype)
     try:
         with safe_open(path, framework="pt") as file:
-            left = set(file.keys())
-            for shape, a_rK, b_rN in layout.views(params):
-                for name, out in zip(_names(shape), (a_rK, b_rN.t()), strict=False):
+            left, names = set(file.keys()), _names(layout)
+            for shape, a_RK, b_RN in layout.views(params):
+                for name, out in zip(names[shape.module], (a_RK, _b_in_files(b_RN, shape.experts)), strict=False):
                     _copy_tensor(file, name, out, left, path)
     except FileNotFoundError:
         raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}") from None
@@ -221,12 +254,13 @@ def _copy_tensor(file: Any, name: str, out: Tensor, left: set[str], path: Path) 
             f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}. Weights must be float32, bfloat16, float16 or float64: "
             "save the adapter again in one of them"
         )
-    if tensor.shape != out.shape:
+    needed = [out.shape[0], out.shape[1:].numel()]
+    if list(tensor.shape) != needed:
         raise ModelError(
-            f"{path}: {name} is {list(tensor.shape)}, and this job needs {list(out.shape)}. "
+            f"{path}: {name} is {list(tensor.shape)}, and this job needs {needed}. "
             "The adapter has another rank, or is of another base model"
         )
     if not bool(tensor.isfinite().all()):
         raise ModelError(f"{path}: {name} holds NaN or Inf. Start from a healthy checkpoint")
-    out.copy_(tensor)
+    out.copy_(tensor.view(out.shape))
     left.discard(name)

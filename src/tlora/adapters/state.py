@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora.adapter_shape import ExpertSize
 from tlora.job import LoraConfig
 
 _LARGE, _DRAWERS = 1 << 22, 16  # parameters; one thread draws 50 million a second
@@ -26,6 +27,7 @@ class AdapterShape:
     """One adapted linear: its dotted name in the base, rank, in and out features, and scale (alpha/r or alpha/sqrt(r)).
 
     With `tokens` it is an embedding instead: these rows of it are A, one a rank, and B has no columns.
+    Of a parameter of several `experts` it is each expert's; rows of one expert lie one after another.
     """
 
     module: str
@@ -34,16 +36,22 @@ class AdapterShape:
     out_features: int
     scale: float
     tokens: tuple[int, ...] = ()
+    experts: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of A, and of B transposed, of all experts."""
+        return self.rank * self.experts
 
     @property
     def numel(self) -> int:
         """Trainable parameters, of A and B."""
-        return self.rank * (self.in_features + self.out_features)
+        return self.rows * (self.in_features + self.out_features)
 
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """The flat vector of an adapter: for each module A [r, K], then B transposed [r, N].
+    """The flat vector of an adapter: for each module A [r, K], then B transposed [r, N]; of experts [E r, K] and [E r, N].
 
     `names`: literal names that mean these modules and no others of the base (`targets.saved_names`); none where the base is not known.
     """
@@ -70,17 +78,22 @@ class AdapterLayout:
         return tuple(s for s in self.shapes if not s.tokens)
 
     def views(self, flat: Tensor) -> Iterator[tuple[AdapterShape, Tensor, Tensor]]:
-        """Each module's (shape, A [r, K], B transposed [r, N]) as views of `flat`."""
+        """Each module's (shape, A [rows, K], B transposed [rows, N]) as views of `flat`."""
         at = 0
         for s in self.shapes:
-            mid, end = at + s.rank * s.in_features, at + s.rank * (s.in_features + s.out_features)
-            yield s, flat[at:mid].view(s.rank, s.in_features), flat[mid:end].view(s.rank, s.out_features)
+            mid, end = at + s.rows * s.in_features, at + s.numel
+            yield s, flat[at:mid].view(s.rows, s.in_features), flat[mid:end].view(s.rows, s.out_features)
             at = end
 
 
-def make_layout(lora: LoraConfig, targets: Mapping[str, tuple[int, int]], names: tuple[str, ...] = ()) -> AdapterLayout:
+def make_layout(lora: LoraConfig, targets: Mapping[str, tuple[int, int] | ExpertSize], names: tuple[str, ...] = ()) -> AdapterLayout:
     """Layout of `lora` over `targets`: module name -> (in features, out features), in the model's order."""
-    return AdapterLayout(tuple(AdapterShape(m, lora.rank_of(m), k, n, lora.scale_of(m)) for m, (k, n) in targets.items()), names)
+    return AdapterLayout(tuple(_shape_at(lora, name, size) for name, size in targets.items()), names)
+
+
+def _shape_at(lora: LoraConfig, name: str, size: tuple[int, int] | ExpertSize) -> AdapterShape:
+    experts, per_token = (size.experts, max(1, size.per_token)) if isinstance(size, ExpertSize) else (1, 1)
+    return AdapterShape(name, lora.rank_of(name, per_token), size[0], size[1], lora.scale_of(name, per_token), experts=experts)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlora.adapter_shape import ALL_LINEAR, LoraShape
+from tlora.adapter_shape import ALL_LINEAR, ExpertSize, LoraShape, matching_keys
 from tlora.errors import ModelError
 from tlora.json_file import read_object
 
@@ -45,13 +45,52 @@ def find_matches(pattern: str, names: Iterable[str], key: str, whole: bool = Tru
 Sizes = Mapping[str, tuple[int, int]]
 
 
-def resolve(linears: Sizes, modules: Collection[str], experts: Sequence[str], lora: LoraShape) -> dict[str, tuple[int, int]]:
-    """Module name -> (in, out features) of those of `linears` that `lora` adapts. `modules` are all names of the base, `experts` its
-    mixture-of-experts blocks.
+ExpertSizes = Mapping[str, ExpertSize]
+Targets = Mapping[str, "tuple[int, int] | ExpertSize"]
+
+
+def resolve(
+    linears: Sizes, modules: Collection[str], experts: Sequence[str], lora: LoraShape, parameters: ExpertSizes
+) -> dict[str, tuple[int, int] | ExpertSize]:
+    """Module name -> (in, out features) of those of `linears` that `lora` adapts, then of those of the experts' `parameters`. `modules` are
+    all names of the base, `experts` its mixture-of-experts blocks.
 
     Raises ModelError for a name, pattern or layer that matches nothing (naming those that exist), for linears of mixture-of-experts
     blocks that are named, and where nothing is left.
     """
+    wanted = _parameters(parameters, lora)
+    adapted = {} if lora.target_modules == [] else _linears(linears, modules, experts, lora)
+    for key in (*lora.rank_pattern, *lora.alpha_pattern):
+        if not any(_ends(name, [key]) for name in (*adapted, *wanted)):
+            there = ", ".join(_last_parts((*adapted, *wanted)))
+            raise ModelError(f"{key!r} in rank_pattern or alpha_pattern matches none of the adapted layers: {there}")
+    return {**adapted, **wanted}
+
+
+def _parameters(parameters: ExpertSizes, lora: LoraShape) -> dict[str, ExpertSize]:
+    """As PEFT matches `target_parameters`: whole names or ends, in all layers."""
+    listed = lora.target_parameters or []
+    exist = ", ".join(sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters}))
+    for target in listed:
+        if not any(_ends(name, [target]) for name in parameters):
+            there = f"It has: {exist}" if parameters else "It has no experts whose parameters can be. Take target_parameters out"
+            raise ModelError(f"target_parameters: {target!r} is no parameter of experts of this base that can be adapted. {there}")
+    found = {name: size for name, size in parameters.items() if _ends(name, listed)}
+    for name, size in found.items() if lora.expert_rank == "divide" else ():
+        if size.per_token < 1:
+            raise ModelError(
+                f"expert_rank: divide: this base's config does not say to how many experts of {name} a token goes. "
+                "Write expert_rank: same, and the rank that you mean as r"
+            )
+        if not matching_keys(lora.rank_pattern, name) and lora.r % size.per_token:
+            raise ModelError(
+                f"expert_rank: divide: r {lora.r} is not divisible by the {size.per_token} experts to which a token goes in this base. "
+                f"Set r to a multiple of {size.per_token}, or expert_rank: same"
+            )
+    return found
+
+
+def _linears(linears: Sizes, modules: Collection[str], experts: Sequence[str], lora: LoraShape) -> dict[str, tuple[int, int]]:
     wanted = lora.target_modules
     if wanted == ALL_LINEAR:
         names = _beside_experts(linears, experts)
@@ -67,26 +106,25 @@ def resolve(linears: Sizes, modules: Collection[str], experts: Sequence[str], lo
     block = next((block for block in experts for name in names if name.startswith(block + ".")), None)
     if block is not None:
         raise ModelError(
-            f"{block} is a mixture of experts, whose layers cannot be adapted yet. "
+            f"{block} is a mixture of experts, whose layers are adapted by target_parameters alone. "
             "Name the attention's linears in target_modules instead: "
             f"{', '.join(_last_parts(_beside_experts(linears, experts)))}"
         )
     if not names:
         raise ModelError(f"target_modules, exclude_modules and layers_to_transform together leave no layer to adapt. There are: {present}")
-    for key in (*lora.rank_pattern, *lora.alpha_pattern):
-        if not any(_ends(name, [key]) for name in names):
-            raise ModelError(
-                f"{key!r} in rank_pattern or alpha_pattern matches none of the adapted layers: {', '.join(_last_parts(names))}"
-            )
     return {name: linears[name] for name in names}
 
 
 def left_out(linears: Sizes, experts: Sequence[str], lora: LoraShape) -> list[str]:
-    """What `all-linear` leaves as it is, in a line: experts, and the other linears of their blocks."""
+    """What `all-linear` leaves as it is, in a line: experts, unless they are targets, and the other linears of their blocks."""
     if lora.target_modules != ALL_LINEAR or not experts:
         return []
     adapted, parts = ", ".join(_last_parts(_beside_experts(linears, experts))), " and ".join(_last_parts(experts))
-    return [f"all-linear adapts {adapted}: {len(experts)} layers have a mixture of experts, and {parts} of all layers is left as it is"]
+    left = f"{parts} of all layers is left as it is"
+    if lora.target_parameters:
+        left = f"of {parts} of all layers the experts' {', '.join(_last_parts(lora.target_parameters))} alone are adapted"
+    layers = max(Counter(block.rsplit(".", 1)[-1] for block in experts).values())
+    return [f"all-linear adapts {adapted}: {layers} layers have a mixture of experts, and {left}"]
 
 
 def saved_names(targets: Collection[str], modules: Iterable[str], lora: LoraShape) -> tuple[str, ...]:
@@ -102,8 +140,9 @@ def saved_names(targets: Collection[str], modules: Iterable[str], lora: LoraShap
 def read_shape(adapter: Path) -> LoraShape:
     """Of an adapter that PEFT or this program has written. Raises OSError, ValueError."""
     config = read_object(adapter / "adapter_config.json")
-    keys = ("r", "target_modules", "rank_pattern", "alpha_pattern", "trainable_token_indices")
-    return LoraShape.model_validate({key: config[key] for key in keys if config.get(key) is not None})
+    keys = ("r", "target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+    fields = {key: config[key] for key in keys if config.get(key) is not None}
+    return LoraShape.model_validate(({"target_modules": []} if config.get("target_parameters") else {}) | fields)
 
 
 def token_rows(lora: LoraShape, embedding: str, rows: int) -> tuple[int, ...]:
@@ -128,10 +167,15 @@ def token_rows(lora: LoraShape, embedding: str, rows: int) -> tuple[int, ...]:
     return tokens
 
 
-def trained_parameters(targets: Sizes, lora: LoraShape, embedding_width: int = 0) -> int:
+def trained_parameters(targets: Targets, lora: LoraShape, embedding_width: int = 0) -> int:
     """Of an adapter at `targets`, and of its rows of an embedding."""
-    linears = sum(lora.rank_of(name) * (inputs + outputs) for name, (inputs, outputs) in targets.items())
-    return linears + len(token_rows(lora, "", 0)) * embedding_width
+    adapted = sum(rows_of(lora, name, size) * (size[0] + size[1]) for name, size in targets.items())
+    return adapted + len(token_rows(lora, "", 0)) * embedding_width
+
+
+def rows_of(lora: LoraShape, name: str, size: tuple[int, int] | ExpertSize) -> int:
+    """Of A at a target: its rank, of experts each one's."""
+    return size.experts * lora.rank_of(name, max(1, size.per_token)) if isinstance(size, ExpertSize) else lora.rank_of(name)
 
 
 def _ends(name: str, ends: Iterable[str]) -> bool:

@@ -31,6 +31,7 @@ from tlora.planning.threads import compute_with, default_threads
 from tlora.store.serving import find_prompting
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype
+from tlora.supermodel.experts import Experts
 from tlora.supermodel.inject import find_linears, resolve_targets
 from tlora.supermodel.load import load_config, load_weights, move_model
 from tlora.supermodel.new_tokens import row_shapes, rows_in, with_rows
@@ -58,6 +59,7 @@ class AdaptedModel:
     encoder: Encoder
     layout: AdapterLayout
     params: Tensor
+    experts: Experts
     raw: bool
     notes: tuple[str, ...] = ()
 
@@ -111,12 +113,13 @@ def open_adapter(
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{directory}: its adapter_config.json is no LoRA of this program's range: {error}") from None
-    layout = with_rows(make_layout(shape, resolve_targets(model, find_linears(model), shape)), row_shapes(model, shape))
+    experts = Experts(model)
+    layout = with_rows(make_layout(shape, resolve_targets(model, find_linears(model), experts, shape)), row_shapes(model, shape))
     precision = torch.float64 if model.dtype == torch.float64 else torch.float32
     params = load_params(directory, layout, precision).to(place)
     vocabulary, chats = model.get_input_embeddings().num_embeddings, ChatSettings(prompting.kwargs)
     encoder = open_encoder(prompting.tokenizer, prompting.template, False, vocabulary, chats)
-    return AdaptedModel(model, encoder, layout, params, prompting.raw, (*notes, f"prompt: {prompting.said}"))
+    return AdaptedModel(model, encoder, layout, params, experts, prompting.raw, (*notes, f"prompt: {prompting.said}"))
 
 
 def _find_base(directory: Path, named: str | None) -> str | None:
@@ -169,6 +172,7 @@ def answer(
             stack.enter_context(compute_with(min(default_threads(linears, CPU_BUDGET_CAP), torch.get_num_threads())))
         if adapted:
             _attach(model, stack)
+            stack.enter_context(model.experts.adapted(model.layout, model.params))
         out: Tensor = model.model.generate(input_ids, attention_mask=mask, generation_config=config, tokenizer=tokenizer, streamer=stream)
     return [_cut(tokenizer.decode(row, skip_special_tokens=True), stop_text) for row in out[:, longest:]]
 
@@ -181,6 +185,7 @@ def _attach(model: AdaptedModel, stack: ExitStack) -> None:
         if shape.tokens:
             weight = model.model.get_input_embeddings().weight
             stack.enter_context(rows_in(weight, torch.tensor(shape.tokens, device=weight.device), a_rK))
+        if shape.tokens or shape.module in model.experts.sizes:  # these by `Experts.adapted`
             continue
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor, a: Tensor = a_rK, b: Tensor = b_rN, scale: float = shape.scale):

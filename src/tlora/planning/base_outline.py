@@ -66,6 +66,7 @@ def describe_base(
         tuple(note.replace(base_model, "the base") for note in notes),  # a tenant does not see where it lies
         count_parts(model, torch.device(device), rank),
         (model.new_tokens.name, *model.new_tokens.size),
+        model.experts.sizes,
     )
 
 

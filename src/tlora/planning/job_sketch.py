@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tlora.adapters.targets import read_shape, resolve, token_rows
+from tlora.adapter_shape import ExpertSize
+from tlora.adapters.targets import read_shape, resolve, rows_of, token_rows
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Prepared
 from tlora.errors import DataError, ModelError, TloraError
@@ -24,6 +25,11 @@ class LinearSketch:
     rank: int
     in_features: int
     out_features: int
+    experts: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.rank * self.experts
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class AdapterSketch:
 
     @property
     def numel(self) -> int:
-        return sum(s.rank * (s.in_features + s.out_features) for s in self.shapes)
+        return sum(s.rows * (s.in_features + s.out_features) for s in self.shapes)
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,13 @@ def _adapter(spec: JobSpec, base: BaseShape) -> AdapterSketch:
             shape = read_shape(Path(spec.adapter_path))
         except (OSError, ValueError) as error:
             raise ModelError(f"adapter_path {spec.adapter_path}: the adapter there cannot be read ({error}). Name a PEFT adapter") from None
-    targets = resolve(base.linears, base.modules, base.experts, shape)
-    linears = tuple(LinearSketch(name, shape.rank_of(name), k, n) for name, (k, n) in targets.items())
+    targets = resolve(base.linears, base.modules, base.experts, shape, base.parameters)
+    linears = tuple(_linear_sketch(shape, name, size) for name, size in targets.items())
     name, rows, width = base.embedding
     tokens = token_rows(shape, name, rows)
     return AdapterSketch((*linears, LinearSketch(name, len(tokens), width, 0)) if tokens else linears)
+
+
+def _linear_sketch(shape: LoraShape, name: str, size: tuple[int, int] | ExpertSize) -> LinearSketch:
+    experts = size.experts if isinstance(size, ExpertSize) else 1
+    return LinearSketch(name, rows_of(shape, name, size) // experts, size[0], size[1], experts)

@@ -46,8 +46,10 @@ _RECURRENCE_COPIES = 22  # 2.5 to 2.8 GiB on an H200 for 8,192 tokens with 32 he
 _GPU_SHARE = 0.95  # of what is free; the rest is for the allocator and others
 
 
-def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT) -> MemoryModel:
-    """Count on `model`, which must lie on the meta device, for a run on `device` with adapters of at most `rank`.
+def measure(
+    model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT, adapts_experts: bool = False
+) -> MemoryModel:
+    """Count on `model`, which must lie on the meta device, for a run on `device` with adapters of at most `rank`, of experts too or not.
 
     On a GPU an estimate, within 4 % of the peaks measured on Llama-3-8B (bench/results/h200_memory.json). On a CPU a slot of its own
     is used, with all linears adapted. Raises ModelError for a base whose layers do not fit together.
@@ -58,10 +60,10 @@ def measure(model: SuperModel, base_bytes: int, device: torch.device, rank: int 
     if kernels and takes_fast_path(model):
         layers = len(layers_of(model.base.decoder))
         weights = sum(k * n for k, n in model.targets().values()) // layers
-        return MemoryModel(base_bytes, _estimate(model, device, rank), layers, element, sums, step_copies, weights)
+        return MemoryModel(base_bytes, _estimate(model, device, rank, adapts_experts), layers, element, sums, step_copies, weights)
     head = model.base.head.weight_VH
     name = "memory probe"
-    model.join(name, _probe_lora(model, rank), TrainConfig(max_steps=1))
+    model.join(name, _probe_lora(model, rank, adapts_experts), TrainConfig(max_steps=1))
     few, many = _fitting(model, lambda: [_saved_bytes(model, name, n, device) for n in (_PROBE_TOKENS, 2 * _PROBE_TOKENS)])
     model.leave(name)
     widest = max((s for shape in model.targets().values() for s in shape), default=0)
@@ -102,7 +104,7 @@ def _recurrence_bytes(model: SuperModel) -> int:
     return _RECURRENCE_COPIES * 4 * max(inner, default=0)
 
 
-def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Phase, ...]:
+def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts: bool) -> tuple[Phase, ...]:
     """Bytes of a micro-batch on compiled layers, from the linears' widths.
 
     A layer keeps the output of each linear (of those that end a block, the residual that they are added to), attention's output and
@@ -116,7 +118,9 @@ def _estimate(model: SuperModel, device: torch.device, rank: int) -> tuple[Phase
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
     layer = element * sum(n for _, n in shapes) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
-    kept = layers * layer + shrunk
+    # x of each row of experts, what each product gives, and what the activation gives: nothing is made again there
+    experts = sum(size.per_token * (size.in_features + size.out_features) for size in model.experts.sizes.values()) if adapts_experts else 0
+    kept = layers * layer + shrunk + element * experts
     saved = layer - element * hidden  # a recomputed layer keeps its input
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden)
     return (
@@ -195,11 +199,12 @@ def count_base(model: SuperModel, device: torch.device, layout: LayoutSetting = 
     return base_memory(memory, bytes_by_gpus(model, device, layout), streamed)
 
 
-def _probe_lora(model: SuperModel, rank: int) -> LoraConfig:
-    """All linears where they may be adapted (experts may not)."""
+def _probe_lora(model: SuperModel, rank: int, adapts_experts: bool) -> LoraConfig:
+    """All linears where they may be adapted (those of blocks of experts may not), and all parameters of experts or none."""
     experts = tuple(f"{block}." for block in expert_modules(model.model))
     names = [n for n in model.targets() if not n.startswith(experts)]
-    return LoraConfig(r=max(rank, ROW_ALIGNMENT), target_modules=names)
+    parameters = sorted({name.rsplit(".", 1)[-1] for name in model.experts.sizes}) if adapts_experts else None
+    return LoraConfig(r=max(rank, ROW_ALIGNMENT), target_modules=names, target_parameters=parameters)
 
 
 def _saved_bytes(model: SuperModel, name: str, num_tokens: int, device: torch.device) -> int:

@@ -162,11 +162,11 @@ def plan_memory(
     or, of one of `stages`, what it takes.
     """
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.linears), default=1)
-    memory = measure(model, base, device, rank) if isinstance(base, int) else base
+    memory = measure(model, base, device, rank, _adapt_experts(jobs)) if isinstance(base, int) else base
     base_bytes = memory.base_bytes
     sound = [job for job in jobs if is_sound(job) and not job.kept_out]
     longest = max((job.longest for job in sound), default=1)
-    warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory)
+    warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory) + _expert_warnings(device, sound)
     others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None else []
     bytes_of = {precision: bytes_in(precision, model, base_bytes) for precision in others}
     other_bytes = dict(sorted(bytes_of.items(), key=lambda item: -item[1]))
@@ -225,6 +225,14 @@ def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tupl
         f"token_budget {run.token_budget} is less than the longest sample, of {longest} tokens in {who}: a sample is never split, and a "
         "longer one is a micro-batch by itself. Lower max_length to keep the budget",
     )
+
+
+def _expert_warnings(device: torch.device, jobs: list[PlannedJob]) -> tuple[str, ...]:
+    names = [job.spec.name for job in jobs if _adapt_experts([job])]
+    if device.type != "cuda" or not names:
+        return ()
+    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return (f"{listed}: experts are adapted by torch's own operations on a GPU, not by our kernels, and slower than attention alone",)
 
 
 def check_capacity(job: PlannedJob, plan: RunPlan) -> None:
@@ -369,10 +377,16 @@ class MemoryBound:
         return max(self._rank, *(rank_width(job.layout.largest_rank) for job in jobs if job.layout is not None), ACTIVATION_RANK)
 
     def _memory(self, jobs: Sequence[PlannedJob]) -> MemoryModel:
-        return counting_jobs(self._measure(self._largest_rank(jobs)), jobs, deterministic=True)  # each has a mailbox of its own
+        return counting_jobs(
+            self._measure(self._largest_rank(jobs), _adapt_experts(jobs)), jobs, deterministic=True
+        )  # each has a mailbox of its own
 
     def _at(self, token_budget: int, recompute: RecomputePlan, jobs: Sequence[PlannedJob]) -> RunPlan:
         return replace(self._plan, memory=self._memory(jobs), token_budget=token_budget, recompute=recompute)
+
+
+def _adapt_experts(jobs: Sequence[PlannedJob]) -> bool:
+    return any(shape.experts > 1 for layout in _layouts(jobs) for shape in layout.shapes)
 
 
 def _layouts(jobs: Sequence[PlannedJob]) -> list[AdapterLayout]:

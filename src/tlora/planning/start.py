@@ -15,7 +15,7 @@ from tlora.errors import ModelError
 from tlora.job import JobSpec
 from tlora.jobs_file import explain
 
-PLACES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+PLACES = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 _SHAPE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 
 
@@ -33,10 +33,13 @@ def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]
     """
     config = read_config(start)
     targets = config.get("target_modules")
+    if targets is None and config.get("target_parameters"):
+        targets = []
     if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
         raise ModelError(f"{start}: target_modules must be a list of names, and is {targets!r}. List the layers' names there")
     adopted = {key: config[key] for key in _SHAPE if config.get(key) is not None}
     adopted |= {key: None if config.get(key) in ([], "") else config.get(key) for key in PLACES}
+    adopted["expert_rank"] = "same"  # the adapter's patterns say which
     adopted["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
     differ = [key for key in _SHAPE if key in spec.model_fields_set and key in adopted and not _same(getattr(spec, key), adopted[key])]
     warnings = [f"{key} is {adopted[key]}, as in {start} (the job says {getattr(spec, key)})" for key in differ]

@@ -14,6 +14,16 @@ from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, least_gpus
 
 _MOST_REMEMBERED = 1_000
+_SHAPE = {
+    "base_model",
+    "r",
+    "target_modules",
+    "target_parameters",
+    "expert_rank",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+}
 
 
 class Capacity:
@@ -81,12 +91,11 @@ class Capacity:
         return least_gpus(outline.memory.bytes_by_gpus[: self._gpus], self._most) or 1
 
     def _count(self, order: OrderSpec, outline: BaseShape) -> int:
-        shape = order.model_dump_json(
-            include={"base_model", "r", "target_modules", "rank_pattern", "alpha_pattern", "trainable_token_indices"}
-        )
+        shape = order.model_dump_json(include=_SHAPE)
         found = self._parameters.get(shape)
         if found is None:
-            found = trained_parameters(resolve(outline.linears, outline.modules, outline.experts, order), order, outline.embedding[2])
+            targets = resolve(outline.linears, outline.modules, outline.experts, order, outline.parameters)
+            found = trained_parameters(targets, order, outline.embedding[2])
             if len(self._parameters) >= _MOST_REMEMBERED:
                 self._parameters.clear()
             self._parameters[shape] = found

@@ -132,7 +132,7 @@ def _parameters(spec: JobSpec, outline: BaseShape) -> int:
             shape = read_shape(Path(spec.adapter_path))
         except (OSError, ValueError) as error:
             raise ModelError(f"start_from: the adapter there cannot be read ({error}). Start from another job") from None
-    return trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape), shape)
+    return trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape, outline.parameters), shape)
 
 
 def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: BaseShape) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from tlora.adapter_shape import ExpertSize
 from tlora.errors import DataError
 from tlora.shape.base_parts import BaseParts, parse_parts
 from tlora.shape.memory import BaseMemory
@@ -14,8 +15,8 @@ from tlora.shape.memory import BaseMemory
 @dataclass(frozen=True, slots=True)
 class BaseShape:
     """In and out features of its linears, names of its modules and of its blocks of experts, its bytes (of all weights, and in `memory`),
-    its vocabulary, how long a sample may be, notes for those who train over it, what a plan cuts it by, and its input embedding: name,
-    rows and width.
+    its vocabulary, how long a sample may be, notes for those who train over it, what a plan cuts it by, its input embedding (name, rows and
+    width), and the parameters of its experts that can be adapted.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -30,6 +31,7 @@ class BaseShape:
     notes: tuple[str, ...]
     parts: BaseParts
     embedding: tuple[str, int, int] = ("", 0, 0)
+    parameters: Mapping[str, ExpertSize] = field(default_factory=dict[str, ExpertSize])
 
     def check_length(self, tokens: int) -> None:
         """Of the longest sequence of a job. Raises DataError for one that the base cannot take."""
@@ -57,6 +59,7 @@ class BaseShape:
             "notes": self.notes,
             "parts": self.parts.to_json(),
             "embedding": self.embedding,
+            "parameters": dict(self.parameters),
         }
 
 
@@ -75,6 +78,7 @@ def parse_shape(found: Mapping[str, Any]) -> BaseShape:
         tuple(map(str, found["notes"])),
         parse_parts(found["parts"]),
         _embedding(found),
+        {str(name): ExpertSize(*map(int, size)) for name, size in dict(found.get("parameters", {})).items()},
     )
 
 

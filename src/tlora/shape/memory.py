@@ -29,7 +29,7 @@ class AdaptedLinear(Protocol):
     @property
     def module(self) -> str: ...
     @property
-    def rank(self) -> int: ...
+    def rows(self) -> int: ...
     @property
     def in_features(self) -> int: ...
     @property
@@ -104,7 +104,7 @@ class MemoryModel:
         also the sum of their gradients (`group/exchange.py`); with a reference of its own also that one's weights.
         """
         here = self._here(layout)
-        padded = sum(-(-s.rank // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in here)
+        padded = sum(-(-s.rows // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in here)
         flat = 4 if layout in self.spanning else 3
         weights = 2 if layout in self.compared else 1
         return adapter_bytes(_numel(here), padded, self.element_bytes, self.sum_bytes, flat, weights)
@@ -166,7 +166,7 @@ class MemoryModel:
 
 
 def _numel(shapes: Sequence[AdaptedLinear]) -> int:
-    return sum(shape.rank * (shape.in_features + shape.out_features) for shape in shapes)
+    return sum(shape.rows * (shape.in_features + shape.out_features) for shape in shapes)
 
 
 def parse_memory(found: Mapping[str, Any]) -> MemoryModel:

@@ -103,7 +103,7 @@ class DevicePart:
 
 
 def _chunks_of(shape: AdapterShape) -> int:
-    return bank_chunks.num_chunks([shape.rank * shape.in_features, shape.rank * shape.out_features])
+    return bank_chunks.num_chunks([shape.rows * shape.in_features, shape.rows * shape.out_features])
 
 
 def _fill(row: Tensor, values: Sequence[float] | Sequence[Sequence[float]]) -> None:
@@ -130,7 +130,7 @@ class DeviceOptimizer:
 
     def add(self, job_id: str, state: AdapterState) -> None:
         """Make the buffers of a job that has its slot. May run out of memory; nothing is kept then."""
-        counts = [n for s in state.layout.shapes for n in (s.rank * s.in_features, s.rank * s.out_features)]
+        counts = [n for s in state.layout.shapes for n in (s.rows * s.in_features, s.rows * s.out_features)]
         buffers = StepBuffers.empty(bank_chunks.num_chunks(counts), self._bank.sum_dtype, self._bank.device)
         if len(self._bound) >= self._capacity:
             self._capacity *= 2
@@ -246,7 +246,7 @@ class DeviceOptimizer:
             runs: list[BankRun] = []
             for s in bound.layout.shapes:
                 at = addresses[s.module]
-                runs += [BankRun(at.a, at.da, s.rank * s.in_features), BankRun(at.b, at.db, s.rank * s.out_features)]
+                runs += [BankRun(at.a, at.da, s.rows * s.in_features), BankRun(at.b, at.db, s.rows * s.out_features)]
             table, bound.aligned = bank_chunks.chunk_table(runs, self._bank.dtype.itemsize, self._bank.sum_dtype.itemsize)
             bound.buffers.chunks_C4.copy_(torch.from_numpy(table))
             bound.addresses = addresses

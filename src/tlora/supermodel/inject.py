@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from tlora.adapter_shape import ExpertSize
 from tlora.adapters.targets import resolve
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
+from tlora.supermodel.experts import Experts
 from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.lora_linear import BaseLinear, Context, LoraLinear, StreamedLinear
 
@@ -28,18 +30,31 @@ def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """Names of mixture-of-experts blocks: modules called `experts`, and their siblings that route."""
-    blocks = {name.rsplit(".", 1)[0] for name, _ in model.named_modules() if name.endswith(".experts")}
+    """Names of mixture-of-experts blocks: modules called `experts`, and their siblings that route. Where these stand in the decoder layer
+    itself, beside its attention, they are blocks by themselves.
+    """
+    blocks: set[str] = set()
+    for name, _ in model.named_modules():
+        block, _, last = name.rpartition(".")
+        if last == "experts" and block.rpartition(".")[2].isdigit():
+            routers = [child for child, module in model.get_submodule(block).named_children() if "Router" in type(module).__name__]
+            blocks.update(f"{block}.{child}" for child in ("experts", *routers))
+        elif last == "experts":
+            blocks.add(block)
     return sorted(blocks)
 
 
-def resolve_targets(model: nn.Module, linears: Mapping[str, BaseLinear | LoraLinear], lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Module name -> (in, out features) of the linears that `lora` adapts.
+def resolve_targets(
+    model: nn.Module, linears: Mapping[str, BaseLinear | LoraLinear], experts: Experts, lora: LoraConfig
+) -> dict[str, tuple[int, int] | ExpertSize]:
+    """Module name -> (in, out features) of the linears that `lora` adapts, then its parameters of `experts`.
 
     As `adapters.targets.resolve`, which raises ModelError.
     """
     modules = [name for name, _ in model.named_modules()]
-    return resolve(sizes(linears), modules, expert_modules(model), lora)
+    if lora.target_parameters and experts.why_not is not None:
+        raise ModelError(f"target_parameters: experts of this base cannot be adapted: {experts.why_not}. Take target_parameters out")
+    return resolve(sizes(linears), modules, expert_modules(model), lora, experts.sizes)
 
 
 def sizes(linears: Mapping[str, BaseLinear | LoraLinear]) -> dict[str, tuple[int, int]]:

@@ -14,15 +14,35 @@ from tlora.adapters.bank import AdapterBank
 from tlora.kernels.frozen import BaseWeights
 from tlora.objectives import UnitLoss
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.fast_path import FastPath
+from tlora.supermodel.experts import Experts
 from tlora.supermodel.load import Base
 from tlora.supermodel.losses import JobLoss, Losses, token_logprobs
 from tlora.supermodel.new_tokens import NewTokens, TokenPass
-from tlora.supermodel.plain_path import PlainPath
 from tlora.supermodel.stage import Upstream, decode_from
 
 Back = Callable[[Tensor], object]
 """Takes the gradient [T, H] of hidden states back."""
+Decode = Callable[[PackedBatch, BaseWeights, AdapterBank | None, Mapping[str, float], bool], tuple[Tensor, Back | None]]
+"""As `PlainPath.decode`: a batch through the decoder."""
+
+
+def by_targets(fast: Decode, plain: Decode, experts: Experts) -> Decode:
+    """`fast`, but `plain` for a batch with a job that adapts experts, which no kernel of ours computes. They may be the same."""
+    if fast == plain:
+        return plain
+
+    def decode(
+        part: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
+    ) -> tuple[Tensor, Back | None]:
+        if bank is None or not any(bank.slot(span.job_id, name) for name in experts.sizes for span in part.spans):
+            return fast(part, weights, bank, dropout, train)
+        experts.take_over(True)
+        try:
+            return plain(part, weights, bank, dropout, train)
+        finally:
+            experts.take_over(False)
+
+    return decode
 
 
 class PartPasses:
@@ -35,14 +55,14 @@ class PartPasses:
     def __init__(
         self,
         base: Base,
-        path: FastPath | PlainPath,
+        decode: Decode,
         weights: BaseWeights,
         bank: AdapterBank,
         references: AdapterBank,
         dropout_of: Callable[[str], float],
         new_tokens: NewTokens,
     ) -> None:
-        self._base, self._path, self.weights, self._dropout_of = base, path, weights, dropout_of
+        self._base, self._decoded, self.weights, self._dropout_of = base, decode, weights, dropout_of
         self._bank, self._references, self._new_tokens = bank, references, new_tokens
         self.upstream: Upstream | None = None
         self.computed_tokens = 0
@@ -92,7 +112,7 @@ class PartPasses:
 
     def _decode(self, part: PackedBatch, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool) -> tuple[Tensor, Back | None]:
         """Hidden states [T, H] and in training what takes their gradient back, behind the first stage from and to the stage before."""
-        decode = partial(self._path.decode, part, self.weights, bank, dropout, train)
+        decode = partial(self._decoded, part, self.weights, bank, dropout, train)
         upstream = self.upstream
         if upstream is None:
             return decode()

@@ -29,6 +29,7 @@ from tlora.sharing.layer_stream import FetchStats
 from tlora.sharing.peers import Sharing
 from tlora.supermodel.base_config import longest_safe_sequence
 from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.experts import Experts
 from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.job_by_job import make_optimizer
@@ -37,7 +38,7 @@ from tlora.supermodel.lora_linear import Context, base_weights
 from tlora.supermodel.losses import JobLoss, Pass, sum_losses
 from tlora.supermodel.new_tokens import NewTokens, with_rows
 from tlora.supermodel.optimizer_steps import MeasuredSteps, PartStep, QueuedSteps, StepError
-from tlora.supermodel.part_passes import PartPasses
+from tlora.supermodel.part_passes import PartPasses, by_targets
 from tlora.supermodel.plain_path import PlainPath
 from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.stage import StagePass
@@ -67,8 +68,8 @@ class SuperModel(nn.Module):
         linears = find_linears(base.model)
         weight = base.head.weight_VH
         self.context = Context()
-        self.new_tokens = NewTokens(base, self.context)
-        places = {**sizes(linears), self.new_tokens.name: (self.new_tokens.size[1], 0)}
+        self.new_tokens, self.experts = NewTokens(base, self.context), Experts(base.model)
+        places = {**sizes(linears), **self.experts.widths, self.new_tokens.name: (self.new_tokens.size[1], 0)}
         self.bank = AdapterBank(places, weight.dtype, weight.device)
         self.references = AdapterBank(places, weight.dtype, weight.device, frozen=True)
         """The adapters that jobs' objectives compare with; jobs that have none there compare with the base alone."""
@@ -81,9 +82,8 @@ class SuperModel(nn.Module):
             raise ConfigError(f"a base in stages needs the fused kernels on a GPU, and {why}. Take one GPU, or GPUs that hold it otherwise")
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
-        self.passes = PartPasses(
-            base, self._path, base_weights(self._linears), self.bank, self.references, self._dropout_of, self.new_tokens
-        )
+        decode = by_targets(self._path.decode, self.plain_path.decode, self.experts)
+        self.passes = PartPasses(base, decode, base_weights(self._linears), self.bank, self.references, self._dropout_of, self.new_tokens)
         self.optimizer = make_optimizer(self.bank)
 
     @classmethod
@@ -173,16 +173,13 @@ class SuperModel(nn.Module):
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
-        targets = resolve_targets(self.model, self._linears, lora)
-        linears = make_layout(lora, targets, saved_names(targets, self._module_names(), lora))
-        return with_rows(linears, self.new_tokens.shape(lora))
+        targets = resolve_targets(self.model, self._linears, self.experts, lora)
+        adapted = make_layout(lora, targets, saved_names(targets.keys() - self.experts.sizes, dict(self.model.named_modules()), lora))
+        return with_rows(adapted, self.new_tokens.shape(lora))
 
     def left_out(self, lora: LoraConfig) -> list[str]:
         """In a line, what `all-linear` leaves as it is."""
         return left_out(sizes(self._linears), expert_modules(self.model), lora)
-
-    def _module_names(self) -> list[str]:
-        return [name for name, _ in self.model.named_modules()]
 
     def targets(self) -> dict[str, tuple[int, int]]:
         """Every linear that can be adapted: dotted name -> (in features, out features)."""
@@ -220,6 +217,7 @@ class SuperModel(nn.Module):
         if begun:
             self._check_finite(job_id, "adapter", state.params)
         self.bank.add(job_id, layout)
+        self.experts.expect(layout, self.context, alone=self.fast_path is None)
         try:
             self.bank.write(job_id, state.params)
             self.optimizer.add(job_id, state)

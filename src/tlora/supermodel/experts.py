@@ -1,0 +1,222 @@
+"""Experts of a mixture as LoRA targets: which parameters of a model can be adapted, and how its experts run while jobs adapt them.
+
+transformers' experts ask its `ExpertsInterface` what computes them; there they get `kernels/experts.py`. Routers, gates and norms stay the
+family's own. A family is proven when a model of it is taken: our path has to give what its own eager experts give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tlora.adapter_shape import ExpertSize
+from tlora.adapters.state import AdapterLayout
+from tlora.kernels.experts import ExpertAdapters, ExpertWeights, combine, dispatch, expert_linear, route
+from tlora.kernels.multi_lora import LoraWeights
+from tlora.kernels.reference import Segment
+from tlora.supermodel.lora_linear import ActiveBatch, Context
+
+NAME = "tlora_experts"
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of 16 bits, where eager experts round each sum of slots:
+_OF_16_BITS = 5e-2
+
+
+@dataclass(frozen=True)
+class JobRows:
+    """The jobs of a batch at one parameter: where their tokens end, and each one's rows and scale, None where it adapts it not."""
+
+    ends: tuple[int, ...]
+    slots: tuple[tuple[range, float] | None, ...]
+    weights: LoraWeights
+    anchor: Tensor | None = None
+
+
+Source = Callable[[str], JobRows | None]
+"""What jobs add at the parameter of a dotted name, in the pass that runs now; None where none does."""
+
+
+@dataclass
+class ExpertBlock:
+    """One module of experts. `parameters`: dotted names of what can be adapted, in the module's own order. `before`: what computed it."""
+
+    name: str
+    module: Any
+    before: str
+    source: Source | None = None
+
+    @property
+    def up(self) -> str:
+        return "gate_up_proj" if self.module.has_gate else "up_proj"
+
+    @property
+    def parameters(self) -> list[str]:
+        return [name for name, _ in self.module.named_parameters(recurse=False) if name in (self.up, "down_proj")]
+
+    def size(self, parameter: str) -> ExpertSize:
+        experts, rows, columns = getattr(self.module, parameter).shape
+        inputs, outputs = (rows, columns) if self.module.is_transposed else (columns, rows)
+        return ExpertSize(inputs, outputs, experts, _per_token(self.module.config))
+
+    def weights(self, parameter: str) -> ExpertWeights:
+        bias = getattr(self.module, f"{parameter}_bias") if self.module.has_bias else None
+        return ExpertWeights(getattr(self.module, parameter), bias, self.module.is_transposed)
+
+    def frozen(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """As the base computes it, without adapters."""
+        own: Any = ALL_EXPERTS_FUNCTIONS.get_interface(self.before, type(self.module).forward.__wrapped__)  # type: ignore[attr-defined]
+        return own(self.module, x_TH, experts_TK, weights_TK)
+
+    def run(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, jobs: dict[str, JobRows | None]) -> Tensor:
+        """With what `jobs` add at each parameter."""
+        first = next((rows for rows in jobs.values() if rows is not None), None)
+        ends = first.ends if first is not None else (x_TH.shape[0],)
+        module, anchor = self.module, None if first is None else first.anchor
+        up, down = self.weights(self.up), self.weights("down_proj")
+        routing = route(experts_TK, ends, up.weight.shape[0])
+        adapters = {name: _adapters(rows, routing, up.weight.shape[0]) for name, rows in jobs.items()}
+        y_SN = expert_linear(dispatch(x_TH.to(up.weight.dtype), routing), lambda: up, routing, adapters.get(self.up), anchor)
+        y_SN = module._apply_gate(y_SN) if module.has_gate else module.act_fn(y_SN)
+        y_SH = expert_linear(y_SN, lambda: down, routing, adapters.get("down_proj"), anchor)
+        if module.has_post_expert_norm:
+            y_SH = module.post_expert_norm(y_SH)
+        return combine(y_SH, weights_TK, routing).to(x_TH.dtype)
+
+
+def _per_token(config: Any) -> int:
+    """To how many experts a token goes; 0 where the config does not say, or not for all layers alike."""
+    found = (getattr(config, key, None) for key in _PER_TOKEN)
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
+def _adapters(rows: JobRows | None, routing: Any, experts: int) -> ExpertAdapters | None:
+    if rows is None:
+        return None
+    segments: list[Segment] = []
+    for run in routing.runs:
+        slot = rows.slots[run.run] if run.run < len(rows.slots) else None
+        if slot is not None:
+            own, scale = slot
+            rank = len(own) // experts
+            first = own.start + run.expert * rank
+            segments.append(Segment(run.s0, run.s1, first, first + rank, scale))
+    return ExpertAdapters(rows.weights, tuple(segments))
+
+
+def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The implementation that transformers calls by `NAME`."""
+    block: ExpertBlock = module.tlora_block
+    jobs = {name: block.source(f"{block.name}.{name}") for name in block.parameters} if block.source is not None else {}
+    if all(rows is None for rows in jobs.values()):
+        return block.frozen(hidden_states, top_k_index, top_k_weights)
+    return block.run(hidden_states, top_k_index, top_k_weights, jobs)
+
+
+class Experts:
+    """All blocks of experts of a model whose parameters can be adapted. `sizes`: by the dotted names of the parameters.
+
+    `why_not`: why those that it has cannot be, in a family whose own experts compute something else.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.blocks = [
+            getattr(module, "tlora_block", None) or ExpertBlock(name, module, module.config._experts_implementation)
+            for name, module in _adaptable(model)
+        ]
+        self.why_not = _why_not(self.blocks)
+        self._dtype = self.blocks[0].module.down_proj.dtype if self.blocks else torch.float32
+        usable = [] if self.why_not else self.blocks
+        self.sizes = {f"{block.name}.{name}": block.size(name) for block in usable for name in block.parameters}
+
+    @property
+    def widths(self) -> dict[str, tuple[int, int]]:
+        """In and out features of each parameter."""
+        return {name: (size.in_features, size.out_features) for name, size in self.sizes.items()}
+
+    def install(self, source: Source) -> None:
+        """From now on jobs' adapters are asked of `source` in each pass. Where there are none, experts run as before."""
+        ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
+        for block in self.blocks:
+            block.source = source
+            block.module.tlora_block = block
+        self.take_over(True)
+
+    def expect(self, layout: AdapterLayout, context: Context, alone: bool) -> None:
+        """An adapter of `layout` joins, of which batches that are active in `context` tell. `alone`: no other path computes the model."""
+        if any(shape.experts > 1 for shape in layout.shapes):
+            self.install(partial(jobs_in, context))
+            self.take_over(alone)
+
+    def take_over(self, ours: bool) -> None:
+        """Whether transformers asks us from now on, or what it asked before."""
+        for block in self.blocks:
+            block.module.config._experts_implementation = NAME if ours else block.before
+
+    @contextmanager
+    def adapted(self, layout: AdapterLayout, params_P: Tensor) -> Iterator[None]:
+        """Within it all tokens have the adapter of `layout` at experts, in the base's dtype as PEFT folds it."""
+        rows: dict[str, JobRows] = {}
+        for shape, a_RK, b_RN in layout.views(params_P):
+            if shape.module in self.sizes:
+                a, b = (rows_.to(self._dtype) for rows_ in (a_RK, b_RN))
+                rows[shape.module] = JobRows((), ((range(shape.rows), shape.scale),), LoraWeights(a, b, a[:0], b[:0]))
+        self.install(rows.get)
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                block.source = None
+
+
+def jobs_in(context: Context, parameter: str) -> JobRows | None:
+    """A `Source`: of the batch that is active in `context`."""
+    active: ActiveBatch | None = context.active
+    if active is None or active.bank is None:
+        return None
+    slots = tuple(active.bank.slot(span.job_id, parameter) for span in active.batch.spans)
+    if not any(slots):
+        return None
+    rows = active.bank.linear(parameter)
+    weights = LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN)
+    return JobRows(tuple(span.t1 for span in active.batch.spans), slots, weights, active.anchor if torch.is_grad_enabled() else None)
+
+
+def _adaptable(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules of several experts that transformers computes by its `ExpertsInterface`."""
+    for name, module in model.named_modules():
+        found: Any = module
+        if not all(hasattr(found, key) for key in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "config")):
+            continue
+        parameters = [getattr(found, key, None) for key in ("gate_up_proj" if found.has_gate else "up_proj", "down_proj")]
+        if all(isinstance(p, nn.Parameter) and p.ndim == 3 and p.shape[0] > 1 for p in parameters):
+            yield name, found
+
+
+@torch.no_grad()
+def _why_not(blocks: list[ExpertBlock]) -> str | None:
+    """The proof, by the first module of each class; none of a model without numbers."""
+    for block in {type(block.module): block for block in reversed(blocks)}.values():
+        weight = getattr(block.module, block.up)
+        if weight.is_meta:
+            continue
+        generator = torch.Generator().manual_seed(0)
+        tokens, slots = 7, min(2, weight.shape[0])
+        x_TH = torch.randn(tokens, block.size(block.up).in_features, generator=generator).to(weight)
+        experts_TK = torch.stack([torch.randperm(weight.shape[0], generator=generator)[:slots] for _ in range(tokens)]).to(weight.device)
+        weights_TK = torch.rand(tokens, slots, generator=generator).to(weight)
+        eager: Any = type(block.module).forward.__wrapped__  # type: ignore[attr-defined]
+        try:
+            wanted, got = eager(block.module, x_TH, experts_TK, weights_TK), block.run(x_TH, experts_TK, weights_TK, {})
+        except (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError) as error:
+            return f"{type(block.module).__name__} cannot run sorted by expert ({' '.join(str(error).split())[:200]})"
+        difference = float((got.double() - wanted.double()).norm() / wanted.double().norm())
+        if not difference <= _TOLERANCE.get(weight.dtype, _OF_16_BITS):
+            return f"{type(block.module).__name__} computes something else than its parameters say (relative difference {difference:.1e})"
+    return None
