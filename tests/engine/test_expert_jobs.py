@@ -66,7 +66,7 @@ def test_a_run_of_jobs_with_experts(base: Path, tmp_path: Path) -> None:
     lora = LoraConfig(r=4, **EXPERTS)  # type: ignore[arg-type]
     opened = open_adapter(tmp_path / "out" / "both")
     targets = resolve(shape.linears, shape.modules, shape.experts, lora, shape.parameters)
-    assert trained_parameters(targets, lora) == opened.layout.numel
+    assert trained_parameters(targets, lora, shape.embedding[2]) == opened.layout.numel
     ids = torch.arange(10, 40)[None]
     whole = transformers.AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="_pattern keys did not match"):  # of modules; it applies them to parameters

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.service.served import Served, config_of, serving
-from tlora.adapters.targets import resolve, trained_parameters
 from tlora.job import LoraShape
-from tlora.service.base_shapes import Precision, find_outline, known_outline
+from tlora.service.base_shapes import Precision, adapter_parameters, find_outline, known_outline
 from tlora.service.capacity import Capacity
 from tlora.service.machine import Devices
 from tlora.shape.base_shape import BaseShape
@@ -30,7 +29,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter_bytes(outline: BaseShape, shape: LoraShape) -> int:
-    return ADAPTER_BYTES * trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape, outline.parameters), shape)
+    return ADAPTER_BYTES * adapter_parameters(outline, shape)
 
 
 @pytest.fixture

@@ -128,6 +128,7 @@ def test_the_profile_is_the_one_that_the_planner_makes_with_torch(asked: Asked, 
 
     data = write_rows(tmp_path / "data.jsonl", 30)
     fields: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"down_proj": 4}, "eval_size": 0.2}
+    fields["trainable_token_indices"] = [3, 9]
     asked.ask("profiled", data, **fields)
     run = RunSpec.model_validate({"base_model": BASE, "jobs": [{"name": "profiled", "data": str(data)} | fields]})
     planned = profile_jobs(run)["profiled"]

@@ -167,7 +167,7 @@ def token_rows(lora: LoraShape, embedding: str, rows: int) -> tuple[int, ...]:
     return tokens
 
 
-def trained_parameters(targets: Targets, lora: LoraShape, embedding_width: int = 0) -> int:
+def trained_parameters(targets: Targets, lora: LoraShape, embedding_width: int) -> int:
     """Of an adapter at `targets`, and of its rows of an embedding."""
     adapted = sum(rows_of(lora, name, size) * (size[0] + size[1]) for name, size in targets.items())
     return adapted + len(token_rows(lora, "", 0)) * embedding_width

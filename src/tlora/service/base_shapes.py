@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlora import durable
+from tlora.adapter_shape import LoraShape
+from tlora.adapters.targets import resolve, trained_parameters
 from tlora.errors import CheckpointError, ModelError
 from tlora.json_file import read_object
 from tlora.shape.base_shape import BaseShape, parse_shape
@@ -90,3 +92,8 @@ def _make(base_model: str, path: Path, precision: Precision) -> None:
             full.errno = errno.ENOSPC
             raise full
         raise ModelError(lines[-1] if lines else f"base_model {base_model}: the process that reads its shape ended with {ended.returncode}")
+
+
+def adapter_parameters(base: BaseShape, lora: LoraShape) -> int:
+    """How many numbers an adapter trains, of its rows of the embedding too. Raises TloraError for what is not there."""
+    return trained_parameters(resolve(base.linears, base.modules, base.experts, lora, base.parameters), lora, base.embedding[2])

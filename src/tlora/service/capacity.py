@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tlora.adapters.targets import resolve, trained_parameters
 from tlora.api import OrderSpec
 from tlora.errors import ModelError
 from tlora.job import Recompute
-from tlora.service.base_shapes import known_outline, precision_of
+from tlora.service.base_shapes import adapter_parameters, known_outline, precision_of
 from tlora.service.config import ServerConfig
 from tlora.service.machine import Devices
 from tlora.service.problems import RefusedError
@@ -94,8 +93,7 @@ class Capacity:
         shape = order.model_dump_json(include=_SHAPE)
         found = self._parameters.get(shape)
         if found is None:
-            targets = resolve(outline.linears, outline.modules, outline.experts, order, outline.parameters)
-            found = trained_parameters(targets, order, outline.embedding[2])
+            found = adapter_parameters(outline, order)
             if len(self._parameters) >= _MOST_REMEMBERED:
                 self._parameters.clear()
             self._parameters[shape] = found

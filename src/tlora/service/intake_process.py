@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tlora import durable
-from tlora.adapters.targets import read_shape, resolve, trained_parameters
+from tlora.adapters.targets import read_shape
 from tlora.data.prepare import Prepared, prepare, start_worker
 from tlora.data.profile import profile_of
 from tlora.data.request import DataLimits, PrepareRequest
 from tlora.errors import DataError, ModelError, TloraError
 from tlora.job import JobSpec, LoraShape
 from tlora.link.supervisor import line_to_parent
-from tlora.service.base_shapes import find_outline
+from tlora.service.base_shapes import adapter_parameters, find_outline
 from tlora.service.intake import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
 from tlora.shape.base_shape import BaseShape
 
@@ -132,7 +132,7 @@ def _parameters(spec: JobSpec, outline: BaseShape) -> int:
             shape = read_shape(Path(spec.adapter_path))
         except (OSError, ValueError) as error:
             raise ModelError(f"start_from: the adapter there cannot be read ({error}). Start from another job") from None
-    return trained_parameters(resolve(outline.linears, outline.modules, outline.experts, shape, outline.parameters), shape)
+    return adapter_parameters(outline, shape)
 
 
 def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: BaseShape) -> dict[str, Any]:
