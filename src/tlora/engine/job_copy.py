@@ -81,14 +81,14 @@ class JobCopy:
         for name in gone:  # such as the result of an earlier order
             self._client.ask(Remove(self._name, self._attempt, name), Done)
             del self._files[name]
-        for path in self._durable_directories():
+        directories = self._durable_directories()
+        for path in [path for path in plain if path.suffix == _ROWS]:  # before a checkpoint: who goes on from it has all rows before it
+            self._send_rows(path)
+        for path in directories:
             with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile, for a newer one
                 self._send_directory(path)
-        for path in plain:
-            if path.suffix == _ROWS:
-                self._send_rows(path)
-            elif last:
-                self._send_file(path)
+        for path in [path for path in plain if last and path.suffix != _ROWS]:
+            self._send_file(path)
         for name in [name for name in self._directories if not (self._directory / name).is_dir()]:
             self._client.ask(Remove(self._name, self._attempt, name), Done)
             del self._directories[name]
