@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,9 +77,9 @@ def part_of(name: str) -> str:
 def record(model: SuperModel, work: Callable[[], None]) -> list[dict[str, Any]]:
     """The trace's events of `work`, with head and optimizer as named ranges."""
     cuda = model.device.type == "cuda"
-    original, step = losses.linear_cross_entropy, model.queue_optim_step
+    original, measure = losses.linear_cross_entropy, _in_range(OPTIMIZER, model.measure_gradients)
     losses.linear_cross_entropy = _in_range(HEAD, original)
-    model.queue_optim_step = _in_range(OPTIMIZER, step)  # type: ignore[method-assign]
+    model.measure_gradients = lambda job_ids: SimpleNamespace(update=_in_range(OPTIMIZER, measure(job_ids).update))  # type: ignore[method-assign, assignment]
     try:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         with profile(activities=activities) as profiler, record_function(WHOLE):
@@ -86,7 +87,7 @@ def record(model: SuperModel, work: Callable[[], None]) -> list[dict[str, Any]]:
             machine.wait(model.device)
     finally:
         losses.linear_cross_entropy = original
-        del model.queue_optim_step
+        del model.measure_gradients
     with tempfile.TemporaryDirectory() as directory:
         profiler.export_chrome_trace(str(Path(directory) / "trace.json"))
         return json.loads((Path(directory) / "trace.json").read_text())["traceEvents"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,15 +36,19 @@ def count(state: AdapterState, values: tuple[int, int, int]) -> None:
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counters of a step stand as before it until it is read, as on a GPU. Returns how many steps were unread at each micro-batch."""
-    queue, run_micro_batch = SuperModel.queue_optim_step, Engine.run_micro_batch
+    measure, run_micro_batch = SuperModel.measure_gradients, Engine.run_micro_batch
     waiting: set[str] = set()
     found: list[int] = []
 
-    def queue_late(model: SuperModel, job_ids: Iterable[str]) -> QueuedSteps:
+    def measure_late(model: SuperModel, job_ids: Iterable[str]) -> SimpleNamespace:
         states = {name: model.state(name) for name in job_ids}
         assert not waiting & states.keys(), "a job steps again before its last step was read"
+        measured = measure(model, states)
+        return SimpleNamespace(update=lambda: update_late(model, states, measured.update))
+
+    def update_late(model: SuperModel, states: dict[str, AdapterState], update: Callable[[], QueuedSteps]) -> QueuedSteps:
         before = {name: counters(state) for name, state in states.items()}
-        steps = queue(model, states)
+        steps = update()
         states = {name: state for name, state in states.items() if name not in steps.errors}
         after = {name: counters(state) for name, state in states.items()}
         for name, state in states.items():
@@ -63,7 +68,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(waiting))
         return run_micro_batch(engine)
 
-    monkeypatch.setattr(SuperModel, "queue_optim_step", queue_late)
+    monkeypatch.setattr(SuperModel, "measure_gradients", measure_late)
     monkeypatch.setattr(Engine, "run_micro_batch", counted)
     return found
 
@@ -149,7 +154,7 @@ def test_what_raises_about_a_step_leaves_checkpoints_that_agree(
         return call
 
     where: Any = {"Losses": engine_room, "queue": SuperModel, "read": engine_room.Losses}[part]
-    name = {"queue": "queue_optim_step"}.get(part, part)
+    name = {"queue": "measure_gradients"}.get(part, part)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not this time"):
         patch.setattr(where, name, raising(getattr(where, name)))
         train(wide_base, tmp_path / "cut", jobs, deterministic=True)

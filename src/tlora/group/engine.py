@@ -155,11 +155,12 @@ class Engine:
             self._pipeline.wait_for_steps(computes=bool(self.stream.ahead))
             if not self._pipeline.measured:
                 break
-            self._step_measured()
+            self._step()
             self._announce(packs)
         if not self.stream.ahead:
             self._settle()
-            self._through(self._gradients.completed_elsewhere())
+            self._measure(self._gradients.completed_elsewhere())
+            self._step()
             return None
         announced, before = self.stream.next(), self.model.passes.computed_tokens
         packed = announced.packed
@@ -184,7 +185,8 @@ class Engine:
             self._evaluated(through)
         else:
             whole += [run for run in through if self._gradients.through(run)]
-        self._through(whole)
+        self._measure(whole)
+        self._step()
         return packed
 
     def _announce(self, packs: bool) -> None:
@@ -220,40 +222,37 @@ class Engine:
             self._listen(Evaluated(run.spec.name, run.progress, mean.loss, run.summary(mean.metrics)))
             self._advance(run)
 
-    def _through(self, whole: list[JobRun]) -> None:
-        """The batches of these jobs are through here: measure their gradients, and take the optimizer steps that can be taken."""
+    def _measure(self, whole: list[JobRun]) -> None:
+        """The batches of these jobs are through here."""
         if whole:
             losses = Losses([run.passed if run.is_lead else BatchLosses() for run in whole])  # takes memory: before any step is under way
             self._measured.append((whole, losses))
             self._pipeline.measure([run.spec.name for run in whole])
-        self._step_measured()
 
-    def _step_measured(self) -> None:
+    def _step(self) -> None:
+        """Take the optimizer steps that can be taken, of jobs that were measured together at once; a job whose step raises fails alone. The
+        host waits for them only if something else than the jobs' next batches follows.
+        """
         while self._measured and self._pipeline.measured:
             self._settle()
-            self._step(*self._measured.popleft())
-
-    def _step(self, measured: list[JobRun], losses: Losses) -> None:
-        """Take the optimizer steps of jobs that were measured together; a job whose step raises fails alone. The host waits for them only
-        if something else than the jobs' next batches follows.
-        """
-        steps = self._pipeline.step()
-        through = [run for run in measured if self.runs.get(run.spec.name) is run]  # others have left meanwhile
-        for run in through:
-            if (error := steps.errors.get(run.spec.name)) is not None:
-                self._end(run, "failed", Failure(error).reason)
-            else:
-                self.stream.rule.leaves(run.spec.name, run.progress.step, run.samples_here)
-                run.step_queued()
-        stepping = [run for run in through if run.spec.name not in steps.errors]
-        self.nano_batching.stepped([run.spec.name for run in stepping])
-        offered = not steps.done and all(run.goes_straight_on for run in stepping)
-        self._stepping = Stepping(measured, steps, losses, offered)
-        if not offered:
-            self._settle()
-            return
-        for run in stepping:
-            self._offer(run)
+            measured, losses = self._measured.popleft()
+            steps = self._pipeline.due().update()
+            through = [run for run in measured if self.runs.get(run.spec.name) is run]  # others have left meanwhile
+            for run in through:
+                if (error := steps.errors.get(run.spec.name)) is not None:
+                    self._end(run, "failed", Failure(error).reason)
+                else:
+                    self.stream.rule.leaves(run.spec.name, run.progress.step, run.samples_here)
+                    run.step_queued()
+            stepping = [run for run in through if run.spec.name not in steps.errors]
+            self.nano_batching.stepped([run.spec.name for run in stepping])
+            offered = not steps.done and all(run.goes_straight_on for run in stepping)
+            self._stepping = Stepping(measured, steps, losses, offered)
+            if not offered:
+                self._settle()
+                continue
+            for run in stepping:
+                self._offer(run)
 
     def _offer(self, run: JobRun) -> bool:
         """Put the next evaluation or global batch on offer. A job whose data cannot be read any more fails, and False comes back."""

@@ -16,7 +16,7 @@ from tlora.batching.flow import Kind
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import JobSpec
 from tlora.supermodel.batch import BatchRow
-from tlora.supermodel.optimizer_steps import QueuedSteps
+from tlora.supermodel.optimizer_steps import DueSteps
 from tlora.supermodel.supermodel import SuperModel
 
 
@@ -84,10 +84,10 @@ class Pipeline:
         """Whether the jobs that were measured first, in one call, can step now."""
         return bool(self._measured)
 
-    def step(self) -> QueuedSteps:
-        """Queue the steps of those of them that have not left, at all stages."""
+    def due(self) -> DueSteps:
+        """Their steps, once; `update` takes them at all stages, but for jobs that have left."""
         due, self._measured = self._measured, []
-        return self._model.queue_optim_step(due)
+        return self._model.measure_gradients(due)
 
     @property
     def awaits(self) -> bool:

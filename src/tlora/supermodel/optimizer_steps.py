@@ -45,8 +45,16 @@ class Stepping(Protocol):
     def total_steps(self) -> int: ...
 
 
-class MeasuredSteps(Protocol):
-    """Steps after their first half: gradients are measured, and nothing is changed."""
+class DueSteps(Protocol):
+    """Steps whose gradients are measured, and of which nothing is changed yet."""
+
+    def update(self) -> QueuedSteps:
+        """The second half, once: clip, apply AdamW, write the weights into the bank, forget the gradient. Does not wait for the device."""
+        ...
+
+
+class MeasuredSteps(DueSteps, Protocol):
+    """With what was measured."""
 
     @property
     def verdicts(self) -> Mapping[str, Tensor]:
@@ -58,10 +66,6 @@ class MeasuredSteps(Protocol):
     @property
     def errors(self) -> Mapping[str, Exception]:
         """Jobs whose gradient could not be measured, and why: they do not step."""
-        ...
-
-    def update(self) -> QueuedSteps:
-        """The second half, once: clip, apply AdamW, write the weights into the bank, forget the gradient. Does not wait for the device."""
         ...
 
 

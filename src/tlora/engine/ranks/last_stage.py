@@ -29,7 +29,7 @@ from tlora.sharing.channel import InterruptedWaitError
 from tlora.sharing.peers import Peers
 from tlora.supermodel.batch import BatchRow
 from tlora.supermodel.load import layers_of
-from tlora.supermodel.optimizer_steps import QueuedSteps
+from tlora.supermodel.optimizer_steps import DueSteps
 from tlora.supermodel.stage import AdapterCut, stage_of
 from tlora.supermodel.supermodel import SuperModel
 
@@ -175,8 +175,8 @@ class StagePipeline(Pipeline):
     def measured(self) -> bool:
         return self._steps.ready
 
-    def step(self) -> QueuedSteps:
-        return self._steps.step()
+    def due(self) -> DueSteps:
+        return self._steps
 
     @property
     def awaits(self) -> bool:

@@ -111,7 +111,7 @@ class StageSteps:
             self._take_check(*self._checks.popleft())
         return all(step.is_due for step in group.steps.values())
 
-    def step(self) -> QueuedSteps:
+    def update(self) -> QueuedSteps:
         """Of those jobs, at all stages. What comes of them is known here already."""
         stats: dict[str, StepStats] = {}
         errors: dict[str, Exception] = {}
