@@ -85,7 +85,7 @@ class Setting:
     def sample_seconds(self, tokens: int) -> float:
         """Of its products on one GPU, in an ideal micro-batch."""
         work = JobWork(tokens, float(tokens), 2, 0.0)
-        return work.multiply_adds(self.device.parts.weights, self.device.parts.width) / self.device.rate
+        return work.multiply_adds(self.device.parts.timed_weights, self.device.parts.width) / self.device.rate
 
     def micro_batch_seconds(self, lengths: Sequence[int], shape: int, recomputed: int = 0) -> float:
         """Of samples in one shape of so many tokens on one GPU."""

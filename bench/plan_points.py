@@ -70,8 +70,10 @@ POINTS = (
 )
 
 
-# Short runs on one GPU; those of `Work.fitted` are left out of the medians.
+# Short runs on one GPU; those of `Work.fitted` and of `FITTED_LATER` are left out of the medians.
 MEASUREMENTS = ("h200_f960408_plan_measurements_a.json", "h200_f960408_plan_measurements_b.json")
+# Groups and tokens of micro-batches: the other ends of the slopes that `FEATURE_WEIGHTS` is from (src/tlora/shape/work.py).
+FITTED_LATER = {("8b", 512), ("0.6b", 2048)}
 
 
 class Bases:
@@ -104,7 +106,12 @@ def predict(point: Point, bases: Bases, directory: Path) -> LayoutPlan:
     ]
     gpu = find_gpu(point.gpu)
     base, shape = bases.outline("llama-3-70b", None, point.precision, gpu)
-    settings: dict[str, Any] = {"base_precision": point.precision, "token_budget": point.tokens, "recompute": point.recomputed}
+    settings: dict[str, Any] = {
+        "base_precision": point.precision,
+        "token_budget": point.tokens,
+        "recompute": point.recomputed,
+        "layout": point.form,
+    }
     run = RunSpec(base_model=str(base), output_dir=str(directory / "out"), jobs=jobs, dtype="bfloat16", **settings)
     return plan(run, shape, gpu, point.gpus, point.form)
 
@@ -140,7 +147,8 @@ def rows_of_works(spec: str | None, bases: Bases, directory: Path) -> Iterator[d
         assert gpu is not None, content["device"]
         for row in content["rows"]:
             work, form = Work(**row["work"]), "streamed" if row["slots"] else "whole"
-            own = {"form": form, "gpus": 1, "gpu": gpu.name, "file": file, "group": row["group"], "fitted": work.fitted}
+            fitted = work.fitted or (row["group"], work.token_budget) in FITTED_LATER
+            own = {"form": form, "gpus": 1, "gpu": gpu.name, "file": file, "group": row["group"], "fitted": fitted}
             lengths = "-".join(map(str, work.lengths)) if isinstance(work.lengths, list | tuple) else work.lengths
             what = f"{form:<9} {row['group']:<12} {work.jobs} x {work.batch_size} x {lengths}, {work.token_budget:,} tokens"
             found = _compared(own, what, predict_work(row, gpu, bases, directory), row["tokens_per_second"])

@@ -17,6 +17,7 @@ from tlora.cli.plan_gpus import asked_gpus
 from tlora.cluster.gpus import Gpu
 from tlora.errors import ConfigError
 from tlora.shape.gpu_files import calibration_path, versions
+from tlora.shape.work import WITH_FEATURES
 
 LIMITS = "base_model: {base}\ndtype: bfloat16\njobs:\n  - {{name: a, data: {data}, r: 4}}\n  - {{name: b, data: {data}, r: 8}}\n"
 
@@ -124,7 +125,7 @@ def test_gpus_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     own.parent.mkdir(parents=True)
     spec(own, name="NVIDIA GeForce RTX 4090", memory="24564MiB", training_tflops=90, measured={"at": "2026-11-28", **versions()})
     (measured,) = asked_gpus(1, None, None, lines.append)
-    assert measured.flops == 90e12 and lines == [
+    assert measured.flops == 90e12 * WITH_FEATURES and lines == [
         f"speeds of NVIDIA GeForce RTX 4090 are those that `tlora calibrate` measured on 2026-11-28 ({own})"
     ]
     spec(own, name="NVIDIA GeForce RTX 4090", memory="24564MiB", training_tflops=90)

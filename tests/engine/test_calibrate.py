@@ -22,7 +22,7 @@ from tlora.planning.layout_units import link_rate
 from tlora.planning.micro_batches import token_cost_on
 from tlora.shape.gpu_models import find_gpu, speeds_of
 from tlora.shape.memory import MemoryModel
-from tlora.shape.work import FP8_GAIN
+from tlora.shape.work import FP8_GAIN, LAYER_OF_8B, WITH_FEATURES
 from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_a_whole_machine_is_measured_and_its_file_is_read(tmp_path: Path) -> Non
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps(spec_of("CPU", 1 << 34, 80, found.peer_bytes, found)))
     gpu = find_gpu(str(file))
-    assert gpu.flops == pytest.approx(found.training.flops, rel=1e-3) and gpu.memory_bytes == 1 << 34
+    assert gpu.flops == pytest.approx(found.training.flops * WITH_FEATURES, rel=1e-3) and gpu.memory_bytes == 1 << 34
     assert gpu.link_gb_per_second == pytest.approx(found.link.to_device / 1e9, rel=1e-3)
     assert gpu.peer_gb_per_second == pytest.approx(found.peer_bytes / 1e9, rel=1e-3)
     assert speeds_of(gpu) == "measured on CPU"
@@ -81,9 +81,9 @@ def test_more_layers_that_take_no_longer_are_no_measurement(seconds: dict[int, f
 def test_what_was_measured_is_what_is_predicted_with(tmp_path: Path) -> None:
     (tmp_path / "gpu.json").write_text(json.dumps(spec_of("X", 80 << 30, 90, 300e9, measured())))
     gpu = find_gpu(str(tmp_path / "gpu.json"))
-    assert gpu.rate.multiply_adds_per_second("cuda", False) == 250e12
-    assert gpu.rate.multiply_adds_per_second("cuda", True) == pytest.approx(1.5 * 250e12)
-    memory = MemoryModel(1, (), 32, 2, 4, layer_weights=218_000_000)
+    assert gpu.rate.multiply_adds_per_second("cuda", False) == pytest.approx(250e12 * WITH_FEATURES)
+    assert gpu.rate.multiply_adds_per_second("cuda", True) == pytest.approx(1.5 * 250e12 * WITH_FEATURES)
+    memory = MemoryModel(1, (), 32, 2, 4, 5, *LAYER_OF_8B)
     fixed = token_cost_on("cuda", None, memory, fixed_work=gpu.fixed_work).fixed_tokens
     assert fixed * 2 * 218e6 / 250e12 == pytest.approx(300e-6), "tokens that take as long as a layer takes besides"
     assert link_rate(gpu, gpu) == 300e9

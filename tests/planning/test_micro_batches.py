@@ -85,6 +85,7 @@ EIGHT_B = MemoryModel(
     sum_bytes=4,
     step_copies=0,
     layer_weights=218_000_000,
+    layer_features=81_920,
 )
 
 

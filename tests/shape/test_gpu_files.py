@@ -16,10 +16,12 @@ from tlora.shape.gpu_files import calibration_path, gpu_here, speed_here, versio
 from tlora.shape.gpu_models import find_gpu, speeds_of
 from tlora.shape.hardware import live_cost_model
 from tlora.shape.memory import MemoryModel
+from tlora.shape.work import LAYER_OF_8B, WITH_FEATURES
 
 NAME = "NVIDIA H200"
 HERE = {"name": NAME, "memory": 143771 << 20, "compute_capability": 9.0, "tflops": 800, "training_tflops": 272, "layer_seconds": 3e-4}
 TABLE = find_gpu("h200")
+FLOPS = 272e12 * WITH_FEATURES
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +41,11 @@ def test_the_file_of_a_gpu_goes_before_the_table(tmp_path: Path) -> None:
     path = write()
     assert path == tmp_path / "gpus" / "nvidia-h200.json"
     here = gpu_here(NAME, 90, 143700 << 20)
-    assert here.measured and here.model is not None and here.model.flops == 272e12
+    assert here.measured and here.model is not None and here.model.flops == FLOPS
     assert here.told == f"speeds of {NAME} are those that `tlora calibrate` measured on 2026-11-28 ({path})"
     assert gpu_here("NVIDIA H100 80GB HBM3").model == find_gpu("h100"), "another GPU has a file of its own"
     write(training_tflops=136)
-    assert (found := gpu_here(NAME)).model is not None and found.model.flops == 136e12, "a file that has changed is read again"
+    assert (found := gpu_here(NAME)).model is not None and found.model.flops == FLOPS / 2, "a file that has changed is read again"
 
 
 @pytest.mark.parametrize(
@@ -68,15 +70,15 @@ def test_a_file_that_is_of_no_use_here_is_ignored_with_a_word(changed: dict[str,
 
 def test_runs_predict_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is not here is stood in for by what torch says of one."""
-    device, memory = torch.device("cuda"), MemoryModel(1, (), 32, 2, 4, layer_weights=218_000_000)
+    device, memory = torch.device("cuda"), MemoryModel(1, (), 32, 2, 4, 5, *LAYER_OF_8B)
     monkeypatch.setattr(work, "can_be_asked", lambda _: True)
     monkeypatch.setattr(work, "name_of", lambda _: NAME)
     monkeypatch.setattr(work, "capability_of", lambda _: 90)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=143771 << 20))
     monkeypatch.setattr(work, "card_of", lambda _: HOPPER)
     write()
-    assert work.rate_here(device).flops == 272e12 and work.known_here(device).measured
-    expected = token_cost_on("cuda", None, memory, fixed_work=3e-4 * 272e12 / 4)
+    assert work.rate_here(device).flops == FLOPS and work.known_here(device).measured
+    expected = token_cost_on("cuda", None, memory, fixed_work=3e-4 * FLOPS / 4)
     assert work.token_cost(memory, device).fixed_tokens == expected.fixed_tokens
     write(name="another")
     assert work.rate_here(device).flops == TABLE.flops
@@ -93,7 +95,7 @@ def test_a_live_scheduler_begins_with_the_speed_of_the_slowest() -> None:
     assert slow == pytest.approx(find_gpu("rtx4090").flops / TABLE.flops)  # type: ignore[operator]
     path = write()
     speed, told = speed_here([NAME, NAME])
-    assert speed == pytest.approx(272e12 / TABLE.flops) and str(path) in told[0]  # type: ignore[operator]
+    assert speed == pytest.approx(FLOPS / TABLE.flops) and str(path) in told[0]  # type: ignore[operator]
     usual, slower = (live_cost_model({"base": 16e9}, each).constants["base"] for each in (1.0, speed))
     assert slower.tokens_per_second == pytest.approx(speed * usual.tokens_per_second)
     assert slower.launch_seconds == usual.launch_seconds

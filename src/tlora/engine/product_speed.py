@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tlora.shape.work import WITH_FEATURES
 from tlora.sharing.link_speed import Repeated, repeat
 
 _SIZE = {"cuda": 8192, "cpu": 256}  # rows, columns and inner size
@@ -32,12 +33,12 @@ def measure_product(device: torch.device, dtype: torch.dtype, repeats: int = REP
 
 
 def estimate_training(device: torch.device) -> float:
-    """Floating-point operations a second that training makes on a GPU of which nothing is known, by a product that takes some hundredths of
-    a second.
+    """Floating-point operations a second, with what features take, that training makes on a GPU of which nothing is known, by a product
+    that takes some hundredths of a second.
     """
     found = measure_product(device, half_precision(device), 3).flops
     torch.cuda.empty_cache()  # the memory is the base's
-    return _TRAINING_SHARE * found
+    return _TRAINING_SHARE * WITH_FEATURES * found
 
 
 def half_precision(device: torch.device) -> torch.dtype:

@@ -27,6 +27,7 @@ def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts
     layer_names = tuple(names[layer] for layer in layers)
     weights = [sum(k * n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]
     weights[-1:] = [weights[-1] + sum(k * n for k, n in targets.values()) - sum(weights)] if weights else []  # of linears in no layer
+    features = [sum(k + n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]
     embedding = model.model.get_input_embeddings().weight
     plain = not any(isinstance(m, LoraLinear) and m.form.dtype.itemsize < 2 for m in model.model.modules())
     others = possible_precisions(device, base.head.weight_VH.dtype) if plain and can_be_asked(device) else []
@@ -35,9 +36,11 @@ def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts
         layers=layer_names,
         layer_bytes=tuple(_bytes_of(layer) for layer in layers),
         layer_weights=tuple(weights),
+        layer_features=tuple(features),
         embedding_bytes=embedding.numel() * embedding.element_size(),
         head_bytes=base.head.weight_VH.numel() * base.head.weight_VH.element_size(),
         head_weights=base.head.weight_VH.numel(),
+        head_features=sum(base.head.weight_VH.shape),
         hidden_size=base.head.weight_VH.shape[1],
         in_8_bits=any(isinstance(m, LoraLinear) and m.form.dtype.itemsize == 1 for m in model.model.modules()),
         shared_bytes=tuple(bytes_when_shared(model, base_bytes, count) for count in range(1, MOST_GPUS + 1)) if cut else (),

@@ -48,7 +48,7 @@ class Device:
     @property
     def token_seconds(self) -> float:
         """Of products of a token without recomputation, in large micro-batches, through the whole base."""
-        return 2 * self.parts.weights / self.rate
+        return 2 * self.parts.timed_weights / self.rate
 
     def cost(self, memory: MemoryModel, link_tokens: float = 0.0) -> TokenCost:
         return token_cost_on("cuda", class_of_capability(self.gpu.capability), memory, link_tokens, self.gpu.fixed_work)
@@ -110,7 +110,7 @@ class OneGpu:
         return (self.device,)
 
     def seconds(self, job: JobSketch) -> float:
-        return multiply_adds(job, self.device.parts.weights, self.device.parts.width) / self.device.rate
+        return multiply_adds(job, self.device.parts.timed_weights, self.device.parts.width) / self.device.rate
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch], filled: float = 1.0) -> UnitPlan:
         """`filled`: share of the limit that micro-batches are chosen with."""
@@ -189,9 +189,9 @@ class Pipeline:
         return multiply_adds(job, self._weights(stage), (end - first) * device.parts.hidden_size) / device.rate
 
     def _weights(self, stage: int) -> int:
-        """That each token is multiplied with in forward."""
+        """Of its linears, with what their features take."""
         (first, end), parts = self.cuts[stage], self.devices[stage].parts
-        return sum(parts.layer_weights[first:end]) + (parts.head_weights if stage == len(self.cuts) - 1 else 0)
+        return parts.timed_weights_of(first, end)
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
         """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""
@@ -242,7 +242,7 @@ def link_rate(one: GpuModel, other: GpuModel) -> float:
 
 
 def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipeline:
-    """Layers cut by the predicted seconds of all `jobs`."""
+    """Layers cut by the predicted seconds of all `jobs`, of weights alone, without features, as the engine cuts them."""
     parts = devices[0].parts
     each = {weights: sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in set(parts.layer_weights)}
     head = sum(multiply_adds(job, parts.head_weights, 0) for job in jobs)

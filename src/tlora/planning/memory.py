@@ -59,8 +59,10 @@ def measure(
     step_copies = 0 if kernels else 5
     if kernels and takes_fast_path(model):
         layers = len(layers_of(model.base.decoder))
-        weights = sum(k * n for k, n in model.targets().values()) // layers
-        return MemoryModel(base_bytes, _estimate(model, device, rank, adapts_experts), layers, element, sums, step_copies, weights)
+        linears = model.targets().values()
+        weights, features = sum(k * n for k, n in linears) // layers, sum(k + n for k, n in linears) // layers
+        estimate = _estimate(model, device, rank, adapts_experts)
+        return MemoryModel(base_bytes, estimate, layers, element, sums, step_copies, weights, features)
     head = model.base.head.weight_VH
     name = "memory probe"
     model.join(name, _probe_lora(model, rank, adapts_experts), TrainConfig(max_steps=1))

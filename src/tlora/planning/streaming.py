@@ -26,7 +26,7 @@ from tlora.shape.work import TrainingRate
 from tlora.sharing.host_memory import Streaming, host_problem
 from tlora.sharing.link_speed import measure_link
 from tlora.supermodel.inject import expert_modules
-from tlora.supermodel.multiply_adds import multiplied_weights
+from tlora.supermodel.multiply_adds import timed_weights
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Load
@@ -131,7 +131,7 @@ def choose_layout(
         if ordered or not whole_fits:
             raise
         return plan, None
-    token_seconds = 2 * multiplied_weights(model) / rate_of(model, device, machine.rate)
+    token_seconds = 2 * timed_weights(model, device.type) / rate_of(model, device, machine.rate)
     most = 2 if device.type != "cuda" or (ordered and whole_fits) else max(2, sizes.num_layers - 1)
     streamed = _fastest(run, plan, sizes, device, token_seconds * link / FASTER_PRODUCTS, min(most, most_slots or most))
     why = "the jobs file orders it" if ordered else _why_streamed(run, plan, streamed, device)

@@ -16,7 +16,7 @@ from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import TokenCost
 from tlora.shape.work import TrainingRate
 from tlora.supermodel.lora_linear import LoraLinear
-from tlora.supermodel.multiply_adds import multiplied_weights, width_of_layers
+from tlora.supermodel.multiply_adds import timed_weights, width_of_layers
 from tlora.supermodel.supermodel import SuperModel
 
 _H200 = TrainingRate()
@@ -24,7 +24,7 @@ _H200 = TrainingRate()
 
 def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: torch.device, rate: TrainingRate = _H200) -> dict[str, float]:
     """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device."""
-    weights, width, per_second = multiplied_weights(model), width_of_layers(model), rate_of(model, device, rate)
+    weights, width, per_second = timed_weights(model, device.type), width_of_layers(model), rate_of(model, device, rate)
     return {job.spec.name: multiply_adds(job, weights, width) / per_second for job in jobs}
 
 

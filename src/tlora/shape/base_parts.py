@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from tlora.shape.memory import MemoryModel, StreamedBytes, parse_memory
+from tlora.shape.work import FEATURE_WEIGHTS
 
 _BOUNDARY_BUFFERS = 4  # of a stage: activations and gradients that come in and go out, each while the last ones are still used
 
@@ -15,18 +16,20 @@ _BOUNDARY_BUFFERS = 4  # of a stage: activations and gradients that come in and 
 @dataclass(frozen=True, slots=True)
 class BaseParts:
     """`memory`: of the whole base on one such device, without jobs. Of each decoder layer its name, the bytes of its weights, and how many
-    of these each token is multiplied with; the same of the head, and the bytes of the embedding. `shared_bytes`: on each of 1, 2, … GPUs
-    that hold it in parts; empty where it cannot be cut. `streamed`: likewise from the host's memory. `precision_bytes`: of the whole base
-    in other precisions that the device has.
+    of these each token is multiplied with, and features into and out of its linears; the same of the head, and the bytes of the embedding.
+    `shared_bytes`: on each of 1, 2, … GPUs that hold it in parts; empty where it cannot be cut. `streamed`: likewise from the host's
+    memory. `precision_bytes`: of the whole base in other precisions that the device has.
     """
 
     memory: MemoryModel
     layers: tuple[str, ...]
     layer_bytes: tuple[int, ...]
     layer_weights: tuple[int, ...]
+    layer_features: tuple[int, ...]
     embedding_bytes: int
     head_bytes: int
     head_weights: int
+    head_features: int
     hidden_size: int
     in_8_bits: bool
     shared_bytes: tuple[int, ...]
@@ -34,9 +37,16 @@ class BaseParts:
     precision_bytes: Mapping[str, int]
 
     @property
-    def weights(self) -> int:
-        """That each token is multiplied with in forward."""
-        return sum(self.layer_weights) + self.head_weights
+    def timed_weights(self) -> int:
+        """That each token is multiplied with in forward, and as so many more what features take on a GPU."""
+        return self.timed_weights_of(0, len(self.layers))
+
+    def timed_weights_of(self, first: int, end: int) -> int:
+        """Of the layers from `first` to `end`; with the last one, also of the head."""
+        weights, features = sum(self.layer_weights[first:end]), sum(self.layer_features[first:end])
+        if end == len(self.layers):
+            weights, features = weights + self.head_weights, features + self.head_features
+        return weights + FEATURE_WEIGHTS * features
 
     @property
     def width(self) -> int:
@@ -90,7 +100,7 @@ def _numbers(layers: tuple[str, ...]) -> Mapping[str, int]:
 def parse_parts(found: Mapping[str, Any]) -> BaseParts:
     """From `BaseParts.to_json`. Raises ValueError, KeyError, TypeError."""
     values = dict(found)
-    for name in ("layer_bytes", "layer_weights", "shared_bytes"):
+    for name in ("layer_bytes", "layer_weights", "layer_features", "shared_bytes"):
         values[name] = _integers(values[name])
     values["layers"] = tuple(map(str, values["layers"]))
     values["memory"] = parse_memory(values["memory"])

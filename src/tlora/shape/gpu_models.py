@@ -19,17 +19,18 @@ from tlora.errors import ConfigError, cut
 from tlora.json_file import read_object
 from tlora.kernels.cards import CardClass, class_of_capability
 from tlora.shape import GPU_SHARE
-from tlora.shape.work import FP8_GAIN, TrainingRate
+from tlora.shape.work import FP8_GAIN, WITH_FEATURES, TrainingRate
 
-# What training an 8B makes of the rate of products: 17,016 tokens/s on an H200 are 0.55 of its 989 TFLOP/s (docs/benchmarks-history.md).
-# Where tiles are loaded by pointer, products alone make about 0.8 of the rate, and a step about 0.8 of theirs.
+# What training an 8B makes of the rate of products, with what features take counted as weights: 17,016 tokens/s on an H200 are 0.66 of its
+# 989 TFLOP/s (docs/benchmarks-history.md). Where tiles are loaded by pointer, products alone make about 0.8 of the rate; a step makes about
+# 0.8 of theirs, which features take.
 # What copies make of PCI Express with 16 lanes, about 0.8 of its rate, by its generation; 8 lanes make half of it.
 _GEN3, _GEN4, _GEN5 = 12.0, 25.0, 50.0
 # What copies from all other GPUs at once make of NVLink, one way: 350 of 450 GB/s on four H200s (docs/benchmarks-history.md), by its
 # generation as servers have it. GeForce cards read no other's memory, and where there is no NVLink it is PCI Express.
 _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = 117.0, 233.0, 350.0, 700.0
-_SHARES = {"descriptor": 0.55, "pointers": 0.65}
-# A Hopper card's rate by the instructions of older ones: 9,887 tokens/s of an 8B on an H100 are 0.32 of its 989 TFLOP/s, and so 0.5 of them
+_SHARES = {"descriptor": 0.66, "pointers": 0.78}
+# A Hopper card's rate by the instructions of older ones: 9,887 tokens/s of an 8B on an H100 are 0.39 of its 989 TFLOP/s, and so 0.5 of them
 # by that share (bench/results/h100_2daf61c_sm80_r16_8b.json).
 _OLDER_INSTRUCTIONS = 0.5
 
@@ -55,9 +56,11 @@ class GpuModel:
 
     @property
     def flops(self) -> float | None:
-        """What training makes of `tflops`, measured or extrapolated; None on the plain path, where nothing follows from them."""
+        """What training makes of `tflops`, features counted as weights, measured or extrapolated; None on the plain path, where nothing
+        follows from them.
+        """
         if self.training_tflops is not None:
-            return self.training_tflops * 1e12
+            return self.training_tflops * 1e12 * WITH_FEATURES
         card = class_of_capability(self.capability)
         return self.flops_by(card) if card is not None else None
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Norms, activations, adapters and their gradients are bound by a GPU's memory: for each feature that goes into a linear or out of it they
+# take as long as so many weights, whatever the linear's size. From how much longer 8,192 tokens take than 512 (half an 8B's layers) and
+# than 2,048 (0.6B), on one H200 (bench/results/h200_f960408_plan_measurements_a.json and _b.json). About 40 combinations of constants were
+# compared on all measured points before this one was taken (docs/reference/layouts.md).
+FEATURE_WEIGHTS = 574
 # Multiply-adds per second, twice that in floating-point operations. On a GPU: an H200 trains 17,016 tokens/s of an 8B in bf16, samples of
-# 2,048 (docs/benchmarks-history.md). Other GPUs are placed by the same figure: where all are of one kind, only the ratios of jobs matter.
-_RATES = {"cuda": 17_016 * 2 * 8.0e9, "cpu": 2.0e10}
+# 2,048 (docs/benchmarks-history.md), of 2.75e6 features. Other GPUs are placed by the same figure: where all are of one kind, only the
+# ratios of jobs matter.
+_RATES = {"cuda": 17_016 * 2 * (8.0e9 + FEATURE_WEIGHTS * 2.75e6), "cpu": 2.0e10}
+LAYER_OF_8B = 218_000_000, 81_920  # weights and features
+WITH_FEATURES = 1 + FEATURE_WEIGHTS * LAYER_OF_8B[1] / LAYER_OF_8B[0]  # a layer of an 8B with its features over its weights alone
 FP8_GAIN = 24_067 / 17_016  # with `base_precision: fp8`, whose products are in 8 bits (docs/benchmarks-history.md; one H200)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlora.job import JobSpec
 from tlora.registry import OBJECTIVES
-from tlora.shape.work import SampleWork, sample_work
+from tlora.shape.work import FEATURE_WEIGHTS, SampleWork, sample_work
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.supermodel import SuperModel
 
@@ -12,6 +12,15 @@ from tlora.supermodel.supermodel import SuperModel
 def multiplied_weights(model: SuperModel) -> int:
     """Weights that each token is multiplied with, in forward and again in backward; of all stages."""
     return sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
+
+
+def timed_weights(model: SuperModel, device_type: str) -> int:
+    """The same, and on a GPU what the features of all linears and the head take besides, as so many weights more."""
+    weights = multiplied_weights(model)
+    if device_type != "cuda":
+        return weights
+    features = sum(k + n for k, n in model.targets().values()) + sum(model.base.head.weight_VH.shape)
+    return weights + FEATURE_WEIGHTS * features
 
 
 def width_of_layers(model: SuperModel) -> int:
