@@ -12,6 +12,7 @@ import torch
 
 from tests.engine.tiny_runs import job, run_spec
 from tlora.engine import calibrate as calibrating
+from tlora.engine import layer_speed
 from tlora.engine.calibrate import Measurements, calibrate, measure, spec_of
 from tlora.engine.calibration import SAMPLE_TOKENS, CalibrationError
 from tlora.engine.check import check
@@ -30,12 +31,19 @@ TINY = MadeUpBase(hidden_size=64, intermediate_size=96, heads=4, key_value_heads
 LAYERS = MadeUpBase()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sizes are timed, however slow this machine is at the moment."""
+    monkeypatch.setattr(layer_speed, "worth_trying", lambda *_: True)
+
+
 def measured(**changes: object) -> Measurements:
     link = LinkSpeed(50e9, 40e9, 30e9, 0.01)
     given = {"training": LayerSpeed(500e12, 300e-6, {2032: 2e-3, 8128: 7e-3}), "gain_in_8_bits": 1.5, "peer_bytes": None, "unsteady": ()}
     return Measurements("bfloat16", 700e12, 2.4e12, 4e-6, link, **(given | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_whole_machine_is_measured_and_its_file_is_read(tmp_path: Path) -> None:
     lines: list[str] = []
     found = measure(CPU, torch.float32, TINY, [CPU, CPU], lines.append, deadline=time.monotonic() + 60)
@@ -51,6 +59,7 @@ def test_a_whole_machine_is_measured_and_its_file_is_read(tmp_path: Path) -> Non
     assert speeds_of(gpu) == "measured on CPU"
 
 
+@pytest.mark.usefixtures("patient")
 def test_layers_in_fewer_bits_are_timed_too() -> None:
     found = measure_layers(CPU, torch.float32, TINY, "nf4")
     assert found.flops > 1e6 and len(found.seconds) == 2
