@@ -116,9 +116,7 @@ def load(
         parameters, base_bytes = base.num_parameters, base.num_bytes
         outlined = SuperModel(base)
         if place.type == "cuda" and assigned is None:
-            monitor.note(f"kernels: {outlined.kernels_on(place, run.deterministic)}")
-            if told := known_here(place).told:
-                monitor.note(told)
+            _tell_gpu(outlined, place, run, monitor)
         compiling = outlined.compile_ahead(place, to_plan(run, monitor.ended).jobs)
         assignment = assigned() if assigned is not None else Assignment(run)
         run, sharing = to_plan(assignment.run, monitor.ended), assignment.sharing
@@ -155,6 +153,12 @@ def load(
     if not resume:  # some of a resumed run's jobs have ended
         try_call(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
     return Loaded(plan, model, threads, starts, parameters, assignment.peer_jobs, streamed.link if streamed is not None else None)
+
+
+def _tell_gpu(outlined: SuperModel, place: torch.device, run: RunSpec, monitor: RunMonitor) -> None:
+    monitor.note(f"kernels: {outlined.kernels_on(place, run.deterministic)}")
+    if told := known_here(place).told:
+        monitor.note(told)
 
 
 def _data_worker(place: torch.device) -> AbstractContextManager[DataWorker | None]:
