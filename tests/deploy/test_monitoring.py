@@ -54,7 +54,10 @@ def test_the_reference_has_what_a_server_says_and_nothing_else(tmp_path: Path) -
         until(lambda: job in served.cluster.placed)
         served.cluster.step(job, 1)
         served.wait("alice", job, "running")
-        text = served.client.get("/metrics", headers={"X-API-Key": served.key("root", "admin")}).text
+        admin = {"X-API-Key": served.key("root", "admin")}
+        busy = re.compile(r"^tlora_gpus_busy\{[^}]*\} 1.0$", flags=re.MULTILINE)
+        until(lambda: busy.search(served.client.get("/metrics", headers=admin).text))  # the picture of its GPUs comes after its status
+        text = served.client.get("/metrics", headers=admin).text
     typed = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, flags=re.MULTILINE))
     said = {name for name in typed if name.startswith("tlora_") and not name.endswith("_created")}
     assert said == labels_of(REFERENCE.read_text(encoding="utf-8")).keys()

@@ -15,7 +15,8 @@ from tlora.service.database.tables import answers
 
 DIRECT, BY_ROUTE = "application/json", "application/vnd.tlora+json"  # the second is JSON for FastAPI alone
 NUMBERS = "0 1 -1 7 1.0 1.5 1e3 1e400 -0.0 NaN Infinity 9223372036854775808 1180591620717411303424"
-WORDS = r'"" "1" "1.5" "true" "x" "all-linear" "auto" "epoch" "dpo" "cosine" "base" "last" "drop" "file-2" "\ud800" "\u0000"'
+WORDS = r'"" "1" "1.5" "true" "x" "all-linear" "auto" "epoch" "dpo" "cosine" "divide" "base" "last" "drop" "file-2" "\ud800" "\u0000"'
+NEEDS = {"expert_rank": {"target_parameters": '["experts.up_proj"]'}}  # what a field is refused without
 LISTS = '[] [1] [1,2] ["q_proj"] ["file-1",{"file":"file-2","weight":2}] [null] [[1]]'
 MAPPINGS = '{} {"a":1} {"a":1.5,"b":true,"c":"x"} {"a":"b"} {"file":"file-1"} {"a":1,"a":2} {"a":{}}'
 VALUES = [*f"{NUMBERS} true false null {WORDS} {LISTS} {MAPPINGS}".split(), "1" * 5000]
@@ -33,7 +34,7 @@ def read_by_route(body: bytes) -> str | None:
 def body_with(key: str, value: str) -> bytes:
     """An order whose `key` has this JSON."""
     data = {"file": '"file-1"'} | ({key.removeprefix("data."): value} if key.startswith("data.") else {})
-    fields = {"name": '"job"', "base_model": '"base"', "data": _object(data)}
+    fields = {"name": '"job"', "base_model": '"base"', "data": _object(data)} | NEEDS.get(key, {})
     return _object(fields if key.startswith("data.") else fields | {key: value}).encode()
 
 

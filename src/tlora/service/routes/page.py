@@ -111,13 +111,14 @@ def show_page(request: Request) -> HTMLResponse:
     placed = [job for group in cluster.groups for job in group.jobs]
     found = {row.id: services.view(row) for row in services.read(lambda connection: _rows(connection, tenant, placed))}
     ended = [services.view(row) for row in services.read(lambda connection: _ended(connection, tenant))]
+    paused = {one.job: one for one in cluster.waiting if one.reason == PAUSED}
+    in_boxes = found.keys() - paused.keys()  # a group may not have let go of one yet
     boxes = [
-        {"gpus": group.gpus, "base": group.base_model, "jobs": [_card(services, found[job]) for job in group.jobs if job in found]}
+        {"gpus": group.gpus, "base": group.base_model, "jobs": [_card(services, found[job]) for job in group.jobs if job in in_boxes]}
         | {"others": group.other_jobs}
         for group in sorted(cluster.groups, key=lambda group: group.gpus)
     ]
-    waiting = [one for one in cluster.waiting if one.reason != PAUSED and one.job not in found]  # those in a box say there what for
-    paused = [one for one in cluster.waiting if one.reason == PAUSED]
+    waiting = [one for one in cluster.waiting if one.job not in paused and one.job not in found]  # those in a box say there what for
     place, places = NAMES[cluster.device]
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     page = _page(
@@ -132,7 +133,7 @@ def show_page(request: Request) -> HTMLResponse:
         leaving={gpu for host in cluster.hosts if host.draining for gpu in host.gpus},
         waiting=waiting[:_MOST_WAITING],
         more_waiting=max(0, len(waiting) - _MOST_WAITING),
-        paused=paused[:_MOST_WAITING],
+        paused=list(paused.values())[:_MOST_WAITING],
         more_paused=max(0, len(paused) - _MOST_WAITING),
         ended=ended,
         fault=services.live.fault,
