@@ -17,7 +17,7 @@ from tests.engine.test_worker import made as made
 from tests.engine.test_worker_process import PATIENCE_SECONDS, crew_of, hear
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.tiny_runs import sha256, steps_taken
-from tests.hosts import OUTSIDE, cut, kill_host, network, start_worker, why_no_namespaces
+from tests.hosts import Network, kill_host, network, start_worker, why_no_namespaces
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.hosts import STRIDE
 from tlora.cluster.listeners import TlsListener
@@ -36,12 +36,12 @@ needs_namespaces = pytest.mark.skipif(bool(why_no_namespaces()), reason=f"no nam
 class Cluster:
     """A controller's pool whose store lies in `root`, and workers of host b."""
 
-    def __init__(self, made: Orders, root: Path, crews: list[WorkerPool], namespace: bool) -> None:
-        self.made, self.root, self.namespace = made, root, namespace
+    def __init__(self, made: Orders, root: Path, crews: list[WorkerPool], apart: Network | None) -> None:
+        self.made, self.root, self.apart = made, root, apart
         self.store = root / "store"
         self.load = Load(str(made.base), str(self.store / "jobs"), "cpu", time.time(), deterministic=True)
         self.pool = crew_of(crews, self.store / "workers", self.load, host_lease=LEASE)
-        self.listener = TlsListener(self.store / "workers", (OUTSIDE if namespace else "127.0.0.1", 0))
+        self.listener = TlsListener(self.store / "workers", (apart.here if apart is not None else "127.0.0.1", 0))
         self.pool.listen_on(self.listener)
         self.token = WorkerTokens(self.store / "workers").create(3600)[1]
         self.attempt, self.started = 0, list[Any]()
@@ -53,7 +53,8 @@ class Cluster:
     def start(self) -> Any:
         options = ["--connect", self.listener.address, "--fingerprint", self.listener.fingerprint]
         hidden = [self.made.base, self.made.whole.parent, self.store]
-        made = start_worker(options, self.token, self.root / "home", hidden, namespace=self.namespace)
+        namespace = self.apart.namespace(0) if self.apart is not None else None
+        made = start_worker(options, self.token, self.root / "home", hidden, namespace=namespace)
         self.started.append(made)
         return made
 
@@ -97,9 +98,8 @@ def cluster(made: Orders, tmp_path: Path, crews: list[WorkerPool]) -> Iterator[C
     with ExitStack() as stack:
 
         def open_one(namespace: bool) -> Cluster:
-            if namespace:
-                stack.enter_context(network())
-            opened.append(Cluster(made, tmp_path, crews, namespace))
+            apart = stack.enter_context(network()) if namespace else None
+            opened.append(Cluster(made, tmp_path, crews, apart))
             return opened[-1]
 
         yield open_one
@@ -148,15 +148,16 @@ def test_a_line_that_is_cut_one_way_and_heals_after_the_lease_lets_nothing_throu
 ) -> None:
     """Whichever way is cut, the worker has ended when its lease has. What the controller's host has by then stays as it is."""
     there = cluster(True)
+    assert there.apart is not None
     host = there.start()
     worker = there.came()
     there.train(worker)
     there.wait_for_checkpoint()
-    cut(direction)
+    there.apart.cut(0, direction)
     there.lose(worker)
     assert host.poll() is not None, "it has ended before its controller counted it as lost"
     before = there.state()
-    cut(direction, yes=False)
+    there.apart.cut(0, direction, yes=False)
     there.start()
     again = there.came()
     assert again.incarnation != worker.incarnation and not again.jobs
