@@ -13,6 +13,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     Lfm2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -87,11 +88,25 @@ HYBRIDS: dict[str, PretrainedConfig] = {
     ),
 }
 """Families with layers that carry something along a sample."""
+CHUNKED: dict[str, PretrainedConfig] = {
+    "llama4": Llama4TextConfig(
+        **SHAPE,
+        intermediate_size_mlp=96,
+        head_dim=16,
+        num_local_experts=4,
+        moe_layers=[1],
+        no_rope_layers=[1, 0],
+        attention_chunk_size=16,
+        floor_scale=8,
+        attn_scale=0.5,
+    ),
+}
+"""A chunked layer with rotary positions, and one that sees all and scales its queries by position."""
 
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
-    kind = {**FAMILIES, **HYBRIDS}[family]
+    kind = {**FAMILIES, **HYBRIDS, **CHUNKED}[family]
     config = type(kind)(**{**kind.to_dict(), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -106,6 +106,18 @@ def test_samples_are_filled_up_with_empty_ones_where_they_differ() -> None:
     assert padded((5, 1)) == (5, 1, *[0] * 14) and padded((5,)) == (5, *[0] * 15) and padded((5, 1) * 8) == (5, 1) * 8
 
 
+def test_chunks_are_attended_to_by_themselves() -> None:
+    """Where a chunk cuts a sample; tables are as long for other samples of as many tokens, as a graph needs them."""
+    chunks, chunk = (16, 64), 16
+    plan = plan_attention((5, 16, 37), DEVICE, True, chunks)
+    assert plan.shape == attention_shape((5, 16, 37), DEVICE, True, chunks) == ("own", 3, 0, 16), "64 cut nothing"
+    check(plan.cut(chunk), (5, 16, 16, 16, 5), torch.float32)
+    check(plan.cut(64), (5, 16, 37), torch.float32)
+    other = plan_attention((1, 56, 1), DEVICE, True, chunks)
+    assert [t.shape for t in other.buffers] == [t.shape for t in plan.buffers] and len(plan.buffers) == 2
+    assert plan_attention((1, 1, 16), DEVICE, True, chunks).shape == ("own", 3, 0)
+
+
 def test_empty_samples_change_no_bit() -> None:
     """Forward and backward, with more empty tiles than real ones."""
     q, k, v, dout = operands(sum(LENGTHS), 4, 2, 16, torch.float32)

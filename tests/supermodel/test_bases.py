@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.tiny import FAMILIES, SHAPE, make_model, make_samples
+from tests.tiny import CHUNKED, FAMILIES, SHAPE, make_model, make_samples
 from tests.tolerances import LOGITS, assert_close
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
@@ -120,7 +120,6 @@ LATENT_SHAPE = {
     "n_routed_experts": 4,
 }
 INDEXED = {**LATENT_SHAPE, "num_experts_per_tok": 2, "n_shared_experts": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 2048}
-LLAMA4 = {**SHAPE, "intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 4, "no_rope_layers": [1, 0]}
 MINIMAX = {**SHAPE, "dense_intermediate_size": 96, "shared_intermediate_size": 32, "num_local_experts": 4, "head_dim": 16, "rotary_dim": 8}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 
@@ -136,16 +135,8 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
             ),
             r"MiniMaxM3VLAttention hands block_indices to its attention",
         ),
-        (
-            transformers.Llama4TextConfig(**LLAMA4, attention_chunk_size=100, attn_temperature_tuning=False),
-            r"Llama4TextAttention asks that token 100 of a sample does not see token 0, and packed",
-        ),
-        (
-            transformers.Llama4TextConfig(**LLAMA4, layer_types=["full_attention"] * 2),
-            r"Llama4TextAttention scales queries by their place in the batch",
-        ),
     ],
-    ids=["deepseek-v3.2", "glm-moe-dsa", "minimax-m3", "llama4", "llama4-temperature"],
+    ids=["deepseek-v3.2", "glm-moe-dsa", "minimax-m3"],
 )
 def test_attention_that_is_dense_only_in_short_samples_is_refused(config: Any, words: str) -> None:
     """Limits above the 43 tokens of the check at load, as every real base of these families has them."""
@@ -186,6 +177,7 @@ WINDOWED = {
             "llama_4_scaling_beta": 0.5,
         },
     ),
+    "llama4": CHUNKED["llama4"],
     "deepseek-v3": transformers.DeepseekV3Config(**LATENT_SHAPE, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1),
 }
 

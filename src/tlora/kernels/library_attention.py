@@ -43,6 +43,18 @@ class SampleLayout:
     def longest(self) -> int:
         return max(self.lengths)
 
+    def cut(self, chunk: int) -> SampleLayout:
+        """That of the samples' chunks, each of which is attended to by itself; 0 cuts nothing."""
+        if not 0 < chunk < self.longest:
+            return self
+        if chunk not in self._cut:
+            self._cut[chunk] = SampleLayout(cut_chunks(self.lengths, chunk), self.device, self.tables_on)
+        return self._cut[chunk]
+
+    @cached_property
+    def _cut(self) -> dict[int, SampleLayout]:
+        return {}
+
     @cached_property
     def batches(self) -> tuple[tuple[int, Tensor], ...]:
         """Padded lengths, each with the tokens of its samples, int64 [samples * length]. The padding is the sample's last token again."""
@@ -64,6 +76,13 @@ class SampleLayout:
                     places[i], first = first, first + size
         rows = [np.arange(place, place + length) for place, length in zip(places, self.lengths, strict=True)]
         return to_device(np.concatenate(rows), self.tables_on)
+
+
+def cut_chunks(lengths: Sequence[int], chunk: int) -> tuple[int, ...]:
+    """Lengths of the pieces of samples that are cut after every `chunk` tokens from their start; 0 cuts nothing."""
+    if not chunk:
+        return tuple(lengths)
+    return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
 
 
 def lay_out_samples(lengths: Sequence[int], device: torch.device, tables_on: torch.device | None = None) -> SampleLayout:

@@ -7,14 +7,15 @@ FlashAttention-2 1.09; of 4 x 2048 cuDNN 1.14, ours 1.43 and FlashAttention-2 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tlora.kernels import varlen_attention
+from tlora.kernels.library_attention import cut_chunks
 
 _SAMPLES = 16
 
@@ -32,10 +33,20 @@ class AttentionPlan:
     count: int
     length: int  # tokens of each, where they are alike
     own: varlen_attention.TileLists
+    chunked: Mapping[int, AttentionPlan] = field(default_factory=dict)  # of the samples' pieces, for chunks that cut one of them
 
     @property
-    def shape(self) -> tuple[Kind, int, int]:
-        return self.kind, self.count, self.length
+    def shape(self) -> tuple[Kind | int, ...]:
+        return self.kind, self.count, self.length, *self.chunked
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All that kernels read of it on the device."""
+        return [self.own.buffer, *(plan.own.buffer for plan in self.chunked.values())]
+
+    def cut(self, chunk: int) -> AttentionPlan:
+        """For a layer whose attention is chunked; 0: it is not."""
+        return self.chunked.get(chunk, self)
 
 
 def _alike(lengths: Sequence[int]) -> bool:
@@ -47,16 +58,36 @@ def padded(lengths: Sequence[int]) -> tuple[int, ...]:
     return (*lengths, *[0] * (0 if _alike(lengths) else -len(lengths) % _SAMPLES))
 
 
-def plan_attention(lengths: Sequence[int], device: torch.device, deterministic: bool) -> AttentionPlan:
-    """For samples of `lengths` one after another."""
-    return AttentionPlan(*attention_shape(lengths, device, deterministic), varlen_attention.list_tiles(lengths, device))
+def plan_attention(lengths: Sequence[int], device: torch.device, deterministic: bool, chunks: Sequence[int] = ()) -> AttentionPlan:
+    """For samples of `lengths` one after another, and for layers with attention in `chunks` of so many tokens."""
+    kind, count, length = _whole_shape(lengths, device, deterministic)
+    chunked = {chunk: _plan_pieces(lengths, chunk, device) for chunk in _cutting(lengths, chunks)}
+    return AttentionPlan(kind, count, length, varlen_attention.list_tiles(lengths, device), chunked)
 
 
-def attention_shape(lengths: Sequence[int], device: torch.device, deterministic: bool) -> tuple[Kind, int, int]:
+def attention_shape(
+    lengths: Sequence[int], device: torch.device, deterministic: bool, chunks: Sequence[int] = ()
+) -> tuple[Kind | int, ...]:
     """The shape of the plan for samples of `lengths`."""
+    return *_whole_shape(lengths, device, deterministic), *_cutting(lengths, chunks)
+
+
+def _whole_shape(lengths: Sequence[int], device: torch.device, deterministic: bool) -> tuple[Kind, int, int]:
     if deterministic or device.type != "cuda" or not _alike(lengths):
         return "own", len(lengths), 0
     return "cudnn", len(lengths), lengths[0]
+
+
+def _cutting(lengths: Sequence[int], chunks: Sequence[int]) -> list[int]:
+    return sorted(chunk for chunk in chunks if chunk < max(lengths))
+
+
+def _plan_pieces(lengths: Sequence[int], chunk: int, device: torch.device) -> AttentionPlan:
+    """Filled up by empty pieces to the most that so many samples of so many tokens can have: the tables' sizes depend on these alone."""
+    pieces = cut_chunks(lengths, chunk)
+    most = len(lengths) + sum(lengths) // chunk
+    filled = (*pieces, *[0] * (most - len(pieces)))
+    return AttentionPlan("own", most, 0, varlen_attention.list_tiles(filled, device))
 
 
 def attend(

@@ -130,19 +130,21 @@ multi_lora_group.register_autograd(_differentiate, setup_context=_save)
 
 @torch.library.custom_op("tlora::packed_attention", mutates_args=())
 def packed_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pass_number: Tensor, scale: float, window: int, softcap: float, sinks_H: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pass_number: Tensor, scale: float, window: int, softcap: float, chunk: int,
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention of each sample of the pass by itself: out [T, H, D] and its log-sum-exp [H, T] in fp32.
 
-    `window` 0 and `softcap` 0.0 mean none. H is a multiple of G. Sinks are frozen: they get no gradient.
+    `window` 0, `softcap` 0.0 and `chunk` 0 mean none. H is a multiple of G. Sinks are frozen: they get no gradient.
     """
-    return attend(q_THD, k_TGD, v_TGD, _states[int(pass_number)].attention, scale, window, softcap, sinks_H)
+    return attend(q_THD, k_TGD, v_TGD, _states[int(pass_number)].attention.cut(chunk), scale, window, softcap, sinks_H)
 
 
 @packed_attention.register_fake
 def _(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pass_number: Tensor, scale: float, window: int, softcap: float, sinks_H: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, pass_number: Tensor, scale: float, window: int, softcap: float, chunk: int,
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     return out_THD, q_THD.new_empty(q_THD.shape[1], q_THD.shape[0], dtype=torch.float32)
 
@@ -150,30 +152,30 @@ def _(
 @torch.library.custom_op("tlora::packed_attention_backward", mutates_args=())
 def _attention_backward(
     dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, pass_number: Tensor,
-    scale: float, window: int, softcap: float, sinks: bool,
+    scale: float, window: int, softcap: float, chunk: int, sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    plan = _states[int(pass_number)].attention
+    plan = _states[int(pass_number)].attention.cut(chunk)
     return attend_backward(dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_HT, plan, scale, window, softcap, sinks)
 
 
 @_attention_backward.register_fake
 def _(
     dout_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_THD: Tensor, lse_HT: Tensor, pass_number: Tensor,
-    scale: float, window: int, softcap: float, sinks: bool,
+    scale: float, window: int, softcap: float, chunk: int, sinks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q_THD, k_TGD, v_TGD))
     return dq, dk, dv
 
 
 def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THD, k_TGD, v_TGD, pass_number, scale, window, softcap, sinks_H = inputs
-    ctx.options = scale, window, softcap, sinks_H is not None
+    q_THD, k_TGD, v_TGD, pass_number, scale, window, softcap, chunk, sinks_H = inputs
+    ctx.options = scale, window, softcap, chunk, sinks_H is not None
     ctx.save_for_backward(q_THD, k_TGD, v_TGD, *output, pass_number)
 
 
 def _differentiate_attention(ctx: Any, dout_THD: Tensor, dlse_HT: Tensor) -> tuple[Tensor | None, ...]:
     dq, dk, dv = _attention_backward(dout_THD, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None, None
 
 
 packed_attention.register_autograd(_differentiate_attention, setup_context=_save_attention)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tlora.errors import ModelError
-from tlora.kernels.library_attention import SampleLayout, attend_batch, attend_samples
+from tlora.kernels.library_attention import SampleLayout, attend_batch, attend_samples, cut_chunks
 
 NAME = "tlora_packed"
 
@@ -29,6 +29,15 @@ def _no_mask(*_: object, **__: object) -> None:
     return None
 
 
+def chunk_of(module: torch.nn.Module) -> int:
+    """Tokens of a chunk, counted from a sample's start, beyond whose first no query of a layer looks back (Llama 4); 0: there are none."""
+    config: Any = getattr(module, "config", None)
+    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is None or not isinstance(number, int) or kinds[number] != "chunked_attention":
+        return 0
+    return config.attention_chunk_size or 0
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -41,31 +50,38 @@ def packed_attention(
     sequence_lengths: tuple[int, ...] | SampleLayout | None = None,
     pass_number: Tensor | None = None,
     s_aux: Tensor | None = None,
+    query_scales: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each sequence by itself. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
 
     `s_aux` [Hq] are a layer's sinks, by transformers' name. `sequence_lengths` add up to T. Equal neighbours in length run as one batch; a
     layout of samples takes the library's kernels for mixed lengths. The pass behind `pass_number` knows its own lengths, and has kernels.
+    Where the layer's attention is chunked, samples are cut at chunk borders. Queries are multiplied by `query_scales` [T], if any.
     """
+    chunk = chunk_of(module)
+    if query_scales is not None:
+        query = (query * query_scales[:, None]).to(query.dtype)
     if pass_number is not None:
         size = value.shape[-1]
         if size < query.shape[-1]:  # as latent attention has them
             value = F.pad(value, (0, query.shape[-1] - size))
         q_THD, k_TGD, v_TGD = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        out_THD, _ = torch.ops.tlora.packed_attention(q_THD, k_TGD, v_TGD, pass_number, scale, sliding_window or 0, softcap or 0.0, s_aux)
+        out_THD, _ = torch.ops.tlora.packed_attention(
+            q_THD, k_TGD, v_TGD, pass_number, scale, sliding_window or 0, softcap or 0.0, chunk, s_aux
+        )
         return out_THD[None, ..., :size], None
     if sequence_lengths is None:
         raise ModelError(f"{type(module).__name__} does not hand keyword arguments to its attention, so samples cannot be packed for it")
     if isinstance(sequence_lengths, SampleLayout):
         q_THD, k_TGD, v_TGE = (t_1HTD[0].transpose(0, 1) for t_1HTD in (query, key, value))
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        return attend_samples(q_THD, k_TGD, v_TGE, sequence_lengths, scale, sliding_window, softcap, s_aux)[None], None
+        return attend_samples(q_THD, k_TGD, v_TGE, sequence_lengths.cut(chunk), scale, sliding_window, softcap, s_aux)[None], None
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
         key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    runs = [(length, sum(1 for _ in equal)) for length, equal in groupby(sequence_lengths)]
+    runs = [(length, sum(1 for _ in equal)) for length, equal in groupby(cut_chunks(sequence_lengths, chunk))]
     sizes = [length * count for length, count in runs]
     parts = (t_1HTD.squeeze(0).split(sizes, 1) for t_1HTD in (query, key, value))  # one cat in backward; slices would sum T-sized zeros
     outputs: list[Tensor] = []

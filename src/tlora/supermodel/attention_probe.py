@@ -14,15 +14,17 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tlora.errors import ModelError
-from tlora.supermodel.attention import packed_attention
+from tlora.supermodel.attention import chunk_of, packed_attention
 from tlora.supermodel.base_config import values_in_layers
+from tlora.supermodel.query_scales import scales_queries
 
 NAME = "tlora_probe"
 _MOST_POSITIONS = 1 << 18
 # What layers hand to their attention in addition to tensors, scale, window and cap. None of it changes the attention mask.
-_WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "output_attentions", "is_causal"}
+_WITHOUT_EFFECT = {"dropout", "position_ids", "sample_positions", "use_cache", "output_attentions", "is_causal"}
 _OTHERWISE = (
-    "Samples longer than a limit would be trained with another attention than the model's. Use a base with full or sliding-window attention"
+    "Samples longer than a limit would be trained with another attention than the model's. "
+    "Use a base with full, sliding-window or chunked attention"
 )
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | bool]
@@ -59,12 +61,12 @@ def probe_attention(
 ) -> tuple[Tensor, None]:
     """`packed_attention`, which raises ModelError if this layer asks for anything else at any distance up to its longest context."""
     kind = type(module).__name__
-    known = {"scaling", "softcap", "sequence_lengths", "s_aux", *_WITHOUT_EFFECT}
+    known = {"scaling", "softcap", "sequence_lengths", "s_aux", "query_scales", *_WITHOUT_EFFECT}
     unknown = sorted(name for name, given in keywords.items() if given is not None and name not in known)
     if unknown or keywords.get("is_causal") is False:
         what = f"hands {', '.join(unknown)} to its attention" if unknown else "is not causal"
         raise ModelError(f"{kind} {what}, which packed attention does not do. {_OTHERWISE}")
-    if getattr(module, "attn_temperature_tuning", False):
+    if scales_queries(module):
         raise ModelError(
             f"{kind} scales queries by their place in the batch, not in their sample. Use a base without attn_temperature_tuning"
         )
@@ -73,26 +75,27 @@ def probe_attention(
         raise ModelError(f"{kind} makes an attention mask of its own, which packed attention does not use. {_OTHERWISE}")
     config: Any = getattr(module, "config", None)
     longest = max(values_in_layers(config, "max_position_embeddings"), default=0) or _MOST_POSITIONS
-    wrong = _first_difference(rule, sliding_window, min(longest, _MOST_POSITIONS), query.device)
+    wrong = _first_difference(rule, sliding_window, chunk_of(module), min(longest, _MOST_POSITIONS), query.device)
     if wrong is not None:
         raise ModelError(f"{kind} {wrong}, and packed attention does otherwise. {_OTHERWISE}")
     return packed_attention(module, query, key, value, None, sliding_window=sliding_window, **keywords)
 
 
-def _first_difference(rule: Rule, window: int | None, positions: int, device: torch.device) -> str | None:
-    """Where `rule` is not causal attention within `window`. Checked for each query position: itself, the next token, the farthest that it
-    sees, the one before that, and the first of the sample.
+def _first_difference(rule: Rule, window: int | None, chunk: int, positions: int, device: torch.device) -> str | None:
+    """Where `rule` is not causal attention within `window` and within chunks of `chunk` tokens (0: the whole). Checked for each query
+    position: itself, the next token, the farthest that it sees, the one before that, and the first of the sample.
     """
     query = torch.arange(positions, device=device)
-    reach = window or positions
+    reach, size = window or positions, chunk or positions
+    first = query // size * size
     zero = torch.zeros((), dtype=torch.long, device=device)
-    for key in (query, query + 1, (query - reach + 1).clamp(min=0), query - reach, torch.zeros_like(query)):
+    for key in (query, query + 1, (query - reach + 1).clamp(min=0), query - reach, first, first - 1, torch.zeros_like(query)):
         inside = key >= 0
         q, k = query[inside], key[inside]
         asked = torch.as_tensor(rule(zero, zero, q, k), device=device).bool().expand(len(q))
-        differs = asked != ((k <= q) & (q - k < reach))
+        differs = asked != ((k <= q) & (q - k < reach) & (q // size == k // size))
         if bool(differs.any()):
-            first = int(differs.nonzero()[0])
-            seen = "sees" if bool(asked[first]) else "does not see"
-            return f"asks that token {int(q[first])} of a sample {seen} token {int(k[first])}"
+            place = int(differs.nonzero()[0])
+            seen = "sees" if bool(asked[place]) else "does not see"
+            return f"asks that token {int(q[place])} of a sample {seen} token {int(k[place])}"
     return None

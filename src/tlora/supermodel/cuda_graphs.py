@@ -301,4 +301,4 @@ def _add(counts: OrderedDict[Shape, int], shape: Shape, number: int) -> int:
 def _inputs(batch: PackedBatch, state: PassState) -> list[Tensor]:
     """All that a pass reads on the device and that changes from one micro-batch of a shape to the next."""
     keys = [] if state.tables.keys_T is None else [state.tables.keys_T]
-    return [batch.input_ids_T, batch.position_ids_T, *keys, state.tables.buffer, state.attention.own.buffer]
+    return [batch.input_ids_T, batch.position_ids_T, *keys, state.tables.buffer, *state.attention.buffers]

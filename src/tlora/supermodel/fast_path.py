@@ -29,6 +29,7 @@ from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
 from tlora.kernels.packed_weight import PackedWeight
 from tlora.shape.token_cost import HIDES_LAUNCHES
+from tlora.supermodel.attention import chunk_of
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, CudaGraphs, Shape
 from tlora.supermodel.inject import expert_modules
@@ -92,6 +93,7 @@ class FastPath:
         self.largest_rank = 0  # that there was or will be: S is as wide from the start, so that nothing is compiled when it comes or goes
         self._names: list[str] = []  # of all linears, group by group: the order of the tables
         self.groups: list[LinearGroup] = []
+        self._chunks = sorted({chunk_of(module) for module in base.model.modules()} - {0})
         device, unread = base.head.weight_VH.device, find_unread(base, linears)
         for members in find_groups(base, linears):
             widths = tuple(linears[name].out_features for name in members)
@@ -185,7 +187,7 @@ class FastPath:
         groups = self.groups
         if self._context.tokens is not None:  # the embedding learns
             groups = [replace(groups[0], passes_back=True), *groups[1:]]
-        return PassState(groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic))
+        return PassState(groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic, self._chunks))
 
     def decode(
         self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
@@ -214,7 +216,7 @@ class FastPath:
         from tlora.kernels.packed_attention import attention_shape, padded
 
         lengths = padded(batch.padded_lengths(tokens))
-        attention = attention_shape(lengths, batch.input_ids_T.device, self._deterministic)
+        attention = attention_shape(lengths, batch.input_ids_T.device, self._deterministic, self._chunks)
         return Shape(tokens, self.recompute.layers(tokens), (*state.tables.shape_with(len(lengths)), *attention))
 
     def run(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
@@ -278,7 +280,7 @@ def compile_ahead(
         AttentionRequest(
             q.shape[1], k.shape[1], q.shape[2], window, softcap > 0, None if sinks is None else str(sinks.dtype).removeprefix("torch.")
         )
-        for q, k, _, _, _, window, softcap, sinks in arguments
+        for q, k, _, _, _, window, softcap, _, sinks in arguments
         if q.shape[2] <= LARGEST_HEAD
     ]
     forms = [linear.form for linear in linears.values()]

@@ -30,6 +30,7 @@ from tlora.supermodel.base_config import refuse_strange_config
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, hold_packed
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
+from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import cut_at_samples
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
@@ -226,7 +227,9 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: S
     base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage, tuple(cut_at_samples(model)))
     attention.register()
     attention_probe.register()
-    _check_packing(base)
+    count_in_samples(base.decoder)
+    with shown_in_short_samples(base.decoder):
+        _check_packing(base)
     _check_reach(base)
     return base
 

@@ -1,0 +1,158 @@
+"""Attention in chunks and queries scaled by position (Llama 4): together = alone = PEFT, on the kernels too; planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.numerics import checks, poisons
+from tests.numerics.peft_oracle import fp64_throughout
+from tests.numerics.poisons import Poison
+from tests.numerics.test_hybrids import samples
+from tests.numerics.world import Job, super_model
+from tests.planted import planted
+from tests.tiny import make_batch, make_model, make_samples
+from tests.tolerances import assert_close
+from tlora.errors import ModelError
+from tlora.job import LoraConfig, TrainConfig
+from tlora.kernels import library_attention
+from tlora.supermodel import attention, load, query_scales, supermodel
+from tlora.supermodel.load import make_base
+from tlora.supermodel.supermodel import SuperModel
+
+if find_spec("triton") is not None:
+    with interpreted():
+        from tlora.kernels import pass_operations  # noqa: F401
+
+WIDER = (("hidden_size", 256), ("intermediate_size", 320), ("intermediate_size_mlp", 320))
+LENGTHS = (1, 15, 16, 17, 33, 65)  # chunks have 16 tokens
+TARGETS = ["q_proj", "v_proj", "o_proj", "0.feed_forward.up_proj"]  # the last is a dense layer's
+
+
+def jobs() -> list[Job]:
+    one = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.1, target_modules=TARGETS)
+    return [
+        Job("edges", one, TrainConfig(learning_rate=3e-3, batch_size=3, seed=1, max_grad_norm=0.3), samples(1, LENGTHS), steps=2),
+        Job(
+            "late",
+            LoraConfig(r=8, target_modules=TARGETS),
+            TrainConfig(learning_rate=5e-3, batch_size=2, seed=2, weight_decay=0.1, lr_scheduler_type="constant"),
+            tuple(make_samples(4, seed=2, low=5, high=40)),
+            steps=2,
+            join_at=1,
+        ),
+    ]
+
+
+def in_attention(poison: Poison) -> Poison:
+    """Its neighbour adapts what there is beside experts."""
+    lora = {"lora": LoraConfig(r=6, lora_alpha=12, target_modules=TARGETS)}
+    return replace(poison, shape=lambda job: replace(poison.shape(job), **lora))
+
+
+POISONS = [in_attention(poison) for poison in poisons.POISONS]
+
+
+def test_fp64_equals_peft_and_alone() -> None:
+    with fp64_throughout():
+        model = super_model("llama4", torch.float64, ())
+        checks.check_peft(model, jobs(), "llama4", torch.float64, ())
+        checks.check_l1(model, jobs(), packing_seed=12)
+
+
+def test_fp32_equals_alone_beside_nan() -> None:
+    model, found = super_model("llama4", torch.float32, WIDER), jobs()
+    checks.check_l0(model, found[0])
+    checks.check_l3(model, found, packing_seed=13)
+    checks.check_l1(model, found, packing_seed=14)
+    checks.check_l2(model, found, next(poison for poison in POISONS if poison.name == "NaN gradient"))
+
+
+@pytest.mark.slow
+def test_every_poison_of_a_neighbour() -> None:
+    model, found = super_model("llama4", torch.float32, WIDER), jobs()
+    for poison in POISONS:
+        checks.check_l2(model, found, poison)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@MARKS[0]
+def test_on_the_kernels_as_on_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of one job with chunks that end within, at and behind them; layers with chunks and without read their own tables."""
+    found = []
+    batch = make_batch({"a": [sample for i, sample in enumerate(samples(3, LENGTHS)) if i in (0, 2, 4)]})
+    with torch.compiler.set_stance("force_eager"):
+        for fast in (True, False):
+            with monkeypatch.context() as patch:
+                if fast:
+                    interpret(patch)
+                else:
+                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
+                shared = SuperModel(make_base(make_model("llama4").to(DEVICE), "llama4"))
+                assert (shared.fast_path is not None) == fast
+                shared.join("a", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), TrainConfig(lr_scheduler_type="constant", seed=1))
+                loss = shared.forward_backward(batch)["a"].mean
+                found.append((loss, shared.bank.take_grad("a")))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert_close(found[0][1], found[1][1], 1e-4)
+
+
+def test_a_generated_answer_crosses_chunks_as_the_whole_sample_does() -> None:
+    """transformers' own cache and masks: the likeliest tokens are those of one pass over all of them."""
+    model = make_model("llama4")
+    ids = torch.arange(40, 50)[None]
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None)
+        likeliest = model(input_ids=out, use_cache=False).logits[0].argmax(-1)
+    assert torch.equal(out[0, 10:], likeliest[9:-1])
+
+
+# -- planted bugs --------------------------------------------------------------------------------------------------------
+
+
+def from_the_batch(lengths: Sequence[int], chunk: int) -> tuple[int, ...]:
+    """Chunks on the pack's grid: a sample is cut where its neighbours put it."""
+    pieces: list[int] = []
+    start = 0
+    for length in lengths:
+        while length:
+            piece = min(length, chunk - start % chunk) if chunk else length
+            pieces.append(piece)
+            start, length = start + piece, length - piece
+    return tuple(pieces)
+
+
+def by_the_batch(decoder: object) -> None:
+    """Positions are counted from the batch's first token, as in the layer's own code, and the probe is blind to it."""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ((library_attention, "cut_chunks", from_the_batch), "other logits than single ones"),
+        ((library_attention, "cut_chunks", lambda lengths, chunk: tuple(lengths)), "other logits than single ones"),
+        ((attention, "chunk_of", lambda module: 0), "other logits than single ones"),
+        ((query_scales, "count_in_samples", by_the_batch), "other logits than single ones"),
+    ],
+    ids=["chunks on the pack's grid", "chunks not cut", "a layer's chunks unknown", "positions of the batch"],
+)
+def test_planted_bugs_are_refused_at_load(change: tuple[object, str, object], words: str) -> None:
+    with planted(change), pytest.raises(ModelError, match=words):  # type: ignore[arg-type]
+        make_base(make_model("llama4"), "llama4")
+
+
+def test_chunks_beyond_short_samples_are_compared_at_all_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks of 100 tokens the samples of the proof show nothing."""
+    make_base(make_model("llama4", attention_chunk_size=100), "llama4")
+    with planted((attention, "chunk_of", lambda module: 0)), pytest.raises(ModelError, match="token 100 of a sample does not see token 0"):
+        make_base(make_model("llama4", attention_chunk_size=100), "llama4")
+    monkeypatch.setattr(load, "count_in_samples", by_the_batch)
+    monkeypatch.setattr(query_scales, "_SHORT", 1 << 20)
+    with pytest.raises(ModelError, match="scales queries by their place in the batch"):
+        make_base(make_model("llama4", attention_chunk_size=100), "llama4")
