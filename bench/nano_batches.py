@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,10 +88,14 @@ def make_base(directory: Path) -> None:
 
 
 def make_data(directory: Path, lengths: Sequence[int]) -> Dataset:
+    return make_samples(directory, np.random.default_rng(0).integers(lengths[0], lengths[1] + 1, 8 * SAMPLES))
+
+
+def make_samples(directory: Path, lengths: Iterable[int]) -> Dataset:
+    """One of each length."""
     rng, writer = np.random.default_rng(1), Writer(directory)
-    for _ in range(8 * SAMPLES):
-        ids = rng.integers(5, VOCABULARY, rng.integers(lengths[0], lengths[1] + 1)).astype(np.int32)
-        writer.add(Sample(ids, np.ones(len(ids), np.float32)))
+    for length in lengths:
+        writer.add(Sample(rng.integers(5, VOCABULARY, length).astype(np.int32), np.ones(length, np.float32)))
     writer.finish({})
     return Dataset(directory)
 
