@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import BaseModel
@@ -42,13 +43,15 @@ class WaitingView(Answer):
 
 
 class HostView(Answer):
-    """`failure_domain`: what fails as one with it, as a rack. `in_use`: how many of its GPUs groups have. `draining`: nothing starts there
+    """`failure_domain`: what fails as one with it, as a rack. `kinds`: of each of its GPUs what its driver calls it, "" where that is not
+    known. `in_use`: how many of its GPUs groups have. `draining`: nothing starts there
     any more.
     """
 
     name: str
     failure_domain: str
     gpus: list[int]
+    kinds: list[str]
     in_use: int
     draining: bool
 
@@ -62,6 +65,16 @@ class ClusterView(Answer):
     waiting: list[WaitingView]
     others_waiting: int
     draining: bool
+
+    @property
+    def unlike(self) -> dict[int, str]:
+        """What each GPU is, where they are not all alike; else none."""
+        found = {gpu: kind for host in self.hosts for gpu, kind in zip(host.gpus, host.kinds, strict=True)}
+        return found if len(set(found.values())) > 1 else {}
+
+    def kinds_of(self, gpus: Sequence[int]) -> str:
+        """What those GPUs are, where not all are alike; else nothing."""
+        return " and ".join(dict.fromkeys(self.unlike.get(gpu, "") for gpu in gpus))
 
 
 class Drained(Answer):

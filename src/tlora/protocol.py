@@ -64,6 +64,11 @@ class JobGroup:
         budget = self.plan.token_budget * len(gpus) // len(self.gpus)
         return replace(self, gpus=gpus, plan=replace(self.plan, data_parallel=len(gpus), token_budget=budget))
 
+    def without(self, job_id: str) -> JobGroup:
+        """The group with one member less; without jobs it is one that shall end."""
+        left = [(name, weight) for name, weight in zip(self.job_ids, self.weights, strict=True) if name != job_id]
+        return replace(self, job_ids=tuple([name for name, _ in left]), weights=tuple([weight for _, weight in left]))
+
 
 @dataclass(frozen=True, slots=True)
 class BaseSpeed:
@@ -224,6 +229,15 @@ class MemoryFound:
 
 
 @dataclass(frozen=True, slots=True)
+class KindsFound:
+    """What each of these GPUs is, in their order, as its driver calls it, and the speed of training there against an H200."""
+
+    gpus: tuple[int, ...]
+    kinds: tuple[str, ...]
+    speeds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: decisions that depend on it may change."""
 
@@ -244,6 +258,7 @@ Event = (
     | BaseAdded
     | BaseMeasured
     | MemoryFound
+    | KindsFound
     | Tick
 )
 

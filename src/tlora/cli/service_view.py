@@ -130,6 +130,8 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     table = open_table()
     table.add_column(place, no_wrap=True)
+    if unlike := cluster.unlike:
+        table.add_column("kind", overflow="fold")
     table.add_column("base model", overflow="fold")
     table.add_column("jobs that share it", overflow="fold")
     for group in sorted(cluster.groups, key=lambda group: group.gpus):
@@ -137,11 +139,13 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
             f"{view.name} ({steps_text(view) or DASH})" if (view := running.get(job)) else waiting.get(job, job) for job in group.jobs
         ]
         listed += [f"{group.other_jobs} of others"] if group.other_jobs else []
-        table.add_row(", ".join(map(str, group.gpus)), Text(printable(group.base_model)), Text(printable(", ".join(listed) or DASH)))
+        kind = [Text(printable(cluster.kinds_of(group.gpus)))] if unlike else []
+        table.add_row(", ".join(map(str, group.gpus)), *kind, Text(printable(group.base_model)), Text(printable(", ".join(listed) or DASH)))
     leaving = {gpu for host in cluster.hosts if host.draining for gpu in host.gpus}
     for gpu in cluster.gpus:
         if gpu not in used:
-            table.add_row(str(gpu), Text("left" if gpu in leaving else "free", style="dim"), "")
+            kind = [Text(printable(unlike.get(gpu, "")))] if unlike else []
+            table.add_row(str(gpu), *kind, Text("left" if gpu in leaving else "free", style="dim"), "")
     console.print(table)
     if len(cluster.hosts) > 1 or leaving:
         console.print()

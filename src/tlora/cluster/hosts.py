@@ -14,8 +14,9 @@ import psutil
 
 from tlora.cluster.gpus import left_visible, list_gpus, list_links
 from tlora.link.process_identity import boot_id
-from tlora.protocol import Event, MemoryFound, NodeAdded
+from tlora.protocol import Event, KindsFound, MemoryFound, NodeAdded
 from tlora.shape import CPU_SHARE, GPU_SHARE
+from tlora.shape.gpu_files import training_speed
 from tlora.worker_protocol import Device, DeviceLink, HostLabels
 
 OWN_NODE = "local"  # the controller's host, as a scheduler's node
@@ -78,7 +79,9 @@ class Hosts:
 def node_events(host: HostLabels, gpus: tuple[int, ...]) -> list[Event]:
     """What a scheduler is told of a host's GPUs, whose numbers are the cluster's."""
     rooms = tuple(_room(device, len(host.devices)) for device in host.devices)
-    found: list[Event] = [NodeAdded(host.name, gpus, host.failure_domain)]
+    kinds = tuple([device.kind for device in host.devices])
+    named: list[Event] = [KindsFound(gpus, kinds, tuple(map(training_speed, kinds)))] if "cpu" not in kinds else []
+    found: list[Event] = [*named, NodeAdded(host.name, gpus, host.failure_domain)]
     return [*found, MemoryFound(gpus, rooms)] if all(rooms) else found
 
 

@@ -44,6 +44,7 @@ class RemoteHosts:
         self.hosts, self._leases, self._began = Hosts(own), Leases(directory), time.monotonic()
         self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
         self._outlived: set[str] = set()  # incarnations that were lost by their leases
+        self.only_kind: str | None = None  # of GPUs, where all jobs stay on one: "" until the first has come
         self.files = FileService(directory.parent)
         self.events: list[Event] = []
 
@@ -76,6 +77,8 @@ class RemoteHosts:
         on_cpu = self._device() == "cpu"
         if any((device.kind == "cpu") != on_cpu for device in host.devices):
             return f"it has {host.devices[0].kind}, and this cluster trains on {'CPUs' if on_cpu else 'GPUs'}"
+        if self.only_kind is not None and (reason := _why_another_kind(host, self.only_kind)):
+            return reason
         if known is not None and not known.files_by_line and not peer.shares_store:
             return f"it does not see {self._directory} any more, where it has begun. Mount it again, and start it again"
         return self.hosts.why_not(host, hello.gpus)
@@ -90,6 +93,8 @@ class RemoteHosts:
         if worker.files_by_line and hello.load is not None:
             self.files.grant(hello.incarnation, hello.load.base_model, {held.job_id: (held.attempt, None) for held in hello.jobs})
         self._away.pop(gpus, None)
+        if self.only_kind == "":
+            self.only_kind = host.devices[0].kind
         self.events += node_events(host, gpus)
         self._note(f"a worker has come for {worker.display_name}")
         return worker
@@ -146,3 +151,13 @@ class RemoteHosts:
         held = {name: (worker.incarnation or "", job.attempt) for worker in writing for name, job in worker.jobs.items()}
         self._leases.keep(held)
         self.files.keep(held)
+
+
+def _why_another_kind(host: HostLabels, only: str) -> str:
+    """Of a cluster that keeps jobs on one kind; "": the host's first decides."""
+    first = only or next((device.kind for device in host.devices), "")
+    other = next((device.kind for device in host.devices if device.kind != first), None)
+    if other is None:
+        return ""
+    kept = f"it has {other}, and this cluster is deterministic: it keeps its jobs on {first}, for another kind gives other last bits"
+    return f"{kept}. Take it into a cluster of its own, or set deterministic: false"

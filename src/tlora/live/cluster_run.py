@@ -266,8 +266,12 @@ class _Run:
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]
         numbers = self._numbers if self._open_keeper is None else ()
+        kinds: tuple[str, ...] = ()
         if kind == "cuda":
-            room = room_of(numbers, list_gpus(), run.memory_limit)
+            known = list_gpus()
+            room = room_of(numbers, known, run.memory_limit)
+            named = tuple(known[number].name if number in known else "" for number in numbers)
+            kinds = named if all(named) else ()
         else:
             room = (host_room(len(self._places), run.memory_limit),) * len(numbers)
         return LocalMachine(
@@ -279,6 +283,7 @@ class _Run:
             report_to=tuple(run.report_to),
             calibrate=True,
             memory_bytes=room,
+            kinds=kinds,
             **settings_of(run),
         )
 

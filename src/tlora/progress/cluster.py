@@ -17,6 +17,7 @@ from tlora.protocol import (
     JobGroup,
     JobRequest,
     JobSubmitted,
+    KindsFound,
     NodeAdded,
     NodeDraining,
     RejectJob,
@@ -37,12 +38,13 @@ class Host:
 
 
 class ClusterProgress:
-    """`view` has the jobs, `groups` those that run, by id, and `hosts` those that are there, by name."""
+    """`view` has the jobs, `groups` those that run, by id, `hosts` those that are there, by name, and `kinds` what GPUs are."""
 
     def __init__(self, view: ProgressView) -> None:
         self.view = view
         self.groups: dict[str, JobGroup] = {}
         self.hosts: dict[str, Host] = {}
+        self.kinds: dict[int, str] = {}
         self._group_of: dict[str, str] = {}
         self._tokens_per_step: dict[str, float] = {}
 
@@ -92,6 +94,8 @@ class ClusterProgress:
                 host = self.hosts.setdefault(name, Host(name, rack))
                 host.gpus.update(gpus)
                 host.draining = False
+            case KindsFound(gpus, kinds):
+                self.kinds |= dict(zip(gpus, kinds, strict=True))
             case NodeDraining(name) if name in self.hosts:
                 self.hosts[name].draining = True
             case GpusLost(gpus):

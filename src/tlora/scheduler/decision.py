@@ -181,14 +181,14 @@ class Decision:
 
     # -- how many GPUs -------------------------------------------------------------------------------------------------
 
-    def predict(self, jobs: Sequence[Job], gpus: int, nodes: int | None = None) -> Prediction | None:
-        """Of `jobs` in one group on `gpus` GPUs, on as few nodes as can be or on `nodes`; None where a bound or memory forbids it."""
-        return self._predictions.of(jobs, gpus, nodes or self.nodes_for(gpus))
+    def predict(self, jobs: Sequence[Job], gpus: int, nodes: int | None = None, kind: str = "") -> Prediction | None:
+        """Of `jobs` in one group on `gpus` GPUs, by default of the slowest kind on as few nodes as can be; None where it may not."""
+        return self._predictions.of(jobs, gpus, nodes or self.nodes_for(gpus), kind=kind)
 
     def predict_on(self, jobs: Sequence[Job], gpus: tuple[int, ...]) -> Prediction | None:
         """The same of these very GPUs."""
         state = self.state
-        return self._predictions.of(jobs, len(gpus), state.num_nodes(gpus), state.memory.of(gpus))
+        return self._predictions.of(jobs, len(gpus), state.num_nodes(gpus), state.memory.of(gpus), state.kinds.slowest(gpus))
 
     def can_have(self, jobs: Iterable[Job], gpus: Iterable[int]) -> bool:
         """Whether each of the GPUs has room for each of the jobs."""

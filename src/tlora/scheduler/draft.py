@@ -33,9 +33,11 @@ class Draft:
         free = self._free.get(node)
         return self.state.nodes[node].free if free is None else free
 
-    def free_for(self, node: str, least_room: float) -> list[int]:
-        """Free GPUs of the node that have so much room, those with the least room first."""
+    def free_for(self, node: str, least_room: float, kind: str = "") -> list[int]:
+        """Free GPUs of the node that have so much room, those with the least room first. `kind`: only such."""
         free, memory = self.free_of(node), self.state.memory
+        if kind:
+            free = [gpu for gpu in free if self.state.kinds.kind_of.get(gpu) == kind]
         if not memory.is_uneven:
             return free
         roomy = [gpu for gpu in free if memory.has_room(gpu, least_room)]
@@ -58,16 +60,16 @@ class Draft:
         free_places = {*places, *(node.place for node, free in changed if free)}
         return sorted(free_places.difference([node.place for node, free in changed if not free]))
 
-    def allocate(self, count: int, least_room: float = 0.0) -> tuple[int, ...] | None:
+    def allocate(self, count: int, least_room: float = 0.0, kind: str = "") -> tuple[int, ...] | None:
         """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken. With
-        `least_room` only GPUs that have so much.
+        `least_room` only GPUs that have so much, with `kind` only such.
 
         Within a node's size that is one node, the one with the fewest GPUs free; above, whole nodes of one rack if possible.
         """
         if count > self.num_free:
             return None
-        if least_room:
-            return self._allocate_roomy(count, least_room)
+        if least_room or kind:
+            return self._allocate_roomy(count, least_room, kind)
         size = self.state.node_size
         if count <= size:
             node = self._best_fit(count)
@@ -106,9 +108,9 @@ class Draft:
         self.num_free -= count
         return tuple(free[:count])
 
-    def _allocate_roomy(self, count: int, least_room: float) -> tuple[int, ...] | None:
+    def _allocate_roomy(self, count: int, least_room: float, kind: str = "") -> tuple[int, ...] | None:
         """By best fit on one node, or else on the nodes that have most such GPUs."""
-        free = {name: gpus for name in self.state.nodes if (gpus := self.free_for(name, least_room))}
+        free = {name: gpus for name in self.state.nodes if (gpus := self.free_for(name, least_room, kind))}
         if sum(map(len, free.values())) < count:
             return None
         best = min([name for name, gpus in free.items() if len(gpus) >= count], key=lambda name: (len(free[name]), name), default=None)

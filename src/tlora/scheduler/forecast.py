@@ -101,7 +101,7 @@ class Reasons:
     def _fits(self, group: JobGroup, jobs: Sequence[Job]) -> bool:
         state = self._state
         room = state.memory.of(group.gpus)
-        return shared_plan(state.cost, len(group.gpus), state.num_nodes(group.gpus), jobs, room_bytes=room) is not None
+        return shared_plan(state.cost_on(group.gpus), len(group.gpus), state.num_nodes(group.gpus), jobs, room_bytes=room) is not None
 
 
 def _with_bound(job: Job, bound: float) -> Job:
@@ -153,7 +153,7 @@ def _scheduler_over(state: ClusterState, policy: Policy, looked_at: set[str]) ->
     scheduler = Scheduler(policy, CostModel({}), lambda _: None)
     pending = {name: None for name in state.pending if name in looked_at}
     jobs = {name: copy.copy(job) for name, job in state.jobs.items() if name in pending or name not in state.pending}
-    shared: Sequence[object] = [state.cost, *(known.group for known in state.groups.values())]
+    shared: Sequence[object] = [state.cost, state.kinds, *(known.group for known in state.groups.values())]
     memo: dict[int, object] = {id(one): one for one in shared}
     memo |= {id(state.jobs): jobs, id(state.pending): pending, id(state.ended_late): deque(state.ended_late)}
     scheduler.state = copy.deepcopy(state, memo)

@@ -35,6 +35,7 @@ class View:
     priority: float  # the highest among its members
     most_useful: int
     residual: float
+    kind: str = ""  # the slowest of its GPUs
     choice: Choice | None = None
     wider: tuple[tuple[int, Prediction], ...] | None = None
 
@@ -130,6 +131,7 @@ class GroupIndex:
             priority=max([job.spec.priority for job in jobs]),
             most_useful=self._predictions.most_useful_gpus(jobs),
             residual=residual_capacity_of(state, found),
+            kind=state.kinds.slowest(group.gpus),
         )
 
     def _drop(self, name: str, view: View) -> None:
@@ -149,4 +151,4 @@ def residual_capacity_of(state: ClusterState, found: Group) -> float:
     """R = u * C(B, G) - sum of needs, in tokens/s, with the largest budget and one member more: what a newcomer may need at most."""
     group = found.group
     members = len(group.job_ids) + 1
-    return most_capacity(state.cost, group.base_model, len(group.gpus), found.num_nodes, members) - found.need
+    return most_capacity(state.cost_on(group.gpus), group.base_model, len(group.gpus), found.num_nodes, members) - found.need

@@ -44,7 +44,9 @@ def _wider(decision: Decision, view: View) -> tuple[tuple[int, Prediction], ...]
     """Numbers of GPUs beyond its own on which steps are shorter by the least share, rising, regardless of their worth elsewhere."""
     if view.wider is None:
         most = (1 - decision.settings.growth_gain) * sum(view.slowdowns)
-        predictions = [(gpus, decision.predict(view.jobs, gpus)) for gpus in decision.sizes(view.jobs) if gpus > len(view.gpus)]
+        predictions = [
+            (gpus, decision.predict(view.jobs, gpus, kind=view.kind)) for gpus in decision.sizes(view.jobs) if gpus > len(view.gpus)
+        ]
         view.wider = tuple(
             [(gpus, prediction) for gpus, prediction in predictions if prediction is not None and sum(prediction.slowdowns) <= most]
         )
@@ -86,7 +88,7 @@ def _fill(decision: Decision, node: str, growing: Iterable[View]) -> None:
 def _grow_to(decision: Decision, node: str, grower: _Grower) -> bool:
     """Let it have its GPUs, if that is worth what it costs."""
     view = grower.view
-    prediction = decision.predict(view.jobs, grower.gpus, 1)
+    prediction = decision.predict(view.jobs, grower.gpus, 1, view.kind)
     in_place = changes_in_place(decision, view, 1)
     if prediction is None or not is_worth_it(decision, view, prediction.slowdowns, in_place):
         return False
@@ -110,7 +112,7 @@ def _next_step(decision: Decision, grower: _Grower, free: int) -> tuple[float, i
     """How many more GPUs are worth most for each, if any are worth something: worth of each, number, value with them."""
     best: tuple[float, int, float] | None = None
     for more in range(1, min(free, grower.most - grower.gpus) + 1):
-        prediction = decision.predict(grower.view.jobs, grower.gpus + more, 1)
+        prediction = decision.predict(grower.view.jobs, grower.gpus + more, 1, grower.view.kind)
         if prediction is None:
             continue
         value = decision.value(grower.view.jobs, prediction.slowdowns)
@@ -179,12 +181,22 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
             tried.append((gpus, prediction, tuple(whole[: decision.nodes_for(gpus)]), True))
     options: list[_Wider] = []
     for gpus, prediction, nodes, moves in tried:
+        if decision.state.kinds.differ:  # the least that it may have there
+            own = () if moves else view.gpus
+            there = decision.predict(view.jobs, gpus, kind=decision.state.kinds.slowest([*own, *_gpus_of(decision, nodes)]))
+            if there is None:
+                continue
+            prediction = there
         if not is_worth_it(decision, view, prediction.slowdowns):
             continue
         worth = (decision.value(view.jobs, prediction.slowdowns) - decision.worth(view)) / (gpus - count)
         if worth > 0:
             options.append(_Wider(worth, view, prediction, gpus, nodes, moves))
     return options
+
+
+def _gpus_of(decision: Decision, nodes: Iterable[str]) -> list[int]:
+    return [gpu for name in nodes for gpu in decision.state.nodes[name].gpus]
 
 
 # -- out of a group ------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Predictions:
         self._cost: tuple[CostModel, int] | None = None  # and how often it had been corrected
         self._shape = (0, 0)
         self._sizes: list[int] = []
-        self._known: dict[tuple[object, int, int, float | None], Prediction | None] = {}
+        self._known: dict[tuple[object, int, int, float | None, str], Prediction | None] = {}
         self._choices: dict[object, Choice] = {}
         self._most: dict[int, int] = {}  # by a job's number; costs do not matter to it
 
@@ -113,21 +113,27 @@ class Predictions:
         usual = tuple([(gpus, sum(prediction.slowdowns)) for gpus, prediction in predicted if gpus != asked or tried is self._sizes])
         return Choice(tuple([gpus for gpus, _ in predicted]), usual)
 
-    def of(self, jobs: Sequence[Job], gpus: int, nodes: int, room_bytes: float | None = None) -> Prediction | None:
+    def of(self, jobs: Sequence[Job], gpus: int, nodes: int, room_bytes: float | None = None, kind: str = "") -> Prediction | None:
         """Of `jobs` in one group on `gpus` GPUs of `nodes` nodes; None if a member's bound, or memory, does not allow it. `room_bytes`: of
-        each of these GPUs, where they are chosen; else that of the smallest on which each of the jobs can run.
+        each of these GPUs, where they are chosen; else that of the smallest on which each of the jobs can run. `kind`: likewise the slowest
+        of theirs; else the reference.
         """
         if gpus < jobs[0].spec.least_gpus:  # they have one base
             return None
         assert self._state is not None, "predictions follow no state yet"
         if room_bytes is None:
             room_bytes = self._state.memory.for_jobs(jobs)
-        key = (jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs]), gpus, nodes, room_bytes)
+        key = (jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs]), gpus, nodes, room_bytes, kind)
         try:
             return self._known[key]
         except KeyError:
-            prediction = self._known[key] = _predict(self._state.cost, jobs, gpus, nodes, room_bytes)
+            prediction = self._known[key] = _predict(self._cost_of(kind), jobs, gpus, nodes, room_bytes)
             return prediction
+
+    def _cost_of(self, kind: str) -> CostModel:
+        assert self._state is not None, "predictions follow no state yet"
+        kinds = self._state.kinds
+        return kinds.cost(kind or kinds.reference(), self._state.cost)
 
     def most_useful_gpus(self, jobs: Sequence[Job]) -> int:
         """The sum over `jobs`."""

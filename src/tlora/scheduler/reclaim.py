@@ -127,7 +127,7 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
         keep = tuple([gpu for gpu in view.gpus if gpu not in here]) if wide else here[: len(here) - count]
         if len(keep) < least:
             continue
-        prediction = decision.predict(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1)
+        prediction = decision.predict(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1, view.kind)
         if prediction is not None:
             loss = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns)
             return PreemptionPlan(view.group_id, keep, prediction, count, loss, pause_for_less(decision, view))

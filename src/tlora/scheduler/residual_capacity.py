@@ -15,6 +15,7 @@ from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow, part
 from tlora.scheduler.job import Job
+from tlora.scheduler.kind_choice import kind_on, speed_up, take_free
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, PreemptionPlan, apply, offers
 from tlora.scheduler.scheduler import Policy
@@ -57,6 +58,7 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
             _place_those_who_wait(decision, memory.queue(state, levels), displaced)
         if decision.draft.num_free:
             part(decision)
+            speed_up(decision)
             if settings.elastic:
                 grow(decision)
         wanted = decision.draft.wanted()
@@ -180,7 +182,7 @@ def _place(decision: Decision, job: Job, without_preemption: bool) -> list[Job] 
     settings, draft = decision.settings, decision.draft
     sizes = decision.sizes_alone(job)
     if sizes:
-        gpus = draft.allocate(sizes[-1], job.least_room)
+        gpus = take_free(decision, job, sizes)
         if gpus is not None:
             decision.open([job], gpus)
             return []
@@ -252,7 +254,7 @@ def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], without_pre
 
 def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -> list[_Place]:
     """The place, if it is worth what it costs: (value won - value lost) * time there > (1 + h) * value of the pauses."""
-    prediction = decision.predict([job], gpus, len(chosen))
+    prediction = decision.predict([job], gpus, len(chosen), kind_on(decision, [offer.node for offer in chosen]))
     if prediction is None:
         return []
     net = decision.value([job], prediction.slowdowns) - sum(offer.loss for offer in chosen)
@@ -287,7 +289,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         jobs = [*view.jobs, job]
         prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None
         asked = sum([member.spec.gpus for member in jobs])
-        if prediction is None or (len(view.gpus) > asked and decision.predict(jobs, asked) is None):
+        if prediction is None or (len(view.gpus) > asked and decision.predict(jobs, asked, kind=view.kind) is None):
             continue  # or growth could not be taken back any more
         if not decision.may_join(view, jobs, prediction):
             continue

@@ -27,6 +27,7 @@ from tlora.protocol import (
     JobGroup,
     JobRequest,
     JobSubmitted,
+    KindsFound,
     MemoryFound,
     NodeAdded,
     NodeDraining,
@@ -37,7 +38,7 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.scheduler.draft import has_room
-from tlora.scheduler.state import ClusterState, without_job
+from tlora.scheduler.state import ClusterState
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
 
@@ -74,7 +75,9 @@ class Scheduler:
         if decide:
             if state.emptied:
                 actions += self._end_empty_groups()
-            actions += self._decide_for_all_who_wait() if isinstance(event, Tick | BaseMeasured | MemoryFound) else self._decide()
+            actions += (
+                self._decide_for_all_who_wait() if isinstance(event, Tick | BaseMeasured | MemoryFound | KindsFound) else self._decide()
+            )
         return actions
 
     def _decide_for_all_who_wait(self) -> list[Action]:
@@ -154,6 +157,8 @@ class Scheduler:
             case MemoryFound(gpus, memory_bytes):
                 changed = state.find_memory(gpus, memory_bytes)
                 return self._reject_too_large() if changed else [], changed
+            case KindsFound(gpus, kinds, speeds):
+                return [], state.find_kinds(gpus, kinds, speeds)
             case NodeDraining(node, finish):
                 return [StopGroup(group_id) for group_id in state.drain_node(node, finish=finish)], True
             case GpusLost():
@@ -187,7 +192,7 @@ class Scheduler:
         state, group = self.state, found.group
         for name in group.job_ids:
             if name not in state.pending:
-                group = without_job(group, name)
+                group = group.without(name)
         if not group.job_ids or group.group_id in state.groups or why_impossible(state, [group]) is not None:
             return [*actions, StopGroup(found.group.group_id)]
         state.place(group)
@@ -202,7 +207,7 @@ class Scheduler:
             return [], False
         actions: list[Action] = []
         if job.group_id is not None:
-            actions = reconcile(state, [without_job(state.groups[job.group_id].group, job_id)])
+            actions = reconcile(state, [state.groups[job.group_id].group.without(job_id)])
         state.hold(job_id)
         return actions, True
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
+from tlora.scheduler.gpu_kinds import GpuKinds
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.job import RECENT_SECONDS, Job
 from tlora.scheduler.members import Group, Node
@@ -42,6 +43,7 @@ class ClusterState:
     group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> its group
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, the last to change or end behind; some that have ended
     memory: GpuMemory = field(default_factory=GpuMemory)
+    kinds: GpuKinds = field(default_factory=GpuKinds)
     tenants: Tenants = field(default_factory=Tenants)
     draining: set[str] = field(default_factory=set[str])  # nodes that are to be left
     node_size: int = 0  # GPUs of the largest node that is not to be left
@@ -114,12 +116,21 @@ class ClusterState:
 
     def find_memory(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
         """As `GpuMemory.find`; what was predicted with other memory is forgotten."""
-        changed = self.memory.find(gpus, memory_bytes)
-        if changed:
-            self.cost.times_corrected += 1
-            for base in {job.spec.base_model for job in self.jobs.values()}:
-                self._predict_anew(base)
-        return changed
+        return self.memory.find(gpus, memory_bytes) and self._predict_all()
+
+    def find_kinds(self, gpus: Sequence[int], kinds: Sequence[str], speeds: Sequence[float]) -> bool:
+        """As `GpuKinds.find`."""
+        return self.kinds.find(gpus, kinds, speeds) and self._predict_all()
+
+    def _predict_all(self) -> bool:
+        self.cost.times_corrected += 1
+        for base in {job.spec.base_model for job in self.jobs.values()}:
+            self._predict_anew(base)
+        return True
+
+    def cost_on(self, gpus: Iterable[int]) -> CostModel:
+        """Of a group on these GPUs."""
+        return self.kinds.cost(self.kinds.slowest(gpus), self.cost)
 
     def _set_free(self, node: Node, free: list[int]) -> None:
         by_free = self.nodes_by_free
@@ -190,7 +201,8 @@ class ClusterState:
 
     def _measure_alone(self, job: Job) -> None:
         spec, tokens = job.spec, job.spec.profile.tokens_per_step
-        job.alone_step_seconds = self.cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, job.alone_nodes)
+        cost = self.kinds.cost(self.kinds.reference(), self.cost)
+        job.alone_step_seconds = cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, job.alone_nodes)
         job.need = tokens / (spec.max_slowdown * job.alone_step_seconds)
         job.least_room = self.memory.least_room(self.cost, spec, self.most_gpus)
 
@@ -234,10 +246,9 @@ class ClusterState:
 
     def see_steps(self, event: StepsDone) -> None:
         """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back: infinitely many would
-        hide all reports that follow. Finitely many beyond the job's are all of its steps, as its order may have given too few.
-
-        Step times correct the cost model where the group is ready. A report is of the time since the one before: the first after
-        `GroupReady`, or after another member's end, is left out, as it has in it what was before (joins, loading, other company).
+        hide all reports that follow. Finitely many beyond the job's are all of its steps, as its order may have given too few. Step times
+        correct the cost model where the group is ready. A report is of the time since the one before: the first after `GroupReady`, or
+        after another member's end, is left out, as it has in it what was before (joins, loading, other company).
         """
         job = self.jobs[event.job_id]
         if job.group_id != event.group_id or not job.steps_reported <= event.steps < math.inf:  # nor a NaN
@@ -252,17 +263,18 @@ class ClusterState:
 
     def _learn(self, known: Group, ratio: float) -> None:
         """A step took `ratio` times what was predicted. T0 changes with predictions: a slowdown is a ratio of times on one machine."""
-        base = known.group.base_model
-        if self.cost.observe(base, len(known.group.gpus), known.num_nodes, ratio, self.now):
-            self._predict_anew(base)
+        base, cost = known.group.base_model, self.cost_on(known.group.gpus)
+        if cost.observe(base, len(known.group.gpus), known.num_nodes, ratio, self.now):
+            self._predict_anew(base, cost)
 
     def measure(self, base: str, device: str, speed: BaseSpeed) -> None:
         """The base's speed was measured on a GPU of this cluster: as `CostModel.measure`."""
-        self.cost.measure(base, device, speed)
+        (cost := self.kinds.measured_on(device, self.cost)).measure(base, device, speed)
         self.newly_measured[base] = None
-        self._predict_anew(base)
+        self._predict_anew(base, cost)
 
-    def _predict_anew(self, base: str) -> None:
+    def _predict_anew(self, base: str, corrected: CostModel | None = None) -> None:
+        self.cost.times_corrected += corrected not in (None, self.cost)
         for job in self.jobs.values():
             if job.spec.base_model == base:
                 self._measure_alone(job)
@@ -346,7 +358,7 @@ class ClusterState:
         self.pending[job_id] = None
 
     def _leave(self, known: Group, job_id: str) -> None:
-        group = without_job(known.group, job_id)
+        group = known.group.without(job_id)
         if group.job_ids:
             self._set_members(known, group)
         else:
@@ -378,7 +390,7 @@ class ClusterState:
 
     def step_seconds_of(self, group: JobGroup, num_nodes: int) -> list[float]:
         """Seconds between the optimizer steps of each member."""
-        cost, base, budget, gpus = self.cost, group.base_model, group.plan.token_budget, len(group.gpus)
+        cost, base, budget, gpus = self.cost_on(group.gpus), group.base_model, group.plan.token_budget, len(group.gpus)
         jobs = [self.jobs[name] for name in group.job_ids]
         if not jobs:
             return []
@@ -387,10 +399,3 @@ class ClusterState:
             return [slower * lone_step_seconds(cost, base, budget, gpus, num_nodes, jobs[0].spec.profile.tokens_per_step)]
         members = [job.as_member(weight) for job, weight in zip(jobs, group.weights, strict=True)]
         return [slower * seconds for seconds in group_step_seconds(cost, base, budget, gpus, num_nodes, members)]
-
-
-def without_job(group: JobGroup, job_id: str) -> JobGroup:
-    """The group with one member less; without jobs it is one that shall end."""
-    left = [(name, weight) for name, weight in zip(group.job_ids, group.weights, strict=True) if name != job_id]
-    names, weights = tuple([name for name, _ in left]), tuple([weight for _, weight in left])
-    return JobGroup(group.group_id, group.base_model, group.gpus, group.plan, names, weights)

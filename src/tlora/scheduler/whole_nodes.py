@@ -89,7 +89,7 @@ class WholeNodes:
             return stop_of(decision, view, len(view.gpus))
         node_of = decision.state.node_of
         keep = tuple([gpu for gpu in view.gpus if node_of[gpu] not in donor.given])
-        prediction = decision.predict(view.jobs, len(keep), len(view.nodes) - len(donor.given))
+        prediction = decision.predict(view.jobs, len(keep), len(view.nodes) - len(donor.given), view.kind)
         pause = pause_for_less(decision, view)
         return PreemptionPlan(view.group_id, keep, prediction, len(view.gpus) - len(keep), donor.loss, pause)
 
@@ -164,7 +164,7 @@ class WholeNodes:
         if more is None:
             decision, view, keep = self.decision, donor.view, donor.left - gpus
             nodes = len(view.nodes) - len(donor.given) - 1
-            prediction = decision.predict(view.jobs, keep, nodes) if nodes and keep >= donor.least else None
+            prediction = decision.predict(view.jobs, keep, nodes, view.kind) if nodes and keep >= donor.least else None
             if prediction is not None:
                 more = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns) - donor.loss, False
             elif self.stops and donor.yields:

@@ -328,7 +328,12 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._backend_factory.make(self._bases)
-            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), live_cost_model({}), self._see_fault, self._usage.tenants)
+            scheduler = Scheduler(
+                LIVE_POLICIES[self._config.policy](),
+                live_cost_model({}, self._backend_factory.places.speed),
+                self._see_fault,
+                self._usage.tenants,
+            )
             try:
                 self._events.begin(cluster.began_at_seconds)
                 self._wait_for_store("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))

@@ -20,7 +20,7 @@ PAUSED = "paused by its owner"
 class ClusterSnapshot:
     """The cluster at one moment. `waiting` has the jobs in the order in which the policy will start them, each with the reason why it
     waits, and `places` their numbers there, from 1; `starts` are the Unix times at which they are expected to, where that is foreseen.
-    `reading` are those whose data is being read, and how far that has come. `gpus` are those of all `hosts`.
+    `reading` are those whose data is being read, and how far that has come. `gpus` are those of all `hosts`, `kinds` what they are.
     """
 
     device: str = ""
@@ -31,6 +31,7 @@ class ClusterSnapshot:
     places: Mapping[str, int] = field(default_factory=dict[str, int])
     starts: Mapping[str, float] = field(default_factory=dict[str, float])
     hosts: tuple[Host, ...] = ()
+    kinds: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
 class LiveState:

@@ -18,7 +18,7 @@ NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # on
 class Devices:
     """GPUs by their numbers, or as many processes on a CPU. `memory_bytes`: of the largest of the GPUs, or of the machine; `room_bytes`:
     what may be planned for on each place, where that is known. `speed`: of training against an H200, `told`: lines on
-    where that is from.
+    where that is from. `kinds`: what the GPUs are, as their driver calls them.
     """
 
     device: Literal["cuda", "cpu"]
@@ -27,6 +27,7 @@ class Devices:
     room_bytes: tuple[int, ...] = ()
     speed: float = 1.0
     told: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 def find_places(config: ServerConfig) -> Devices:
@@ -52,7 +53,8 @@ def find_places(config: ServerConfig) -> Devices:
     chosen = found if config.gpus is None else tuple(config.gpus)
     room = room_of(chosen, gpus, config.memory_limit)
     memory_bytes = max(gpus[gpu].memory_bytes for gpu in chosen) or None
-    return Devices("cuda", chosen, memory_bytes, room, *speed_here(gpus[gpu].name for gpu in chosen))
+    kinds = tuple(gpus[gpu].name for gpu in chosen)
+    return Devices("cuda", chosen, memory_bytes, room, *speed_here(kinds), kinds=kinds if all(kinds) else ())
 
 
 def _on_cpu(numbers: tuple[int, ...], config: ServerConfig) -> Devices:

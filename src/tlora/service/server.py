@@ -136,14 +136,15 @@ def local_hall(config: ServerConfig) -> BackendFactory:
         warn(line)
     if config.backend == "ray":
         listener, keeper = open_ray(config.ray_options, places.device, places.gpus, config.directory, warn)
-        places = replace(places, gpus=(), memory_bytes=None, room_bytes=())
+        places = replace(places, gpus=(), memory_bytes=None, room_bytes=(), kinds=())
     else:
         listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:
         here = places.gpus, places.device, base_models, config.directory
         settings = settings_of(config)
-        machine = LocalMachine(*here, tick_seconds=_TICK_SECONDS, calibrate=True, memory_bytes=places.room_bytes, **settings)
+        own = {"memory_bytes": places.room_bytes, "kinds": places.kinds}
+        machine = LocalMachine(*here, tick_seconds=_TICK_SECONDS, calibrate=True, **own, **settings)
         return LocalBackend(machine, warn, listener, open_keeper=keeper)
 
     return BackendFactory(places, make)

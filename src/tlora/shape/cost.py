@@ -64,6 +64,12 @@ def constants_digest(constants: BaseConstants) -> str:
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def scaled_constants(constants: BaseConstants, speed: float) -> BaseConstants:
+    """On a GPU that trains `speed` times as fast, of which nothing is measured: what does not follow from products stays."""
+    source = {**constants.source, "tokens_per_second": f"extrapolated: {speed:.3g} times {constants.source.get('tokens_per_second', '')}"}
+    return replace(constants, tokens_per_second=constants.tokens_per_second * speed, source=source)
+
+
 _UNKNOWN = BaseConstants(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, {})
 
 
@@ -97,14 +103,16 @@ class Learned:
 class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
-    What it predicts has changed `times_corrected` times, by `observe` and `measure`. Raises
+    What it predicts has changed `times_corrected` times, by `observe` and `measure`. `speed`: of training on the GPU that its constants
+    are of, against an H200. Raises
     ConfigError for a base of which nothing is known.
     """
 
     budgets: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # tokens of a micro-batch per GPU that engines prepare, ascending
 
-    def __init__(self, constants: Mapping[str, BaseConstants], fill_share: float = 0.95) -> None:
-        assert 0 < fill_share <= 1, fill_share
+    def __init__(self, constants: Mapping[str, BaseConstants], fill_share: float = 0.95, speed: float = 1.0) -> None:
+        assert 0 < fill_share <= 1 and speed > 0, (fill_share, speed)
+        self.speed = speed
         self.constants = dict(constants)
         self.fill_share = fill_share
         self.memory: dict[str, BaseMemory] = {}  # of bases that were counted; of others the constants say it

@@ -58,6 +58,12 @@ def gpu_here(name: str, capability: int | None = None, memory_bytes: int | None 
     return _read(path, found.st_mtime_ns, found.st_size, name, capability, memory_bytes)
 
 
+def training_speed(name: str) -> float:
+    """Of training on the GPU that its driver calls so, against an H200; 1 where nothing is known of it, as of a CPU."""
+    model, usual = gpu_here(name).model, find_gpu("h200").flops
+    return model.flops / usual if model is not None and model.flops and usual else 1.0
+
+
 def speed_here(names: Iterable[str]) -> tuple[float, tuple[str, ...]]:
     """Of training on the slowest of the GPUs that their driver calls so, against an H200; 1 where nothing is known of one. With the lines
     that `gpu_here` tells of them.

@@ -56,7 +56,9 @@ def cost_model(
 def live_cost_model(sizes: Mapping[str, float], speed: float = 1.0) -> CostModel:
     """Of bases by name, of so many bytes each: what a live scheduler begins with. `speed`: of training on its GPUs against an H200."""
     bases = {name: nearest_base(num_bytes) for name, num_bytes in sizes.items()}
-    return cost_model(LIVE_GPU, bases=bases, scale={"tokens_per_second": speed} if speed != 1.0 else None)
+    found = cost_model(LIVE_GPU, bases=bases, scale={"tokens_per_second": speed} if speed != 1.0 else None)
+    found.speed = speed
+    return found
 
 
 def nearest_base(base_bytes: float) -> str:

@@ -68,6 +68,7 @@ def _host_views(snapshot: ClusterSnapshot) -> list[HostView]:
             name=host.name,
             failure_domain=host.failure_domain,
             gpus=sorted(host.gpus),
+            kinds=[snapshot.kinds.get(gpu, "") for gpu in sorted(host.gpus)],
             in_use=len(used & host.gpus),
             draining=host.draining,
         )

@@ -114,7 +114,12 @@ def show_page(request: Request) -> HTMLResponse:
     paused = {one.job: one for one in cluster.waiting if one.reason == PAUSED}
     in_boxes = found.keys() - paused.keys()  # a group may not have let go of one yet
     boxes = [
-        {"gpus": group.gpus, "base": group.base_model, "jobs": [_card(services, found[job]) for job in group.jobs if job in in_boxes]}
+        {
+            "gpus": group.gpus,
+            "kinds": cluster.kinds_of(group.gpus),
+            "base": group.base_model,
+            "jobs": [_card(services, found[job]) for job in group.jobs if job in in_boxes],
+        }
         | {"others": group.other_jobs}
         for group in sorted(cluster.groups, key=lambda group: group.gpus)
     ]
@@ -128,7 +133,7 @@ def show_page(request: Request) -> HTMLResponse:
         place=place,
         places=places,
         boxes=boxes,
-        free=[gpu for gpu in cluster.gpus if gpu not in used],
+        free=[(gpu, cluster.unlike.get(gpu, "")) for gpu in cluster.gpus if gpu not in used],
         hosts=cluster.hosts,
         leaving={gpu for host in cluster.hosts if host.draining for gpu in host.gpus},
         waiting=waiting[:_MOST_WAITING],

@@ -1,0 +1,74 @@
+"""GPUs of two kinds in one cluster, which fake workers on a CPU are said to have: what the scheduler is told, and who is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.fake_workers import local_backend
+from tests.scheduler.mirror import made_spec
+from tlora.cluster.hosts import STRIDE, node_events
+from tlora.cluster.local_machine import LocalMachine
+from tlora.cluster.remote_hosts import RemoteHosts, _why_another_kind
+from tlora.errors import ConfigError
+from tlora.protocol import KindsFound, MemoryFound, NodeAdded, StartGroup
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.gpu_files import training_speed
+from tlora.shape.hardware import live_cost_model
+from tlora.worker_protocol import Device, HostLabels
+
+NEW, OLD = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090"
+
+
+def test_the_speed_of_a_gpu_is_that_of_the_table() -> None:
+    assert training_speed(NEW) == 1.0 == training_speed("of no row") and 0.05 < training_speed(OLD) < 0.1
+
+
+def test_a_live_cluster_places_jobs_by_the_speed_of_each_gpu(tmp_path: Path) -> None:
+    notes: list[str] = []
+    with local_backend(tmp_path, note=notes.append, kinds=(OLD, NEW)) as backend:
+        events = backend.poll()
+        assert events[:2] == [KindsFound((0, 1), (OLD, NEW), (training_speed(OLD), 1.0)), NodeAdded("local", (0, 1))]
+        cost = live_cost_model({"base": 16e9}, training_speed(OLD))
+        scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), cost)
+        for event in events:
+            scheduler.handle(event, 0.0)
+        started: list[tuple[int, ...]] = []
+        for name in ("a", "b"):
+            spec = made_spec(name, tokens=16_384.0, steps=10_000, base_model="base", max_slowdown=1.0, least_gpus=1)
+            started += [action.group.gpus for action in scheduler.handle(spec, 1.0) if isinstance(action, StartGroup)]
+        assert started == [(1,), (0,)]
+        seconds = [scheduler.state.jobs[name].step_seconds for name in "ab"]
+        assert seconds[0] == pytest.approx(live_cost_model({"base": 16e9}).alone_step_seconds("base", 16_384.0, 1))
+        assert seconds[1] > 10 * seconds[0]
+    assert notes == [
+        f"GPUs of several kinds: 0 is {OLD} (0.08 x an H200), 1 is {NEW} (1.00 x an H200); jobs are placed by each one's speed"
+    ]
+
+
+def test_a_deterministic_cluster_has_gpus_of_one_kind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"deterministic: true keeps each job on one kind .* \(--gpus 0,2,\), or deterministic: false"):
+        LocalMachine((0, 1, 2), "cuda", {}, tmp_path, deterministic=True, kinds=(NEW, OLD, NEW))
+    assert LocalMachine((0, 1), "cuda", {}, tmp_path, kinds=(NEW, OLD)).kinds == (NEW, OLD)
+    with local_backend(tmp_path, deterministic=True, kinds=(NEW, NEW)) as backend:
+        assert backend.worker_pool.remote_hosts.only_kind == NEW
+
+
+def test_a_host_of_another_kind_is_refused_where_bits_must_not_depend_on_it(tmp_path: Path) -> None:
+    old, both = (HostLabels("h", devices=tuple(Device(kind) for kind in kinds)) for kinds in ((OLD,), (OLD, NEW)))
+    assert _why_another_kind(old, NEW).startswith(f"it has {OLD}, and this cluster is deterministic: it keeps its jobs on {NEW}")
+    assert not _why_another_kind(old, OLD) and not _why_another_kind(old, ""), "the first host decides"
+    assert _why_another_kind(both, "").startswith(f"it has {NEW}, and this cluster is deterministic: it keeps its jobs on {OLD}")
+    assert RemoteHosts(tmp_path, (), 1.0, lambda: "cuda", print).only_kind is None, "else all kinds are taken"
+
+
+def test_a_host_brings_what_its_gpus_are() -> None:
+    host = HostLabels("h", "rack", devices=(Device(OLD, 24 << 30), Device(NEW, 80 << 30)))
+    gpus = (STRIDE, STRIDE + 1)
+    kinds, node, memory = node_events(host, gpus)
+    assert kinds == KindsFound(gpus, (OLD, NEW), (training_speed(OLD), 1.0)) and node == NodeAdded("h", gpus, "rack")
+    assert isinstance(memory, MemoryFound)
+    on_cpu = HostLabels("c", devices=(Device("cpu", 1 << 30),))
+    assert [type(event) for event in node_events(on_cpu, (STRIDE,))] == [NodeAdded, MemoryFound]

@@ -1,0 +1,39 @@
+"""What GPUs are is shown where they differ: by the API, by `tlora queue` and on the page."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from tlora.cli.service_view import print_cluster
+from tlora.cluster_api import ClusterView, GroupView
+from tlora.protocol import KindsFound, NodeAdded
+from tlora.service.live_jobs import LiveJobs
+from tlora.service.machine import Devices
+from tlora.service.routes.cluster import _host_views
+
+
+def shown(*kinds: str) -> tuple[ClusterView, str]:
+    live, gpus = LiveJobs(), tuple(range(len(kinds)))
+    for event in (KindsFound(gpus, kinds, (1.0,) * len(kinds)), NodeAdded("local", gpus)):
+        assert not list(live.see(event))
+    snapshot = live.snapshot(Devices("cuda", gpus), {})
+    group = GroupView(id="g0", gpus=[0, 1], base_model="base", token_budget=1024, jobs=[], other_jobs=0)
+    view = ClusterView(
+        device="cuda", gpus=list(gpus), hosts=_host_views(snapshot), groups=[group], waiting=[], others_waiting=0, draining=False
+    )
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_cluster(console, view, {})
+    return view, console.export_text()
+
+
+def test_kinds_are_shown_where_they_differ() -> None:
+    view, text = shown("H100", "A100", "A100")
+    assert view.hosts[0].kinds == ["H100", "A100", "A100"] and view.kinds_of([0, 1]) == "H100 and A100" and view.kinds_of([2]) == "A100"
+    assert "kind" in text and "H100 and A100" in text
+
+
+def test_gpus_of_one_kind_are_shown_as_before() -> None:
+    view, text = shown("H100", "H100")
+    assert view.unlike == {} and view.kinds_of([0]) == "" and "H100" not in text
