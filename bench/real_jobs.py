@@ -50,7 +50,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "nf4": ("base_precision=nf4",),
     "plain-path": (),
     "sm_80": (),
+    "whole": ("layout=whole",),
     "shared": ("layout=shared",),
+    "streamed": ("layout=streamed",),
     "stages": ("layout=stages",),
     "stages-host": ("layout=stages", "links=host"),
 }
