@@ -149,7 +149,10 @@ def add_command(app: typer.Typer, run: Callable[..., None], name: str | None = N
 
     signature = inspect.signature(run, eval_str=True)
     option = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Debug)
-    reported.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    signature = signature.replace(parameters=[*signature.parameters.values(), option])
+    reported.__signature__ = signature  # type: ignore[attr-defined]
+    # evaluated once: typer evaluates strings twice a command, which was most of the time of `tlora --help`
+    reported.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
     app.command(name, rich_help_panel=panel)(reported)
 
 
