@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.durable_files import FILES, content, holds, names, writer
 from tlora import durable
 from tlora.durable import clean, link_file, newest_verified, prune, write_directory, write_file
@@ -349,7 +350,7 @@ def prepare_small(parent: Path, scenario: str) -> None:
         write_directory(parent / "checkpoint-20", small("20" if scenario == "same again" else "20 before"))
 
 
-@pytest.mark.parametrize("scenario", ["new step", "same again", "other before"])
+@pytest.mark.parametrize("scenario", in_every_run(["new step", "same again", "other before"], 0))
 def test_no_power_cut_loses_what_was_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str) -> None:
     cuts, states, lost = power_cuts(tmp_path, monkeypatch, scenario, lambda path: False)
     print(f"{scenario}: {cuts} power cuts leave {states} states, {lost} of them lose something")
@@ -363,7 +364,7 @@ FORGOTTEN = {
 }
 
 
-@pytest.mark.parametrize("forgotten", FORGOTTEN)
+@pytest.mark.parametrize("forgotten", in_every_run(FORGOTTEN, 0))
 def test_the_enumeration_sees_a_forgotten_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
     cuts, states, lost = power_cuts(tmp_path, monkeypatch, "new step", FORGOTTEN[forgotten])
     print(f"without syncing {forgotten}: {cuts} power cuts leave {states} states, {lost} of them lose something")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,11 @@ def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    os.environ["TLORA_CACHE"] = str(tmp_path_factory.mktemp("cache"))  # the base is counted once for this file's tests
+def _one_cache(tmp_path_factory: pytest.TempPathFactory, forked_children: None) -> Iterator[None]:
+    """The base is counted once for this file's tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TLORA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

@@ -223,7 +223,7 @@ def kill_at_calls(runs: Runs, directory: Path, calls: list[int]) -> None:
 
 
 def test_kill_at_random_moments(runs: Runs, tmp_path: Path) -> None:
-    kill_at_random(runs, tmp_path, 2, seed=1)
+    kill_at_random(runs, tmp_path, 1, seed=1)
 
 
 @pytest.mark.soak

@@ -55,10 +55,10 @@ ARRANGEMENTS: dict[str, tuple[Callable[[Jobs], Jobs], dict[str, Any]]] = {
 }
 
 
-IN_EVERY_RUN = ("small micro-batches",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_EVERY_RUN else [pytest.mark.soak]) for n in ARRANGEMENTS])
+# `numerics/engine` has whole runs together and alone in every run
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow if n == "small micro-batches" else pytest.mark.soak]) for n in ARRANGEMENTS]
+)
 def test_bytes_do_not_depend_on_the_company(wide_base: Path, data: Path, tmp_path: Path, alone: dict[str, str], name: str) -> None:
     arrange, settings = ARRANGEMENTS[name]
     together = shas(train(wide_base, tmp_path / "out", arrange(four_jobs(data)), deterministic=True, **settings))

@@ -16,6 +16,7 @@ from peft import PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.cases import in_every_run
 from tests.tiny import make_model
 from tests.tolerances import LOGITS, assert_close
 from tlora.engine.generate import Sampling, _attach, answer, generate, open_adapter
@@ -166,16 +167,20 @@ def test_a_base_without_a_template_gets_the_default_one(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("data", "row", "raw"),
-    [
-        ({"format": "text"}, None, True),
-        ({"format": "tokenized"}, None, True),
-        ({"format": "alpaca"}, None, False),
-        ({"format": "auto"}, {"prompt": "a", "completion": "b"}, True),
-        ({"format": "prompt_completion"}, {"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, False),
-        ({"format": "auto"}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, False),
-        ({"format": "auto"}, {"x": 1}, False),
-        ({"format": "auto"}, None, False),
-    ],
+    in_every_run(
+        [
+            ({"format": "text"}, None, True),
+            ({"format": "tokenized"}, None, True),
+            ({"format": "alpaca"}, None, False),
+            ({"format": "auto"}, {"prompt": "a", "completion": "b"}, True),
+            ({"format": "prompt_completion"}, {"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, False),
+            ({"format": "auto"}, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, False),
+            ({"format": "auto"}, {"x": 1}, False),
+            ({"format": "auto"}, None, False),
+        ],
+        0,
+        5,
+    ),
 )
 def test_an_adapter_of_plain_text_gets_the_prompt_as_it_is(
     adapter: Path, base: Path, tmp_path: Path, data: dict[str, Any], row: Any, raw: bool

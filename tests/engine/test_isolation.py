@@ -215,7 +215,9 @@ def test_a_sample_that_never_fits_fails_its_job(wide_base: Path, data: Path, tmp
     assert results["short"].status == "done"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room for the step"), RuntimeError("broken step")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room for the step"), pytest.param(RuntimeError("broken step"), marks=pytest.mark.slow)]
+)
 def test_an_optimizer_step_that_raises(neighbourhood: Neighbourhood, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     step = job_by_job.adamw_step
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path
     process = start(file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not any(cache.glob("tmp-set-*/progress.json")):
         assert process.poll() is None
+        time.sleep(0.01)
     os.killpg(process.pid, number)
     told, errors = process.communicate(timeout=PATIENCE_SECONDS)
     expected = 130 if number == signal.SIGINT else -number
@@ -127,6 +129,7 @@ def test_ctrl_c_while_libraries_are_loaded(base: Path, data: Path, tmp_path: Pat
     process = start(jobs_file(base, data, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     told, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130 and "Traceback" not in errors and not (tmp_path / "out").exists(), (told, errors)

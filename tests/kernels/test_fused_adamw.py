@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import in_every_run
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted, thinned
 from tests.tolerances import assert_close
 from tlora.adapters.adamw import adamw_step
@@ -121,7 +122,7 @@ def double(state: AdapterState) -> AdapterState:
     return replace(copy, params=copy.params.double(), exp_avg=copy.exp_avg.double(), exp_avg_sq=copy.exp_avg_sq.double())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", in_every_run([torch.float32, torch.float64], 0), ids=str)
 @pytest.mark.parametrize(
     "change",
     [

@@ -183,8 +183,9 @@ def test_bits_are_the_same_whoever_is_beside(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["", "dropout"])
-@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize(
+    ("cut", "dropout"), [(3, 0.3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 0.0), (1, 0.3), (3, 0.0)))]
+)
 def test_sums_over_two_micro_batches_are_the_sums_over_one(cut: int, dropout: float, dtype: torch.dtype) -> None:
     """Wherever a global batch is cut between samples, bitwise, with other neighbours in each part."""
     base, lengths, ranks = Base(48, QKV, dtype), (33, 70, 1, 40), (8, 17, 0)

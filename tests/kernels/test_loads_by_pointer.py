@@ -37,11 +37,11 @@ def everything(base: Base, jobs: list[Job], tail: int) -> list[Tensor]:
     ("in_features", "widths", "jobs"),
     [
         pytest.param(64, (48,), [Job((30, 20), (8,), seed=1), Job((70,), (20,), seed=2, gap=9)], id="blocks end with K", marks=SLOW),
-        pytest.param(80, (48,), [Job((130,), (8,), seed=1)], id="K ends in a block"),
-        pytest.param(48, QKV, [Job((33, 70), (8, 17, 0), seed=1), Job((11,), (64, 64, 64), seed=2)], id="three linears"),
+        pytest.param(80, (48,), [Job((130,), (8,), seed=1)], id="K ends in a block", marks=SLOW),
+        pytest.param(48, QKV, [Job((33, 70), (8, 17, 0), seed=1), Job((11,), (64, 64, 64), seed=2)], id="three linears", marks=SLOW),
         pytest.param(32, QKV, [Job((17, 40), (100, 0, 65), 0.3, seed=1), Job((12,), (5, 5, 5), seed=2, gap=1)], id="dropout"),
         pytest.param(32, QKV, [Job((17, 40), (256, 1, 256), seed=1), Job((9,), (16, 33, 2), seed=2)], id="ranks to 256", marks=SLOW),
-        pytest.param(32, (32,), [Job((1,), (4 + i % 9,), 0.2 * (i % 2), seed=i, gap=i % 4 // 3) for i in range(20)], id="many runs"),
+        pytest.param(32, (32,), [Job((1,), (4 + i % 9,), i % 2 / 5, i, i % 4 // 3) for i in range(20)], id="many runs", marks=SLOW),
         pytest.param(160, (160, 144), [Job((129,), (8, 8), seed=1)], id="several tiles of columns", marks=SLOW),
     ],
 )  # fmt: skip

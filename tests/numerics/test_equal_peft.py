@@ -12,7 +12,7 @@ from tests.tiny import FAMILIES, make_samples
 from tlora.job import LoraConfig, TrainConfig
 
 FUSED = {"phi3": ["qkv_proj", "gate_up_proj"]}
-LATER = [(pytest.mark.slow, ("llama-tied", "qwen2", "qwen3", "mistral", "phi3")), (pytest.mark.soak, ("gemma3-capped",))]
+LATER = [(pytest.mark.slow, ("llama-tied", "qwen2", "qwen3", "mistral", "phi3", "gemma2")), (pytest.mark.soak, ("gemma3-capped",))]
 KEPT_FOR = {family: mark for mark, families in LATER for family in families}
 
 

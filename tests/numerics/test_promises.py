@@ -19,7 +19,12 @@ def test_l1_together_has_the_bytes_of_alone(packing_seed: int) -> None:
     checks.check_l1(super_model(), checks.standard_jobs(), packing_seed)
 
 
-@pytest.mark.parametrize("poison", POISONS, ids=lambda poison: poison.name)
+IN_EVERY_RUN = ("NaN adapter", "a loss that raises", "length = max")
+
+
+@pytest.mark.parametrize(
+    "poison", [pytest.param(poison, id=poison.name, marks=[] if poison.name in IN_EVERY_RUN else pytest.mark.slow) for poison in POISONS]
+)
 def test_l2_a_poisoned_neighbour_changes_nothing(poison: Poison) -> None:
     checks.check_l2(super_model(), checks.standard_jobs(), poison)
 

@@ -13,6 +13,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from torch import Tensor
 
+from tests.cases import in_every_run
 from tests.engine.test_generate import save_base
 from tests.numerics.peft_oracle import peft_config, peft_modules
 from tests.tiny import make_samples
@@ -98,7 +99,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("continued", [False, True], ids=["new adapter", "continued adapter"])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("deterministic", in_every_run([False, True], 1), ids=["default", "deterministic"])
 def test_it_is_what_trl_computes(base: Path, deterministic: bool, continued: bool, tmp_path: Path) -> None:
     """Of a job that began with an adapter, the reference is that adapter."""
     model = SuperModel.from_pretrained(str(base), deterministic=deterministic)
@@ -137,7 +138,7 @@ def _unit(job_id: str, seed: int, normalizer: float = 2.0, step: int | None = No
     return BatchRow(job_id, ids, weights, normalizer, None if step is None else (7, step, seed), lengths)
 
 
-@pytest.mark.parametrize("continued", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("continued", in_every_run(["", "a", "b", "ab"], 1))
 def test_together_is_alone_bitwise_whoever_the_neighbours_are_and_however_pairs_are_packed(base: Path, continued: str) -> None:
     """`continued`: the jobs whose reference is an adapter."""
     dropout = LORA.model_copy(update={"lora_dropout": 0.2})

@@ -13,6 +13,7 @@ from datasets import Dataset
 from peft import get_peft_model
 from torch import Tensor
 
+from tests.cases import in_every_run
 from tests.engine.test_generate import save_base
 from tests.numerics.peft_oracle import peft_config, peft_modules
 from tests.tolerances import TRAINED, assert_close
@@ -108,7 +109,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kept", [(0, 1, 2, 3, 4), (0, 2), (1, 3, 4)], ids=["both kinds", "wanted alone", "unwanted alone"])
-@pytest.mark.parametrize(("seed", "continued"), [(1, False), (10, False), (1, True)])
+@pytest.mark.parametrize(("seed", "continued"), in_every_run([(1, False), (10, False), (1, True)], 2))
 def test_it_is_what_trl_computes(base: Path, kept: tuple[int, ...], seed: int, continued: bool, tmp_path: Path) -> None:
     """Of a job that began with an adapter, the reference is that adapter."""
     model = SuperModel.from_pretrained(str(base))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, run_spec, save_base
 from tlora.data.prepare import prepare
 from tlora.data.request import prepare_requests
@@ -77,7 +78,7 @@ def found_of(plans: LayoutPlans, form: str, stages: int = 1) -> LayoutPlan:
     return found
 
 
-@pytest.mark.parametrize("name", ["h100", "rtx4090", "t4"])
+@pytest.mark.parametrize("name", in_every_run(["h100", "rtx4090", "t4"], 1, 2))
 def test_one_gpu_is_planned_as_check_plans_it(run: RunSpec, name: str) -> None:
     gpu = find_gpu(name)
     checked = check(run, gpu=name)

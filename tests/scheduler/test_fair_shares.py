@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.scheduler.mirror import made_settings, made_spec
 from tests.scheduler.timeline import Timeline, made_timeline
 from tlora.protocol import GpusLost, JobFinished, JobSubmitted, MemoryFound, NodeAdded
@@ -39,7 +40,7 @@ def until_b_starts(timeline: Timeline) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("settings", [LIVE, made_settings(preemption=False, elastic=False)])
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", in_every_run([1, 2], 1))
 @pytest.mark.parametrize("made", [alone, sharing])
 @pytest.mark.parametrize("length", [0.2, 20.0])
 def test_one_job_after_200_of_another_tenant_is_the_next_to_start(settings: Settings, gpus: int, made: Any, length: float) -> None:
@@ -130,7 +131,7 @@ def test_a_long_job_is_not_stopped_for_a_tenant_that_has_had_more() -> None:
     assert timeline.ended_at["b"] - timeline.started_at["b"] < 15_100.0 and "b" not in timeline.moves
 
 
-@pytest.mark.parametrize("lengths", [(300.0, 300.0), (300.0, 3000.0), (3000.0, 300.0)])
+@pytest.mark.parametrize("lengths", in_every_run([(300.0, 300.0), (300.0, 3000.0), (3000.0, 300.0)], 1))
 def test_tenants_whose_jobs_wait_get_equal_gpu_time_whatever_these_last(lengths: tuple[float, float]) -> None:
     timeline = made_timeline(2, settings=LIVE)
     timeline.tell(

@@ -7,11 +7,13 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 
 import pytest
 
+from tests.cases import in_every_run
 from tlora.errors import ConfigError
 from tlora.protocol import JobProfile, JobSubmitted, NodeAdded, RejectJob, Tick, to_json
 from tlora.scheduler.scheduler import why_unsound
@@ -96,6 +98,11 @@ def shares(values: list[object]) -> dict[object, float]:
     return {value: count / len(values) for value, count in Counter(values).items()}
 
 
+@cache
+def draw_many(count: int) -> list[LoraDraw]:
+    return [draw_lora("t", row(str(k)), 0, DEFAULT) for k in range(count)]
+
+
 @pytest.mark.parametrize(
     ("field", "wanted"),
     [
@@ -108,7 +115,7 @@ def shares(values: list[object]) -> dict[object, float]:
 )
 def test_draws_have_the_stated_shares(field: str, wanted: dict[object, float]) -> None:
     count = 20_000
-    drawn = shares([getattr(draw_lora("t", row(str(k)), 0, DEFAULT), field) for k in range(count)])
+    drawn = shares([getattr(each, field) for each in draw_many(count)])
     assert set(drawn) == set(wanted)
     for value, share in wanted.items():
         assert drawn[value] == pytest.approx(share, abs=4.5 * math.sqrt(share * (1 - share) / count))
@@ -147,7 +154,7 @@ def test_adapters_have_the_parameters_of_their_base(base: str, a_rank: int) -> N
 # -- anchored replay ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", in_every_run(SHIPPED, 0))
 def test_exclusive_replay_gives_the_recorded_run_times_within_half_a_step(name: str) -> None:
     anchor = cost_model(kernels="peft", bases=BASES)
     trace = read_trace(name)

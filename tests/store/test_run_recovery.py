@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, sha256, train
 from tests.store.test_fingerprint import change_tensor, flip_first_bit_of, hashed
 from tlora.engine.watcher import Watcher
@@ -70,7 +71,7 @@ def put(path: Path, content: bytes | None) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", in_every_run(DAMAGES, 0, 2))
 def test_the_run_goes_on_with_the_same_bytes(own_base: Path, data: Path, whole: Path, begun: Path, damage: str) -> None:
     before = json.loads((begun / "run.json").read_text())
     put(begun / "run.json", DAMAGES[damage])

@@ -66,10 +66,8 @@ def quantise(weight_NK: Array, group: int, symmetric: bool) -> tuple[Array, Arra
 def pack_in_words(codes: Array, order: tuple[int, ...]) -> Array:
     """int32 [rows, columns / 8] of codes [rows, columns]: the bits 4i of each have its column `order[i]`."""
     words = np.zeros((codes.shape[0], codes.shape[1] // 8), np.uint32)
-    for row in range(codes.shape[0]):
-        for word in range(words.shape[1]):
-            for place, column in enumerate(order):
-                words[row, word] |= codes[row, 8 * word + column] << np.uint32(4 * place)
+    for place, column in enumerate(order):
+        words |= codes[:, column::8] << np.uint32(4 * place)
     return words
 
 

@@ -41,7 +41,7 @@ def eager() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(params=[True, False], ids=["kernels", "plain"])
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.slow), False], ids=["kernels", "plain"])
 def fast(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
@@ -74,6 +74,7 @@ def gradients(shared: SuperModel, jobs: str = "ab") -> dict[str, Tensor]:
     return {job_id: shared.bank.take_grad(job_id).clone() for job_id in jobs}
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["kernels", "plain"], indirect=True)
 @pytest.mark.parametrize("order", [pytest.param((0, 1), marks=pytest.mark.soak), (1, 0)])
 def test_open_passes_give_the_bits_of_one_after_another(order: tuple[int, int], fast: bool) -> None:
     """On a GPU the passes' shape has a graph from the second round on, which serves the first pass of two."""

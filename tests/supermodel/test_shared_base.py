@@ -161,13 +161,16 @@ def check_kernels(rank: int, store: str, precision: BasePrecision | None, recomp
     check(streamed, *found, poisoned.reads)
 
 
-@pytest.mark.parametrize("precision", [None, "fp8", "nf4"])
+@pytest.mark.parametrize("precision", [None, pytest.param("fp8", marks=pytest.mark.slow), "nf4"])
 def test_streamed_layers_give_the_bits_of_resident_ones(precision: BasePrecision | None, ranks: Ranks, tmp_path: Path) -> None:
     """Two slots for three layers; on other samples on each rank, none of which waits for the other."""
     ranks.run(check_plain_path, store_path(tmp_path), precision)
 
 
-@pytest.mark.parametrize(("precision", "recomputed_layers"), [pytest.param(None, 1, marks=pytest.mark.soak), ("fp8", 2), ("nf4", 1)])
+@pytest.mark.parametrize(
+    ("precision", "recomputed_layers"),
+    [pytest.param(None, 1, marks=pytest.mark.soak), ("fp8", 2), pytest.param("nf4", 1, marks=pytest.mark.slow)],
+)
 def test_so_do_they_on_the_kernels_with_layers_that_are_computed_again(
     precision: BasePrecision | None, recomputed_layers: int, ranks: Ranks, tmp_path: Path
 ) -> None:

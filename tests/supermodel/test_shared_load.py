@@ -63,7 +63,9 @@ def check_bytes(rank: int, store: str, directory: str, dtype: str) -> None:
     assert shared.fetches.layers > 8 * steps and shared.fetches.exposed_seconds > 0
 
 
-@pytest.mark.parametrize(("family", "stored", "dtype"), [("llama", "float32", "auto"), ("llama-tied", "float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "stored", "dtype"), [pytest.param("llama", "float32", "auto", marks=pytest.mark.slow), ("llama-tied", "float32", "bfloat16")]
+)
 def test_each_rank_trains_to_the_bytes_of_one_process(family: str, stored: str, dtype: str, ranks: Ranks, tmp_path: Path) -> None:
     """From several files; with biases and tied embeddings; in another dtype than the files."""
     make_model(family, getattr(torch, stored), **LAYERS).save_pretrained(tmp_path, max_shard_size="60KB")

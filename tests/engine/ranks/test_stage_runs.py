@@ -140,7 +140,11 @@ def train_with_a_lost_rank(world: World, out: Path, stages: int, rank: int, numb
 
 @pytest.mark.parametrize(
     ("stages", "rank", "number"),
-    [(2, 0, signal.SIGKILL), (2, 1, signal.SIGKILL), pytest.param(3, 1, signal.SIGSTOP, marks=pytest.mark.slow)],
+    [
+        pytest.param(2, 0, signal.SIGKILL, marks=pytest.mark.slow),
+        (2, 1, signal.SIGKILL),
+        pytest.param(3, 1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_stage_ends_the_run_and_it_begins_again_on_what_is_left(
     world: World, tmp_path: Path, stages: int, rank: int, number: signal.Signals

@@ -212,9 +212,10 @@ def neighbours(wide_base: Path, data: Path, tmp_path_factory: pytest.TempPathFac
     yield healthy, alone
 
 
-@pytest.mark.parametrize(
-    "bad", [pytest.param(bad, id=bad.name, marks=pytest.mark.slow if number % 3 else []) for number, bad in enumerate(BAD)]
-)
+IN_EVERY_RUN = ("NaN adapter", "length 1")  # one that fails, one that is done
+
+
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name, marks=[] if bad.name in IN_EVERY_RUN else pytest.mark.slow) for bad in BAD])
 def test_l2_a_bad_neighbour_changes_nothing(
     bad: BadOrder, wide_base: Path, data: Path, tmp_path: Path, neighbours: tuple[list[Order], dict[str, str]]
 ) -> None:
