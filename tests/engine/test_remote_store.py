@@ -71,9 +71,14 @@ class Cluster:
         """Give it the job, as the reconciler does."""
         self.attempt += 1
         join = self.made.join(NAME)
+        data = {
+            "path": "/of the controller/rows.jsonl",
+            "eval_path": "/of the controller/held-out.jsonl",
+        }  # only what is made of them is sent
+        spec = join.job.model_copy(update={"data": join.job.data.model_copy(update=data)})
         worker.give(self.load)
         worker.jobs[NAME] = Held(self.attempt)
-        worker.want(GROUP, (Join(join.job, join.train_set, join.eval_set, self.attempt),), False)
+        worker.want(GROUP, (Join(spec, join.train_set, join.eval_set, self.attempt),), False)
 
     def wait_for_checkpoint(self) -> str:
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -281,7 +281,11 @@ def _pack(train_set: Path, eval_size: float, eval_seed: int, max_length: int, si
 
 
 def _report(request: PrepareRequest, sources: Sequence[DataSource], dataset: Dataset) -> DataReport:
-    return DataReport.from_meta(dataset.meta, shown_files(sources, request.base_dir))
+    try:
+        files = shown_files(sources, request.base_dir)
+    except DataError:  # they are on another host, or have gone since: their names are those that the set was made with
+        files = None
+    return DataReport.from_meta(dataset.meta, files)
 
 
 def _how_it_ended(process: SupervisedProcess) -> str:

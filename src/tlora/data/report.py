@@ -70,10 +70,10 @@ class DataReport:
     bad_rows: list[str] = field(default_factory=list[str])  # what is wrong with the first of these
 
     @staticmethod
-    def from_meta(meta: dict[str, object], files: list[str]) -> DataReport:
-        """The report of a finished set, with the current file names: files of equal content may have been renamed."""
+    def from_meta(meta: dict[str, object], files: list[str] | None) -> DataReport:
+        """The report of a finished set, with the current file names (files of equal content may have been renamed) where they are known."""
         fields = cast("dict[str, Any]", dict(cast("dict[str, object]", meta["report"])))
-        fields["files"] = files
+        fields |= {"files": files} if files is not None else {}
         fields["rendered"] = [(str(text), float(weight)) for text, weight in fields["rendered"]]
         fields["changes"] = [ChangeCount(**change) for change in fields["changes"]]
         fields |= {"sources": [], "has_chats": None} | {key: meta[key] for key in _NEWER if key in meta}
