@@ -3,8 +3,8 @@
     python -m bench.families [--only llama,mixtral] [--keep FILE] [--json FILE] [--write docs/reference/bases.md]
 
 Each family goes through the proof of a load (packed samples give the logits of its own eager attention on each alone, NaN in one reaches no
-other, masks alike at all distances). Then two jobs with `all-linear` take a step together and alone: the bytes have to be equal. On a CPU
-in fp32, by transformers as it is installed here.
+other, masks alike at all distances). Then two jobs with `all-linear` take a step together and alone: the bytes have to be equal. Where a
+family has experts, two more do so with all their parameters as targets. On a CPU in fp32, by transformers as it is installed here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.text_model import auto_class, has_other_modalities, leave_out_other_modalities
 
 BEGIN, END = "<!-- begin: python -m bench.families -->", "<!-- end -->"
-SECONDS = 120  # for one family
+SECONDS = 120  # of processor time, for one family
 MOST_PARAMETERS = 600_000_000  # of towers for images, most of them; these are let go before anything is run
 VOCABULARY = 131
+NOT_ALONE = "together is not alone to the last bit"
+FUSED = "is no module of fused parameters that asks transformers' ExpertsInterface"
 TINY: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "intermediate_size_mlp"), 96),
@@ -48,7 +50,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
     "head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "max_position_embeddings": 256, "n_positions": 256, "sliding_window": 7, "vocab_size": VOCABULARY, "first_k_dense_replace": 1,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_dense_layers": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16,
     "n_groups": 1, "state_size": 8, "ssm_state_size": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4, "mamba_chunk_size": 16,
@@ -57,11 +59,17 @@ TINY: dict[str, Any] = {
 COMPARED = {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "cohere", "glm4", "deepseek_v3",
     "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen2_5_vl", "qwen3_5_text", "qwen3_next", "lfm2",
-    "granitemoehybrid",
+    "granitemoehybrid", "glm4_moe", "minimax_m2", "qwen3_5_moe_text", "nemotron_h", "llama4_text", "llama4",
 }  # fmt: skip
-"""With PEFT, by tests/gpu/test_gpu_families.py, tests/engine/test_text_models.py and tests/numerics/test_hybrids.py."""
+"""With PEFT, by tests/gpu/test_gpu_families.py, tests/engine/test_text_models.py, tests/numerics/test_hybrids.py, test_chunked_attention.py
+there, and with experts as targets by tests/supermodel/test_expert_targets.py.
+"""
 OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
 LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+}
+"""What a class's default leaves out, by the text model's type: Gemma 4's layers with experts have its dense ones too."""
 OTHER_TYPES = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}  # in checkpoints, not in the class's default
 TOWER: dict[str, Any] = {"depth": 1, "num_hidden_layers": 1, "n_layers": 1, "out_hidden_size": TINY["hidden_size"]}
 State = Literal["trained", "refused", "not tried"]
@@ -69,13 +77,16 @@ State = Literal["trained", "refused", "not tried"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of one family. `adapted`: last parts of the names of the linears that `all-linear` adapts. `note`: why not, or what stays frozen."""
+    """Of one family. `adapted`: last parts of the names of the linears that `all-linear` adapts. `note`: why not, or what is trained of it.
+    `experts`: those of parameters that `target_parameters` adapts, or why none are; nothing for a family without experts.
+    """
 
     family: str
     kind: str
     state: State
     adapted: tuple[str, ...] = ()
     note: str = ""
+    experts: str = ""
 
 
 def families() -> dict[str, Any]:
@@ -91,7 +102,7 @@ def tiny(kind: Any) -> Any:
     whole = kind()
     text = whole.get_text_config()
     changes = {key: value for key, value in TINY.items() if _takes(text, key)} | _layers(text)
-    changes |= _rope(text) if text is not whole else {}
+    changes |= (_rope(text) if text is not whole else {}) | SPECIAL.get(text.model_type, {})
     if "kv_lora_rank" in changes and "num_key_value_heads" in changes:  # latent attention has as many, and heads for positions apart
         changes["num_key_value_heads"], changes["head_dim"] = changes["num_attention_heads"], changes["qk_rope_head_dim"]
     if text is whole:
@@ -158,7 +169,7 @@ def look(family: str, kind: Any) -> Row:
         return Row(family, name, "not tried", note=f"no tiny model of it could be made ({_line(error)})")
     try:
         shared = SuperModel(make_base(model, family), deterministic=True)
-        return _trained(family, type(model).__name__, shared, expert_modules(model), has_other_modalities(model.config))
+        return _trained(family, type(model).__name__, shared)
     except _LateError:
         return Row(family, name, "not tried", note=f"takes more than {SECONDS} s")
     except TloraError as error:
@@ -167,15 +178,39 @@ def look(family: str, kind: Any) -> Row:
         return Row(family, type(model).__name__, "refused", note=f"it ends with {_line(error)}")
 
 
-def _trained(family: str, kind: str, shared: SuperModel, experts: list[str], part: bool) -> Row:
+def _trained(family: str, kind: str, shared: SuperModel) -> Row:
     adapters = {"a": LoraConfig(r=4), "b": LoraConfig(r=8, lora_dropout=0.1)}
-    together = _step(shared, adapters)
-    for name, lora in adapters.items():
-        if not torch.equal(_step(shared, {name: lora})[name], together[name]):
-            return Row(family, kind, "refused", note="together is not alone to the last bit")
+    if not _together_is_alone(shared, adapters):
+        return Row(family, kind, "refused", note=NOT_ALONE)
     adapted = sorted({shape.module.rsplit(".", 1)[-1] for shape in shared.layout(adapters["a"]).shapes})
-    notes = ["its text model" if part else "", "experts and routers stay frozen" if experts else ""]
-    return Row(family, kind, "trained", tuple(adapted), "; ".join(note for note in notes if note))
+    note = "its text model" if has_other_modalities(shared.model.config) else ""
+    return Row(family, kind, "trained", tuple(adapted), note, _experts(shared))
+
+
+def _together_is_alone(shared: SuperModel, adapters: Mapping[str, LoraConfig]) -> bool:
+    together = _step(shared, adapters)
+    return all(torch.equal(_step(shared, {name: lora})[name], together[name]) for name, lora in adapters.items())
+
+
+def _experts(shared: SuperModel) -> str:
+    """Whether they train as targets: two jobs, of which one adapts them alone."""
+    blocks = expert_modules(shared.model)
+    if not blocks:
+        return ""
+    parameters = sorted({name.rsplit(".", 1)[-1] for name in shared.experts.sizes})
+    if not parameters:
+        inside = [shared.model.get_submodule(name) for name, _ in shared.model.named_modules() if name.rpartition(".")[2] == "experts"]
+        return f"frozen: {shared.experts.why_not or f'{type(inside[0]).__name__} {FUSED}'}"
+    adapters = {
+        "a": LoraConfig(r=4, target_parameters=parameters, target_modules=[]),
+        "b": LoraConfig(r=8, target_parameters=parameters[:1]),
+    }
+    try:
+        return ", ".join(parameters) if _together_is_alone(shared, adapters) else f"frozen: {NOT_ALONE}"
+    except _LateError:
+        return f"frozen: take more than {SECONDS} s"
+    except Exception as error:  # a library's border: it depends on the family
+        return f"frozen: {_line(error)}"
 
 
 def _step(shared: SuperModel, adapters: Mapping[str, LoraConfig]) -> dict[str, torch.Tensor]:
@@ -206,18 +241,18 @@ def _line(error: Exception) -> str:
 
 def rows(only: list[str]) -> Iterator[Row]:
     """One a family, as it is found out."""
-    signal.signal(signal.SIGALRM, _ring)
+    signal.signal(signal.SIGPROF, _ring)
     for family, kind in families().items():
         if only and family not in only:
             continue
-        signal.alarm(SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             with warnings.catch_warnings(action="ignore"):
                 yield look(family, kind)
         except _LateError:  # between two of its own handlers
             yield Row(family, kind.__name__, "not tried", note=f"takes more than {SECONDS} s")
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _shown(family: str) -> str:
@@ -227,12 +262,15 @@ def _shown(family: str) -> str:
 def table(found: list[Row]) -> str:
     """In Markdown: what is trained, then what is refused by reason, then what was not tried."""
     trained = [row for row in found if row.state == "trained"]
+    mixed = [row for row in trained if row.experts]
     lines = [
         f"{len(trained)} of {len(found)} families of transformers {transformers.__version__} are trained.",
         "",
-        "| family | class | `all-linear` adapts | |",
-        "| --- | --- | --- | --- |",
-        *(f"| {_shown(row.family)} | {row.kind} | {', '.join(row.adapted)} | {row.note} |" for row in trained),
+        f"Of {len(mixed)} with experts {sum(not row.experts.startswith('frozen') for row in mixed)} train these as targets.",
+        "",
+        "| family | class | `all-linear` adapts | experts | |",
+        "| --- | --- | --- | --- | --- |",
+        *(f"| {_shown(row.family)} | {row.kind} | {', '.join(row.adapted)} | {row.experts} | {row.note} |" for row in trained),
     ]
     for state, title in (("refused", "Refused"), ("not tried", "Not tried")):
         lines += ["", f"{title}:", "", "| family | why |", "| --- | --- |"]

@@ -22,7 +22,8 @@ def recorded() -> dict[str, Row]:
 )
 def test_a_family_is_as_it_was_found(family: str) -> None:
     row = look(family, families()[family])
-    assert (row.state, row.adapted) == (recorded()[family].state, recorded()[family].adapted), row.note
+    found = recorded()[family]
+    assert (row.state, row.adapted, row.experts) == (found.state, found.adapted, found.experts), row.note
 
 
 def test_the_page_has_what_was_found() -> None:

@@ -184,10 +184,12 @@ def _ends(name: str, ends: Iterable[str]) -> bool:
 
 def _beside_experts(linears: Iterable[str], experts: Iterable[str]) -> list[str]:
     """Linears outside of the experts' blocks, and of what stands in their place in dense layers: PEFT drops the names of those where it
-    loads an adapter of such a base, as names of experts in an older layout.
+    loads an adapter of such a base, as names of experts in an older layout. Where blocks are named as attention is (Nemotron-3-H calls
+    each of its layers' parts `mixer`), those outside of the blocks alone.
     """
     blocks = {block.rsplit(".", 1)[-1] for block in experts}
-    return [name for name in linears if blocks.isdisjoint(name.split("."))]
+    beside = [name for name in linears if blocks.isdisjoint(name.split("."))]
+    return beside or [name for name in linears if not name.startswith(tuple(f"{block}." for block in experts))]
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:
