@@ -24,6 +24,7 @@ from tests.parts import read_part
 from tests.small_disks import separate_mounts
 from tlora.libraries import no_collection
 
+_GPU_TESTS = Path(__file__).parent / "gpu"
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 for _name, _count in {"sample": 10, "soak": 20}.items():
     settings.register_profile(
@@ -47,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("part"):
         read_part(config.getoption("part"))
     torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings, and other workers want the cores
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests of a GPU are not even imported where they are left out: each worker of a run on several cores collects all tests."""
+    return True if collection_path == _GPU_TESTS and "not gpu" in config.option.markexpr else None
 
 
 @pytest.hookimpl(wrapper=True)

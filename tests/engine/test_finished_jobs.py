@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, rows, same_bytes, sha256, train, write_rows
 from tlora.data.prepare import prepare
 from tlora.engine.watcher import Watcher
@@ -39,7 +40,7 @@ def kept(directory: Path) -> dict[str, bytes]:
     [
         ("gone", {}, False),
         pytest.param("gone", {"max_steps": None, "num_train_epochs": 2}, True, marks=pytest.mark.slow),
-        ("grown", {"max_steps": None, "num_train_epochs": 2}, False),
+        pytest.param("grown", {"max_steps": None, "num_train_epochs": 2}, False, marks=pytest.mark.slow),
         pytest.param("grown", {}, True, marks=pytest.mark.slow),
         ("shrunk", {"max_steps": None, "num_train_epochs": 2}, False),
     ],
@@ -168,7 +169,7 @@ def test_a_kill_between_order_and_result_leaves_no_result_of_the_shorter_order(
     assert whole["a"].steps == 12 and sha256(out / "a") != ""
 
 
-@pytest.mark.parametrize("foreign", [{"r": 8}, {"data": "b.jsonl"}], ids=["another shape", "other data"])
+@pytest.mark.parametrize("foreign", in_every_run([{"r": 8}, {"data": "b.jsonl"}], 1), ids=["another shape", "other data"])
 def test_a_checkpoint_of_another_job_in_the_newest_place_is_set_aside(
     base: Path, data: Path, tmp_path: Path, foreign: dict[str, Any]
 ) -> None:

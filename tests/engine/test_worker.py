@@ -227,6 +227,7 @@ def test_a_finished_job_hands_over_again(made: Orders, tmp_path: Path) -> None:
     assert of(told, Finished, "short") and not of(told, Joined, "short") and sha256(tmp_path / "short") == made.shas["short"]
 
 
+@pytest.mark.slow  # a worker that is stopped in a process of its own is in every run
 def test_stop_checkpoints_all(made: Orders, tmp_path: Path) -> None:
     told = work(made.load(tmp_path), [made.join("mover"), made.join("stays")], when(Stepped, "stays", 5, Stop()))
     for name in ("mover", "stays"):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.cases import in_every_run
 from tests.kernels.interpreter import DEVICE, MARKS
 from tests.kernels.linear_cases import Bank, Base, Bits, Job, bits_of, check_case, fused_linear, make_batch, run_kernels
 from tlora.kernels.dropout import keep_mask
@@ -163,7 +164,7 @@ def assert_same_bits(found: Bits, expected: Bits, where: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.parametrize("name", in_every_run(NEIGHBOURS, 0, 3, 6))
 @pytest.mark.parametrize(
     ("widths", "ranks", "dropout"),
     [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qwen3MoeConfig
 
+from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, run_spec, train
 from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
@@ -275,7 +276,7 @@ def test_a_run_on_a_gpu_goes_by_what_it_measures(enough: bool, monkeypatch: pyte
     assert kept == ([lean] if enough else []) and len(notes) == 1 and ("in 34 s" if enough else "could not be measured") in notes[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", in_every_run(["float32", "bfloat16"], 1))
 @pytest.mark.parametrize(("key", "values"), [("head_dim", (16, 32)), ("num_key_value_heads", (2, 4))])
 def test_heads_are_counted_in_the_layers_where_they_differ(key: str, values: tuple[int, int], dtype: str, tmp_path: Path) -> None:
     """Of Gemma 4's two layers one has global heads: half of what is kept is that of a base with those in both."""

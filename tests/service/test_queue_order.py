@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.service.served import Served, serving, until
 
 
@@ -21,7 +22,7 @@ def running(served: Served) -> set[str]:
     return {job for job in served.cluster.placed if job in served.cluster.specs}
 
 
-@pytest.mark.parametrize("policy", ["residual_capacity", "fifo"])
+@pytest.mark.parametrize("policy", in_every_run(["residual_capacity", "fifo"], 0))
 def test_jobs_start_in_the_order_that_is_shown_until_the_queue_is_empty(tmp_path: Path, policy: str) -> None:
     """Eight jobs on two places; the later one was submitted, the higher is its priority."""
     with serving(tmp_path / "server", eager=False, policy=policy) as served:

@@ -103,6 +103,7 @@ def test_saved_under_one_plan_and_resumed_under_another(world: World, tmp_path: 
     world.same_bytes(tmp_path / "out")
 
 
+@pytest.mark.slow  # of one process it is in every run
 def test_a_finished_job_whose_data_is_gone_stays_done(world: World, tmp_path: Path) -> None:
     """No rank hears of it, and the picture has it as done."""
     own = write_rows(tmp_path / "own.jsonl", 9)
