@@ -3,10 +3,10 @@
     nice -n 15 python -m bench.scale [--hosts 10 100 1000] [--jobs 10000] [--seconds 60] [--commit NAME] [--json FILE]
 
 Each host has eight GPUs with a worker each (`bench.scale_workers`: nothing is trained), all of which talk to the one controller
-(`bench.scale_controller`) over connections of their own, in the real protocol. Jobs ask for one GPU and wait in the controller's queue
-where there is none. When all GPUs train and all jobs are submitted, steps are heard for so many seconds; then all hosts of a rack are
-killed at once; then the controller is killed, and another starts on its store. It has settled when the lost rack is known to be lost and
-99 % of the GPUs that are left train again. At the end each job must have ended at most once.
+(`bench.scale_controller`) over connections of their own, in the real protocol, under leases that are on disk. Jobs ask for one GPU and
+wait in the controller's queue where there is none. When all GPUs train and all jobs are submitted, steps are heard for so many seconds;
+then all hosts of a rack are killed at once; then the controller is killed, and another starts on its store. It has settled when the lost
+rack is known to be lost and 99 % of the GPUs that are left train again. At the end each job must have ended at most once.
 
 Milliseconds are of the processor's time of the controller's thread, which is what they take on an idle machine, and by the clock.
 """
@@ -32,8 +32,9 @@ import torch
 
 from bench import machine
 from bench.scale_controller import Shape
+from bench.scale_workers import GPUS_PER_HOST
 
-GPUS_PER_HOST, MOST_WORKERS_OF_A_PROCESS = 8, 2000
+MOST_WORKERS_OF_A_PROCESS = 4000
 _ENOUGH = 0.99  # of the GPUs: at any moment a few wait for the next job
 _GIVEN_UP_SECONDS = 1200.0
 
@@ -76,25 +77,17 @@ class Controller:
             self._process.stdout.close()
 
 
-def start_fleets(shape: Shape, directory: Path, store: Path, processes: list[subprocess.Popen[bytes]]) -> Shape:
+def start_fleets(shape: Shape, store: Path, processes: list[subprocess.Popen[bytes]]) -> Shape:
     """The first rack in a process of its own, the other hosts in as few as hold them."""
-    hosts_of_one = MOST_WORKERS_OF_A_PROCESS // shape.gpus_per_host
+    hosts_of_one = MOST_WORKERS_OF_A_PROCESS // GPUS_PER_HOST
     places = [(0, shape.hosts_per_rack - 1)]
     while places[-1][1] < shape.hosts - 1:
         first = places[-1][1] + 1
         places.append((first, min(shape.hosts, first + hosts_of_one) - 1))
-    fleets: list[tuple[int, str, int, int]] = []
     for number, (first, last) in enumerate(places):
-        orders = directory / f"orders{number}"
-        arguments = [str(store), str(orders), str(shape.jobs), str(1 + 1_000_000 * number)]
-        process = subprocess.Popen([sys.executable, "-m", "bench.scale_workers", *arguments])
-        processes.append(process)
-        fleets.append((process.pid, str(orders), first, last))
-        while not orders.exists():
-            if process.poll() is not None:
-                raise SystemExit("a process of workers has ended")
-            time.sleep(0.05)
-    return replace(shape, fleets=tuple(fleets))
+        arguments = [str(store), *map(str, (shape.jobs, 1 + 1_000_000 * number, first, last, shape.hosts_per_rack))]
+        processes.append(subprocess.Popen([sys.executable, "-m", "bench.scale_workers", *arguments]))
+    return replace(shape, fleets=tuple((process.pid, *place) for process, place in zip(processes, places, strict=True)))
 
 
 def all_train(status: dict[str, Any], gpus: int) -> bool:
@@ -107,12 +100,12 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
     store = directory / "s"
     (store / "workers").mkdir(parents=True)
     (store / "workers" / "address").write_text(f"unix:{store}/workers/link/controller.sock\n")
-    shape = Shape(hosts, GPUS_PER_HOST, min(8, max(1, hosts // 5)), jobs)
+    shape = Shape(hosts, min(8, max(1, hosts // 5)), jobs)
     row: dict[str, Any] = {"hosts": hosts, "gpus": shape.gpus, "jobs": jobs, "hosts_of_the_lost_rack": shape.hosts_per_rack}
     controllers: list[Controller] = []
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        shape = start_fleets(shape, directory, store, processes)
+        shape = start_fleets(shape, store, processes)
         first = Controller(store, shape, directory / "controller.log")
         controllers.append(first)
         row["first_start_seconds"] = first.wait(lambda status: all_train(status, shape.gpus), "the first start")
@@ -124,7 +117,7 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
         span = after["seconds"] - before["seconds"]
         row["messages_per_second"] = (after["messages"] - before["messages"]) / span
         row["processor_share"] = (after["processor_seconds"] - before["processor_seconds"]) / span
-        left = shape.gpus - shape.hosts_per_rack * shape.gpus_per_host
+        left = shape.gpus - shape.hosts_per_rack * GPUS_PER_HOST
         busy = first.last["processor_seconds"]
         processes[0].kill()
         row["rack_lost_seconds"] = first.wait(lambda status: all_train(status, left), "the loss of a rack")

@@ -2,34 +2,33 @@
 
     python -m bench.scale_controller STORE SHAPE
 
-SHAPE is a `Shape` in JSON. Only where a worker starts is made up: in one of the processes of `bench.scale_workers`. Prints a line of JSON
-each quarter of a second; where it ends, as after a kill, the next one on the same store goes on.
+SHAPE is a `Shape` in JSON. The workers dial by themselves, from the processes of `bench.scale_workers`; that a rack is lost, as an engine
+says of hosts, is seen here by the end of its process. Prints a line of JSON each quarter of a second; where it ends, as after a kill, the
+next one on the same store goes on.
 """
 
 from __future__ import annotations
 
 import json
 import resource
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.scale_workers import job_name, work_of
+from bench.scale_workers import GPUS_PER_HOST, host_name, job_name, work_of
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
-from tlora.cluster.remote_worker import RemoteWorker
-from tlora.cluster.session import Gone
+from tlora.cluster.remote_hosts import ProvenEnd
+from tlora.cluster.session import Arrived, Spoke
 from tlora.cluster.worker_pool import WorkerPool
 from tlora.job import JobSpec
-from tlora.link.process_identity import ProcessIdentity, identify
-from tlora.protocol import Action, Event, GpusLost, GroupReady, JobFinished, JobProfile, JobSubmitted, NodeAdded, StepsDone
+from tlora.link.process_identity import identify
+from tlora.protocol import Action, Event, GroupReady, JobFinished, JobProfile, JobSubmitted, StepsDone
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.shape.hardware import live_cost_model
@@ -40,106 +39,41 @@ _STATUS_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Shape:
-    """`fleets`: the processes of workers, each with its pid, the socket for its orders, and the hosts that it has, first and last."""
+    """`fleets`: the processes of workers, each with its pid and the hosts that it has, first and last."""
 
     hosts: int
-    gpus_per_host: int
     hosts_per_rack: int
     jobs: int
-    fleets: tuple[tuple[int, str, int, int], ...] = ()
+    fleets: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def gpus(self) -> int:
-        return self.hosts * self.gpus_per_host
-
-    def gpus_of(self, first: int, last: int) -> tuple[int, ...]:
-        """Of those hosts."""
-        return tuple(range(first * self.gpus_per_host, (last + 1) * self.gpus_per_host))
-
-    def nodes(self) -> Iterator[NodeAdded]:
-        for host in range(self.hosts):
-            yield NodeAdded(f"h{host}", self.gpus_of(host, host), f"r{host // self.hosts_per_rack}")
+        return self.hosts * GPUS_PER_HOST
 
 
-class FleetProcess:
-    """A worker as a process: it ends with all of its hosts, or by its own last word."""
-
-    is_stopped, exit_status = False, None
-
-    def __init__(self, identity: ProcessIdentity) -> None:
-        self.identity, self.pid = identity, identity.pid
-        self.ended = threading.Event()
-
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        return self.ended.wait(timeout_seconds)
-
-    def kill(self, timeout_seconds: float | None = None) -> None:
-        raise SystemExit("no fake worker is to be killed by its controller")
-
-    def how_it_ended(self) -> str:
-        return "has ended with its rack" if not self.identity.is_alive else "has ended by itself"
+_REPEATED_SECONDS = 0.5  # between two of an engine's words on a host that is lost
 
 
-class Fleets:
-    """The processes that have the workers, and which GPUs have been lost with them."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.lost: list[GpusLost] = []
-        self.messages = 0
-        self.processes: dict[ProcessIdentity, list[FleetProcess]] = {}
-        self._of: list[tuple[frozenset[int], ProcessIdentity, socket.socket]] = []
-        for pid, orders, first, last in shape.fleets:
-            identity = identify(pid)
-            if identity is not None and identity.is_alive:
-                line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                line.connect(orders)
-                self._of.append((frozenset(shape.gpus_of(first, last)), identity, line))
-                self.processes[identity] = []
-                threading.Thread(target=self._watch, args=(identity, shape.gpus_of(first, last)), daemon=True).start()
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        return tuple(sorted(gpu for gpus, _, _ in self._of for gpu in gpus))
-
-    def process(self, identity: ProcessIdentity) -> FleetProcess:
-        self.processes[identity].append(FleetProcess(identity))
-        return self.processes[identity][-1]
-
-    def order(self, gpus: tuple[int, ...]) -> ProcessIdentity:
-        """Have a worker started on these."""
-        identity, line = next((identity, line) for own, identity, line in self._of if gpus[0] in own)
-        line.sendall(json.dumps(gpus).encode() + b"\n")
-        return identity
-
-    def _watch(self, identity: ProcessIdentity, gpus: tuple[int, ...]) -> None:
-        """What an engine says of nodes: that they are gone."""
+def watch_fleet(pool: WorkerPool, pid: int, first: int, last: int) -> None:
+    """Say of the hosts of a process, as an engine does, that they are gone."""
+    identity = identify(pid)
+    if identity is not None:
         identity.wait(None)
-        self.lost.append(GpusLost(gpus, "its rack is lost"))
-        for process in self.processes[identity]:
-            process.ended.set()
+    while True:
+        for host in range(first, last + 1):
+            pool.inbox.put(ProvenEnd(host_name(host), None, "is on a rack that is lost"))
+        pool.wake()
+        time.sleep(_REPEATED_SECONDS)
 
 
-def pool_of(fleets: Fleets) -> type[WorkerPool]:
-    """A pool whose workers those processes have."""
+class CountingPool(WorkerPool):
+    """A pool that counts what workers say."""
 
-    class FleetPool(WorkerPool):
-        def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
-            try:
-                identity = fleets.order(gpus)
-            except OSError:  # the rack is lost, which the back end is about to hear
-                return None
-            return super()._take_on(gpus, self._loads(base_model), fleets.process(identity))  # type: ignore[arg-type]
+    messages = 0
 
-        def _take_on(self, gpus: tuple[int, ...], load: Any, process: Any) -> RemoteWorker:
-            return super()._take_on(gpus, load, fleets.process(process.identity))  # type: ignore[arg-type]
-
-        def _hear(self, heard: Any) -> Any:
-            fleets.messages += heard is not None
-            if isinstance(heard, Gone) and (worker := self._sessions.get(heard.session)) is not None and worker.doomed:
-                worker.process.ended.set()  # type: ignore[attr-defined]
-            return super()._hear(heard)
-
-    return FleetPool
+    def _hear(self, heard: Any) -> Any:
+        CountingPool.messages += isinstance(heard, Arrived | Spoke)
+        return super()._hear(heard)
 
 
 @dataclass
@@ -151,8 +85,6 @@ class Stopwatch:
 
     scheduler: Scheduler
     backend: LocalBackend
-    shape: Shape
-    fleets: Fleets
     log: EventLog
     decided: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     answered: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
@@ -164,15 +96,7 @@ class Stopwatch:
 
     def poll(self) -> list[Event]:
         self._stop()
-        events: list[Event] = []
-        for event in self.backend.poll():
-            events += self.shape_nodes() if isinstance(event, NodeAdded) else [event]
-        lost, self.fleets.lost[:] = list(self.fleets.lost), []
-        return [*lost, *events]
-
-    def shape_nodes(self) -> list[NodeAdded]:
-        there = set(self.fleets.gpus)
-        return [node for node in self.shape.nodes() if there.issuperset(node.gpus)]
+        return self.backend.poll()
 
     def execute(self, action: Action) -> None:
         self.backend.execute(action)
@@ -218,7 +142,7 @@ def say_status(watch: Stopwatch) -> None:
             "workers": len(watch.backend.worker_pool.workers),
             "waiting": len(watch.scheduler.state.pending),
             "finished": watch.finished,
-            "messages": watch.fleets.messages,
+            "messages": CountingPool.messages,
             "processor_seconds": usage.ru_utime + usage.ru_stime,
             "peak_bytes": peak_bytes(),
             "decided": watch.decided[told:count],
@@ -254,16 +178,17 @@ def ended_in(log: Path) -> set[int]:
 def main() -> None:
     store, made = Path(sys.argv[1]), json.loads(sys.argv[2])
     shape = Shape(**{**made, "fleets": tuple(map(tuple, made["fleets"]))})
-    fleets = Fleets(shape)
     ended = ended_in(store / "events.jsonl")
     scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({BASE: BASE_BYTES}))
-    machine = LocalMachine(fleets.gpus, "cpu", {BASE: f"/models/{BASE}"}, store)
+    machine = LocalMachine((), "cpu", {BASE: f"/models/{BASE}"}, store)
     note = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     with (
-        LocalBackend(machine, note, pool=pool_of(fleets)) as backend,
+        LocalBackend(machine, note, pool=CountingPool) as backend,
         closing(EventLog(store / "events.jsonl", backend.began_at_seconds)) as log,
     ):
-        watch = Stopwatch(scheduler, backend, shape, fleets, log)
+        for fleet in shape.fleets:
+            threading.Thread(target=watch_fleet, args=(backend.worker_pool, *fleet), daemon=True).start()
+        watch = Stopwatch(scheduler, backend, log)
         submit_all(backend, shape.jobs, ended)
         threading.Thread(target=say_status, args=(watch,), daemon=True).start()
         while events := watch.poll():

@@ -1,17 +1,17 @@
 """Workers that train nothing: one process has those of some hosts, each with a connection of its own to the controller.
 
-    python -m bench.scale_workers STORE SOCKET JOBS FIRST
+    python -m bench.scale_workers STORE JOBS FIRST HOSTS RACK
 
 Each is the worker's own reconciler and outbox over the real protocol; only the trainer is made up: a job's step takes what its tokens
-take at `TOKENS_PER_SECOND`, with the others on the same GPU in turn. Orders come over the unix socket SOCKET, a line each: the GPUs on
-which a worker is to start. What a disk would keep of the jobs lies in STORE: steps at the last checkpoint, ends, and who writes.
+take at `TOKENS_PER_SECOND`, with the others on the same GPU in turn. HOSTS are the numbers of the first and the last host, RACK so many
+of which fail as one. FIRST is the first worker's number. What a disk would keep of the jobs lies in STORE: steps at the last checkpoint,
+ends, and who writes.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import random
 import selectors
 import socket
@@ -28,15 +28,18 @@ from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.link.address import connect, resolve
 from tlora.link.dialer import BEAT_SECONDS
 from tlora.link.outbox import Outbox
-from tlora.version import __version__
+from tlora.link.versions import versions
+from tlora.shape import CPU_SHARE
 from tlora.worker_protocol import (
     Ack,
     Alive,
     DesiredState,
+    Device,
     Finished,
     FromWorker,
     GpusChanged,
     Hello,
+    HostLabels,
     Join,
     Joined,
     Left,
@@ -52,7 +55,12 @@ from tlora.worker_protocol import (
 TOKENS_PER_SECOND = 11_000.0  # an 8B's on an H200, in steps of so many tokens
 LOAD_SECONDS, JOIN_SECONDS = 2.0, 0.5
 CHECKPOINT_STEPS = 5
+GPUS_PER_HOST, GPU_BYTES = 8, 141e9
 _DIAL_SECONDS = 0.5
+
+
+def host_name(number: int) -> str:
+    return f"h{number}"
 
 
 def job_name(number: int) -> str:
@@ -79,10 +87,10 @@ class Disk:
 
 
 class FakeWorker:
-    """One GPU's worker, or several GPUs'."""
+    """The worker of one GPU of a host."""
 
-    def __init__(self, fleet: Fleet, gpus: tuple[int, ...]) -> None:
-        self._fleet, self._gpus = fleet, gpus
+    def __init__(self, fleet: Fleet, host: HostLabels, gpus: tuple[int, ...]) -> None:
+        self._fleet, self._host, self._gpus = fleet, host, gpus
         self._number = next(fleet.numbers)
         self._reconciler, self._outbox = WorkerReconciler(gpus), Outbox()
         self._load: Load | None = None
@@ -92,7 +100,7 @@ class FakeWorker:
         self._received = bytearray()
         self._answered = self._over = False
         self._count = 0
-        self._dial()
+        fleet.later(_DIAL_SECONDS * random.random(), self._dial)
         fleet.later(BEAT_SECONDS * random.random(), self._beat)
 
     # -- the line ------------------------------------------------------------------------------------------------------
@@ -111,9 +119,9 @@ class FakeWorker:
         held = self._reconciler.held
         ends = [end for end in self._outbox.ends() if all(end.job_id != one.job_id for one in held)]
         given = (want.group, want.epoch, want.generation) if want is not None else (None, 0, 0)
-        name, versions = f"{self._gpus}-{self._number}", {"tlora": __version__}
-        hello = Hello(name, self._reconciler.claimed, versions, self._load, self._reconciler.loaded, given[0], (*held, *ends), *given[1:])
-        self._send(replace(hello, last_seq=self._outbox.last_taken))
+        name, known = f"{self._host.name}-{self._number}", self._fleet.versions
+        hello = Hello(name, self._reconciler.claimed, known, self._load, self._reconciler.loaded, given[0], (*held, *ends), *given[1:])
+        self._send(replace(hello, last_seq=self._outbox.last_taken, host=self._host))
 
     def _send(self, message: FromWorker) -> None:
         if self._line is not None:
@@ -155,7 +163,7 @@ class FakeWorker:
             self._outbox.taken(message.seq)
         elif isinstance(message, DesiredState):
             self._reconciler.hear_want(message)
-            if self._load is None and not message.stop:
+            if self._load is None and message.load.base_model and not message.stop:
                 self._load = message.load
                 self._fleet.later(LOAD_SECONDS, self._report, Loaded())
         if not self._answered:
@@ -169,7 +177,8 @@ class FakeWorker:
             return
         want = self._reconciler.want
         phase = "training" if self._steps else "waiting"
-        self._send(Alive(want.generation if want is not None else 0, phase, self._count, tuple(self._steps)))
+        generation = want.generation if want is not None else 0
+        self._send(Alive(generation, phase, self._count, tuple(self._steps), said_seconds=time.monotonic()))
         self._fleet.later(BEAT_SECONDS, self._beat)
 
     def _report(self, report: Report) -> None:
@@ -248,19 +257,17 @@ class FakeWorker:
 class Fleet:
     """The workers of one process, and its clock."""
 
-    def __init__(self, store: Path, orders: Path, jobs: int, first: int) -> None:
+    def __init__(self, store: Path, jobs: int, first: int, hosts: range, hosts_per_rack: int) -> None:
         """`first`: the number of its first worker; those of other processes lie elsewhere."""
-        self.address, self.disk = resolve(str(store)), Disk(store, jobs)
+        self.address, self.disk, self.versions = resolve(str(store)), Disk(store, jobs), versions()
         self.numbers = itertools.count(first)
         self._first = first
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._serial = itertools.count()
-        self._workers: list[FakeWorker] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(orders))
-        self._listener.listen()
-        self.watch(self._listener, self._accept)
+        device = Device("cpu", int(GPU_BYTES / CPU_SHARE))
+        labels = [HostLabels(host_name(host), f"r{host // hosts_per_rack}", "of no kernel", (device,)) for host in hosts]
+        self._workers = [FakeWorker(self, host, (gpu,)) for host in labels for gpu in range(GPUS_PER_HOST)]
 
     def watch(self, what: socket.socket, read: Callable[[], None]) -> None:
         self._selector.register(what, selectors.EVENT_READ, read)
@@ -285,25 +292,11 @@ class Fleet:
                 _, _, call, arguments = heapq.heappop(self._timers)
                 call(*arguments)
 
-    def _accept(self) -> None:
-        controller, _ = self._listener.accept()
-        received = bytearray()
-        self.watch(controller, lambda: self._take(controller, received))
-
-    def _take(self, controller: socket.socket, received: bytearray) -> None:
-        chunk = controller.recv(1 << 16)
-        if not chunk:  # the controller was killed; the next one calls again
-            self.forget(controller)
-            return
-        *orders, rest = (received + chunk).split(b"\n")
-        received[:] = rest
-        self._workers += [FakeWorker(self, tuple(json.loads(order))) for order in orders]
-
 
 def number_of(name: str) -> int:
     return int(name[1:])
 
 
 if __name__ == "__main__":
-    store, orders, jobs, first = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    Fleet(store, orders, jobs, first).run()
+    jobs, first_worker, first_host, last_host, rack = map(int, sys.argv[2:])
+    Fleet(Path(sys.argv[1]), jobs, first_worker, range(first_host, last_host + 1), rack).run()

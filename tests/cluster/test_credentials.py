@@ -76,8 +76,8 @@ def test_a_token_is_kept_as_its_hash_and_found_until_it_is_revoked(tmp_path: Pat
     assert tokens.find(secret) == first and not first.has_expired and first.expires > time.time()
     assert tokens.find(other) == second and second.has_expired
     assert tokens.find(secret[:-1]) is None and tokens.find("") is None
-    assert not tokens.is_revoked(first.id) and tokens.revoke(first.id) and not tokens.revoke(first.id) and not tokens.revoke("token-none")
-    assert tokens.is_revoked(first.id) and not tokens.is_revoked(second.id) and tokens.is_revoked("token-none")
+    assert not tokens.revoked([first.id]) and tokens.revoke(first.id) and not tokens.revoke(first.id) and not tokens.revoke("token-none")
+    assert tokens.revoked([first.id, second.id, "token-none"]) == {first.id, "token-none"}
     found = WorkerTokens(tmp_path).find(secret)
     assert found is not None and found.revoked is not None and replace(found, revoked=None) == first
 
@@ -107,4 +107,4 @@ def test_a_damaged_file_of_tokens_is_one_error_and_revokes_nothing(tmp_path: Pat
     (tmp_path / TOKENS).write_text(content)
     with pytest.raises(ConfigError, match="is damaged"):
         tokens.find(secret)
-    assert not tokens.is_revoked(made.id)
+    assert not tokens.revoked([made.id])

@@ -159,10 +159,10 @@ def test_an_attempt_that_was_replaced_writes_nothing(far: Far) -> None:
     far.client.ask(PutRows(JOB, 7, "metrics.jsonl", 0, 3), Done, b"{}\n")
     with pytest.raises(HeldError, match="held by process"):
         take_claim(far.job.parent, JOB, 8, 0.0)  # by a worker of this host, while this one holds it
-    far.files.keep({JOB: (MINE, 7)})
+    far.files.keep(MINE, {JOB: 7})
     attempts: list[Any] = [PutInPlace(JOB, 7, (facts,), "checkpoint-4"), PutInPlace(JOB, 7, (facts,)), ListTree("job:a")]
     attempts += [transfer.Remove(JOB, 7, "metrics.jsonl"), AskStaged(JOB, facts.sha256), transfer.PutRows(JOB, 7, "metrics.jsonl", 0, 0)]
-    far.files.keep({})  # its lease has ended
+    far.files.keep(MINE, {})  # its lease has ended
     for request in attempts:
         with pytest.raises(TransferError, match="is not this worker's, or no longer. Nothing is written"):
             far.client.ask(request, Done)

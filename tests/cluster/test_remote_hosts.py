@@ -64,7 +64,7 @@ def test_its_last_word_is_proof_enough(station: TcpStation) -> None:
     """Also of a job that it was about to begin. It may come again at once, before its end is handled."""
     line, _ = come(station, jobs=(HeldJob("a", 7, 0, False),))
     (worker,) = station.worker_pool.workers.values()
-    worker.stop(begins_anew=True)
+    station.do(lambda: worker.stop(begins_anew=True))
     assert b'"begins_anew":true' in (line.read_line(60) or b"")
     line.send(worker_line(Envelope(1, 0, Ending("its controller wants no more of it"))) + worker_line(Envelope(2, 0, Farewell())))
     assert worker.process.wait(60) and worker.process.how_it_ended() == "has ended by itself"
@@ -85,7 +85,7 @@ def test_one_that_is_about_to_end_does_not_begin_anew(station: TcpStation) -> No
     (worker,) = station.worker_pool.workers.values()
     line.send(worker_line(Envelope(1, 0, Ending("signal 15"))))
     wait_for(lambda: worker.doomed)
-    worker.stop(begins_anew=True)
+    station.do(lambda: worker.stop(begins_anew=True))
     line.send(worker_line(Envelope(2, 0, Farewell())))
     wait_for(lambda: (worker, None) in station.reports)
     assert isinstance(station.worker_pool.remote_hosts.events[-1], GpusLost)
@@ -117,13 +117,13 @@ def test_what_it_is_told_is_in_its_hosts_numbers_and_on_disk_first(station: TcpS
     (worker,) = station.worker_pool.workers.values()
     group = JobGroup("g", "base", (STRIDE + 2, STRIDE + 3), ParallelPlan(2, 512), ("a",), (1.0,))
     worker.give(Load("b", "o", "cpu", 0.0))
-    worker.want(group, (Join(job_of("a").spec, attempt=9),), False)
+    station.do(lambda: worker.want(group, (Join(job_of("a").spec, attempt=9),), False))
     told = json.loads(line.read_line(60) or b"{}")
     assert told["group"]["gpus"] == [2, 3] and told["leased"] and told["lease_seconds"] == LEASE and worker.wanted_gpus == group.gpus
     (written,) = (station.directory / "leases").iterdir()
     assert json.loads(written.read_text()) == {"attempt": 9, "incarnation": "of b", "lease_seconds": LEASE}
     worker.jobs.clear()
-    station.worker_pool.acknowledge()
+    station.do(station.worker_pool.acknowledge)
     assert not written.exists()
 
 
@@ -132,16 +132,17 @@ def test_the_next_controller_gives_no_job_away_that_may_be_held(tmp_path: Path) 
     earlier.grant("of b", {"a": 3, "c": 4}, 5.0)
     earlier.grant("of d", {"e": 1}, 7.0)
     later = Leases(tmp_path)
-    assert later.withheld == {"a", "c", "e"} and later.awaited == {"of b", "of d"} and later.longest_seconds == 7.0
-    later.keep(())
+    assert later.withheld == {"a", "c", "e"} and later.longest_seconds == 7.0
     later.arrive("of b")
     assert later.withheld == {"e"}
     later.grant("of b", {"a": 3}, 5.0)
-    later.keep(["a"])
+    later.keep("of b", ["a"])
     assert Leases(tmp_path).withheld == {"a", "e"}
     assert later.release_withheld() == ["e"] and not later.withheld
-    later.keep(["a"])
     assert Leases(tmp_path).withheld == {"a"}
+    later.grant("of f", {"a": 5}, 5.0)
+    later.keep("of b", ())
+    assert Leases(tmp_path).withheld == {"a"}, "another has it by now"
 
 
 def test_a_group_has_gpus_of_one_host(tmp_path: Path) -> None:

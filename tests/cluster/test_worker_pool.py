@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import resource
 import shutil
 import signal
@@ -14,7 +15,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +48,23 @@ class Station:
         self.worker_pool = WorkerPool(directory, epoch, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), limits, self.notes.append)
         self._ended = threading.Event()
         self.reports: list[Any] = []
+        self._calls: queue.SimpleQueue[tuple[Future[None], Callable[[], object]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
 
     def _listen(self) -> None:
         while not self._ended.is_set():
             self.reports += self.worker_pool.listen(0.05)
+            while not self._calls.empty():
+                done, call = self._calls.get()
+                call()
+                done.set_result(None)
+
+    def do(self, call: Callable[[], object]) -> None:
+        """In the thread that listens: as a controller's, it alone speaks to workers."""
+        self._calls.put((done := Future(), call))
+        self.worker_pool.wake()
+        done.result(60)
 
     def say(self, line: bytes) -> dict[str, Any]:
         """What it answers first; nothing where it ends the connection."""
@@ -330,7 +343,8 @@ class Endless:
     def get(self, timeout: float) -> None:
         del timeout
 
-    def get_nowait(self) -> None: ...
+    def close(self) -> list[None]:
+        return []
 
 
 def test_what_comes_without_end_does_not_keep_the_controller_from_all_else(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -89,12 +89,12 @@ class WorkerTokens:
         found = [token for token in self.all() if hmac.compare_digest(token.hash, hashed)]
         return found[0] if found and found[0].purpose == PURPOSE else None
 
-    def is_revoked(self, token_id: str) -> bool:
-        """Whether a token that was valid has been revoked or removed since. An unreadable file revokes nothing."""
+    def revoked(self, token_ids: Iterable[str]) -> set[str]:
+        """Those of tokens that were valid which have been revoked or removed since. An unreadable file revokes nothing."""
         try:
-            return all(token.id != token_id or token.revoked is not None for token in self.all())
+            return set(token_ids) - {token.id for token in self.all() if token.revoked is None}
         except ConfigError:
-            return False
+            return set()
 
     def _write(self, tokens: list[WorkerToken]) -> None:
         durable.write_file(self._path, json.dumps({"tokens": [asdict(token) for token in tokens]}, indent=1) + "\n", mode=0o600)

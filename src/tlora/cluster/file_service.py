@@ -78,6 +78,7 @@ class FileService:
         """`store` has the directories jobs and workers."""
         self._jobs, self._staging = store / "jobs", store / "workers" / STAGING
         self._grants: dict[str, _Grant] = {}
+        self._of: dict[str, set[str]] = {}  # incarnation -> jobs that it was granted; some may be another's by now
         self._bases: dict[str, Path] = {}  # by incarnation
         self._hashes: dict[FileIdentity, str] = {}
         self._lock = threading.Lock()
@@ -92,26 +93,29 @@ class FileService:
                     if known is not None:
                         known.end()
                     self._grants[name] = known = _Grant(incarnation, attempt)
+                    self._of.setdefault(incarnation, set()).add(name)
                 known.trees |= _trees_of(join) if join is not None else {}
 
-    def keep(self, held: Mapping[str, tuple[str, int]]) -> None:
-        """Job -> incarnation and attempt of all that are still held. When this returns, nothing is written for another."""
+    def keep(self, incarnation: str, held: Mapping[str, int]) -> None:
+        """Job -> attempt of all that the worker still holds. When this returns, nothing is written under another of its attempts."""
+        over: list[_Grant] = []
         with self._lock:
-            over = {name: grant for name, grant in self._grants.items() if held.get(name) != (grant.incarnation, grant.attempt)}
-            for name in over:
-                del self._grants[name]
-        for grant in over.values():
+            names = self._of.get(incarnation, set())
+            for name in list(names):
+                grant = self._grants.get(name)
+                if grant is None or grant.incarnation != incarnation or held.get(name) != grant.attempt:
+                    names.discard(name)
+                    if grant is not None and grant.incarnation == incarnation:
+                        over.append(self._grants.pop(name))
+        for grant in over:
             grant.end()
 
     def end(self, incarnation: str) -> None:
         """The worker is lost. When this returns, nothing is written for it."""
+        self.keep(incarnation, {})
         with self._lock:
             self._bases.pop(incarnation, None)
-            over = {name: grant for name, grant in self._grants.items() if grant.incarnation == incarnation}
-            for name in over:
-                del self._grants[name]
-        for grant in over.values():
-            grant.end()
+            self._of.pop(incarnation, None)
         shutil.rmtree(self._staging / incarnation, ignore_errors=True)
 
     # -- a connection --------------------------------------------------------------------------------------------------

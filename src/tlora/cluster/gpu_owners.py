@@ -16,6 +16,7 @@ class GpuOwners:
 
     def __init__(self, workers: dict[int, RemoteWorker]) -> None:
         self._workers = workers
+        self._newest: RemoteWorker | None = None  # what was entered in `workers` last, when they were looked at
         self._known: dict[int, RemoteWorker] = {}  # of the workers, those that are entered here
         self._gpus: dict[RemoteWorker, tuple[int, ...]] = {}  # under which they are entered
         self._worker_on: dict[int, RemoteWorker] = {}
@@ -34,8 +35,9 @@ class GpuOwners:
         return changed
 
     def notice(self) -> None:
-        """Enter the workers that the pool has taken on, and remove those that it has dropped."""
-        if self._known != self._workers:
+        """Enter the workers that the pool has taken on, and remove those that it has dropped. Costs nothing where there are none."""
+        if len(self._known) != len(self._workers) or next(reversed(self._workers.values()), None) is not self._newest:
+            self._newest = next(reversed(self._workers.values()), None)
             for gpu, worker in self._known.items() - self._workers.items():
                 del self._known[gpu]
                 self.remove(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from tlora.link.process_identity import ProcessIdentity
 
@@ -19,11 +20,18 @@ class LeasedProcess:
     def __init__(self, host: str, pid: int, lease_seconds: float) -> None:
         self.host, self.pid, self.lease_seconds = host, pid, lease_seconds
         self._ended, self._how = threading.Event(), ""
+        self._when_ended: Callable[[], object] = lambda: None
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Call that once, when the end is proven; by the thread that proves it."""
+        self._when_ended = call
 
     def prove_end(self, how: str) -> None:
         """It writes nothing any more; `how` it ended, in words. What is said first counts."""
-        self._how = self._how or how
-        self._ended.set()
+        if not self._ended.is_set():
+            self._how = how
+            self._ended.set()
+            self._when_ended()
 
     def has_outlived(self, silent_seconds: float) -> bool:
         """Whether a worker that was not heard for so long has ended by its lease, whatever became of it."""

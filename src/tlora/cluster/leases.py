@@ -35,12 +35,10 @@ class Leases:
         self._directory = directory / DIRECTORY
         found = {path.stem: _read(path) for path in self._directory.glob("*.json")}
         self._known: dict[str, HeldLease] = {name: lease for name, lease in found.items() if lease is not None}
+        self._of: dict[str, set[str]] = {}  # incarnation -> jobs that it was granted; of some another has the lease by now
+        for name, lease in self._known.items():
+            self._of.setdefault(lease.incarnation, set()).add(name)
         self.withheld: set[str] = set(self._known)
-
-    @property
-    def awaited(self) -> set[str]:
-        """The incarnations that have not come."""
-        return {self._known[name].incarnation for name in self.withheld}
 
     @property
     def longest_seconds(self) -> float:
@@ -49,11 +47,13 @@ class Leases:
 
     def arrive(self, incarnation: str) -> None:
         """The worker has come, and says itself what it holds."""
-        self.withheld = {name for name in self.withheld if self._known[name].incarnation != incarnation}
+        self.withheld -= self._of.get(incarnation, set())
 
     def release_withheld(self) -> list[str]:
         """Their leases have ended. Returns the jobs' names."""
         names, self.withheld = sorted(self.withheld), set()
+        for incarnation in {self._known[name].incarnation for name in names}:
+            self.keep(incarnation, ())
         return names
 
     def grant(self, incarnation: str, attempts: Mapping[str, int], lease_seconds: float) -> None:
@@ -64,13 +64,19 @@ class Leases:
                 durable.make_directory(self._directory)
                 durable.write_file(self._directory / f"{name}.json", json.dumps(asdict(lease)) + "\n")
                 self._known[name] = lease
+                self._of.setdefault(incarnation, set()).add(name)
 
-    def keep(self, held: Iterable[str]) -> None:
-        """Forget the jobs that no worker of another host holds by now: `held` are those that one does."""
-        for name in self._known.keys() - self.withheld - set(held):
+    def keep(self, incarnation: str, held: Iterable[str]) -> None:
+        """Forget the jobs that the worker, which has come, does not hold any more: `held` are those that it does."""
+        kept = self._of.get(incarnation, set())
+        for name in kept.difference(held):
             with contextlib.suppress(OSError):
-                (self._directory / f"{name}.json").unlink(missing_ok=True)
-                del self._known[name]
+                if name in self._known and self._known[name].incarnation == incarnation:
+                    (self._directory / f"{name}.json").unlink(missing_ok=True)
+                    del self._known[name]
+                kept.discard(name)
+        if not kept:
+            self._of.pop(incarnation, None)
 
 
 def _read(path: Path) -> HeldLease | None:

@@ -45,6 +45,7 @@ class RemoteHosts:
         self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
         self._outlived: set[str] = set()  # incarnations that were lost by their leases
         self.only_kind: str | None = None  # of GPUs, where all jobs stay on one: "" until the first has come
+        self._lost: list[str] = []  # incarnations whose jobs are not free yet
         self.files = FileService(directory.parent)
         self.events: list[Event] = []
 
@@ -56,7 +57,7 @@ class RemoteHosts:
     @property
     def awaits_workers(self) -> bool:
         """Whether workers of an earlier controller have not come again."""
-        return bool(self._leases.awaited)
+        return bool(self._leases.withheld)
 
     def numbers(self, hello: Hello, peer: Peer) -> tuple[int, ...]:
         """The numbers of the worker's GPUs in the cluster; of one of this host its own."""
@@ -108,6 +109,7 @@ class RemoteHosts:
         """Its end is proven. Its GPUs go with it, unless it was stopped to begin anew. A cut line is no job's fault."""
         how = worker.process.how_it_ended()
         self.files.end(worker.incarnation or "")
+        self._lost.append(worker.incarnation or "")
         if not worker.doomed:
             worker.doomed = True
             self._outlived.add(worker.incarnation or "")
@@ -145,12 +147,16 @@ class RemoteHosts:
             del self._away[gpus]
             self.events.append(GpusLost(gpus, "its worker has not come again"))
 
-    def forget_released(self, workers: Iterable[RemoteWorker]) -> None:
-        """The jobs that none of `workers` holds are free, also for the next controller."""
-        writing = [worker for worker in workers if worker.host is not None and not worker.is_over]
-        held = {name: (worker.incarnation or "", job.attempt) for worker in writing for name, job in worker.jobs.items()}
-        self._leases.keep(held)
-        self.files.keep(held)
+    def forget_released(self, heard: Iterable[RemoteWorker]) -> None:
+        """The jobs that workers which were heard, or are lost, hold no longer are free, also for the next controller."""
+        for worker in heard:
+            if worker.host is not None and worker.incarnation is not None:
+                held = {} if worker.is_over else {name: job.attempt for name, job in worker.jobs.items()}
+                self._leases.keep(worker.incarnation, held)
+                self.files.keep(worker.incarnation, held)
+        for incarnation in self._lost:
+            self._leases.keep(incarnation, ())
+        self._lost.clear()
 
 
 def _why_another_kind(host: HostLabels, only: str) -> str:

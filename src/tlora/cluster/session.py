@@ -1,21 +1,27 @@
-"""A controller's end of one connection, with its own threads for reading and writing, so that no worker can block the controller."""
+"""A controller's end of one connection. A thread of its own admits it; from its Hello on the controller's thread reads and writes it, as it
+does all others (`Inbox`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Generic, TypeVar, cast
 
-from tlora.cluster.listeners import Admit, Peer
+from tlora.cluster.listeners import Admit, Listener, Peer
 from tlora.link.authentication import AdmissionError
 from tlora.link.lines import Connection, Line
+from tlora.link.reactor import Channel, Reactor
 from tlora.link.transfer import OpenStore, parse_request_line
 from tlora.worker_protocol import PROTOCOL, Alive, Envelope, FromController, FromWorker, Hello, Refusal, controller_line, parse_worker_line
 
 HELLO_SECONDS = 10.0  # for the first line
+_ACCEPT_SECONDS = 0.05  # after a connection that could not be had
 
 
 @dataclass(frozen=True)
@@ -44,71 +50,116 @@ class Gone:
 Heard = Arrived | Spoke | Gone
 
 
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """What is heard of connections, and what other threads put in."""
+
+    def __init__(self, reactor: Reactor) -> None:
+        self._reactor, self._items = reactor, queue.SimpleQueue[T]()
+        self.is_closed = False
+
+    def put(self, item: T) -> None:
+        """From any thread."""
+        self._items.put(item)
+        self._reactor.wake()
+
+    def get(self, timeout: float) -> T:
+        """The next item. Where there is none, read and write the connections, and wait. Raises queue.Empty."""
+        with contextlib.suppress(queue.Empty):
+            return self._items.get_nowait()
+        self._reactor.turn(timeout)
+        return self._items.get_nowait()
+
+    def close(self) -> list[T]:
+        """What is in it; what comes later is nobody's."""
+        self.is_closed = True
+        return [self._items.get_nowait() for _ in range(self._items.qsize())]
+
+
 class Session:
     """`inbox` gets all messages in order, and `Gone` last. A connection for files is all `serve_files`' own."""
 
     def __init__(
-        self, connection: Connection, admit: Admit, inbox: queue.SimpleQueue[Heard], serve_files: Callable[[Line, OpenStore], None]
+        self, connection: Connection, admit: Admit, inbox: Inbox[Any], serve_files: Callable[[Line, OpenStore], None], reactor: Reactor
     ) -> None:
-        self._serve_files = serve_files
+        self._serve_files, self._reactor = serve_files, reactor
         self._admit, self._line, self._inbox = admit, Line(connection), inbox
-        self._outgoing: queue.SimpleQueue[FromController | None] = queue.SimpleQueue()
-        self.ended = threading.Event()
-        threading.Thread(target=self._read, name="session", daemon=True).start()
-        threading.Thread(target=self._write, name="session-writer", daemon=True).start()
+        self._channel = Channel(self._line, self._hear, self._end)
+        threading.Thread(target=self._get_in, name="session", daemon=True).start()
 
-    def send(self, message: FromController) -> None:
-        self._outgoing.put(message)
+    # -- for the controller's thread, once it has `Arrived` ------------------------------------------------------------
 
-    def refuse(self, reason: str) -> None:
-        """Send the worker the refusal and end the connection."""
-        self._outgoing.put(Refusal(reason))
-        self._outgoing.put(None)
+    def open(self) -> None:
+        """Hear what follows the Hello."""
+        self._reactor.add(self._channel)
 
     def close(self) -> None:
-        self._outgoing.put(None)
+        """End a connection that is not open."""
         self._line.end()
-
-    def _write(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            self._line.send(controller_line(message))
-        self._line.end()
-
-    def _read(self) -> None:
-        reason, refuse = "", True
-        try:
-            reason = self._converse()
-        except TimeoutError:
-            reason = f"a connection without a Hello for {HELLO_SECONDS:g} s"
-        except AdmissionError as error:
-            reason = str(error)
-        except OSError as error:  # a stranger
-            reason, refuse = str(error), False
-        except ValueError as error:
-            reason = f"a line that is none of protocol {PROTOCOL}: {_first_line(error)}"
-        if reason and refuse:
-            self._line.send(controller_line(Refusal(reason)))
-        self._inbox.put(Gone(self, reason))
-        self.ended.set()
-        self.close()
         self._line.close()
 
-    def _converse(self) -> str:
-        """Read until the end. Returns the connection's fault, if it has one. Raises as `Admit` does, and TimeoutError, ValueError."""
-        peer = self._admit(self._line)
-        first = self._line.read_line(HELLO_SECONDS)
-        if first is None:
-            return "a connection that ended before its Hello"
-        if peer.is_remote and (opened := _parse_opening(first)) is not None:
+    def send(self, message: FromController) -> None:
+        """Send it, if the connection has not ended. After a Refusal it ends."""
+        self._reactor.send(self._channel, controller_line(message), is_last=isinstance(message, Refusal))
+
+    # -- for its own ---------------------------------------------------------------------------------------------------
+
+    def _get_in(self) -> None:
+        """Read until the Hello, or all of a connection for files."""
+        fault = None
+        try:
+            peer = self._admit(self._line)
+            first = self._line.read_line(HELLO_SECONDS)
+            if first is None:
+                raise AdmissionError("a connection that ended before its Hello")
+            opened = _parse_opening(first) if peer.is_remote else None
+            if opened is None:
+                self._inbox.put(Arrived(self, peer, _parse_hello(first)))
+                if self._inbox.is_closed:
+                    self.close()
+                return
             self._serve_files(self._line, opened)
-            return ""
-        self._inbox.put(Arrived(self, peer, _parse_hello(first)))
-        for line in self._line.lines():
-            message: FromWorker = parse_worker_line(line)
-            if isinstance(message, Hello):
-                return "a second Hello"
-            self._inbox.put(Spoke(self, message))
-        return ""
+        except (OSError, ValueError) as error:
+            fault = error
+        self._line.send(self._end(fault))
+        self.close()
+
+    def _hear(self, line: bytes) -> None:
+        message: FromWorker = parse_worker_line(line)
+        if isinstance(message, Hello):
+            raise AdmissionError("a second Hello")
+        self._inbox.put(Spoke(self, message))
+
+    def _end(self, error: Exception | None) -> bytes:
+        """The connection has ended, for the error if there is one. Returns what its peer is told."""
+        match error:
+            case None:
+                reason = ""
+            case TimeoutError():
+                reason = f"a connection without a Hello for {HELLO_SECONDS:g} s"
+            case AdmissionError() | OSError():
+                reason = str(error)
+            case _:
+                reason = f"a line that is none of protocol {PROTOCOL}: {_first_line(error)}"
+        self._inbox.put(Gone(self, reason))
+        is_stranger = isinstance(error, OSError) and not isinstance(error, TimeoutError)
+        return controller_line(Refusal(reason)) if reason and not is_stranger else b""
+
+
+def accept_from(listener: Listener, take: Callable[[Connection, Admit], object]) -> None:
+    """Hand all connections that come to `take`, until the listener is closed."""
+    while not listener.is_closed:
+        try:
+            connection, admit = listener.accept()
+        except OSError:  # closed, or too many open files for a while
+            time.sleep(_ACCEPT_SECONDS)
+            continue
+        try:
+            take(connection, admit)
+        except RuntimeError:  # no more threads: it will dial again
+            connection.close()
 
 
 def _parse_opening(line: bytes) -> OpenStore | None:
@@ -136,5 +187,5 @@ def _parse_hello(line: bytes) -> Hello:
     return hello
 
 
-def _first_line(error: ValueError) -> str:
+def _first_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]

@@ -13,39 +13,41 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tlora.cluster.credentials import WorkerTokens
+from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.limits import Limits
 from tlora.cluster.listeners import Listener, UnixListener
 from tlora.cluster.refusals import Refusals
 from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts
 from tlora.cluster.remote_worker import RemoteWorker, gpu_names
-from tlora.cluster.session import Arrived, Gone, Heard, Session, Spoke
+from tlora.cluster.session import Arrived, Gone, Heard, Inbox, Session, Spoke, accept_from
 from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
 from tlora.link.address import forget
 from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
+from tlora.link.reactor import Reactor
 from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
-from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Report
+from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Refusal, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
 AGAIN_SECONDS = 60.0  # after which a worker is started again where the last one was refused
 _WATCH_SECONDS = 1.0
 _HEARD_AT_ONCE = 512  # messages, before what follows of them is decided and acknowledged
-_ACCEPT_SECONDS = 0.05  # after a connection that could not be had
 _GONE_SECONDS = 60.0  # for the kernel to end a killed process
 _LAST_WORDS_SECONDS = 10.0  # to read what an ended process has sent before
 
 
 @dataclass(frozen=True)
 class _Ended:
-    worker: RemoteWorker
+    worker: RemoteWorker  # which counts as ended once all is heard that it sent before: when its connection has ended too
 
 
 class WorkerPool:
-    """`workers` by the first of their GPUs. Putting None into `inbox` wakes the thread in `listen`."""
+    """`workers` by the first of their GPUs. One thread listens and tells workers what to do; `inbox` and `wake` are for the others too."""
 
     read_records = staticmethod(read_records)
 
@@ -66,14 +68,18 @@ class WorkerPool:
         self._not_before: dict[tuple[int, ...], float] = {}  # when a worker is started again on GPUs whose last one was refused
         self._of_strangers, self._of_workers = Refusals(note), Refusals(note)  # apart: no flood of strangers hides a worker's refusal
         self.workers: dict[int, RemoteWorker] = {}
-        self.inbox: queue.SimpleQueue[Heard | _Ended | ProvenEnd | None] = queue.SimpleQueue()
+        self._reactor = Reactor()
+        self.inbox: Inbox[Heard | _Ended | ProvenEnd | None] = Inbox(self._reactor)
         self._unheard: list[Heard | _Ended | ProvenEnd] = []  # what came before the first `listen`
         self._sessions: dict[Session, RemoteWorker] = {}
+        self._incarnations: dict[str, RemoteWorker] = {}  # also of some that are no more, as in what follows
+        self._worker_on: dict[int, RemoteWorker] = {}  # as they were recorded last
         self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
         self._unacknowledged: set[RemoteWorker] = set()
         self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or entered a new phase
         self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
         self._watched = self._asked_tokens = time.monotonic()
+        self._ending: dict[RemoteWorker, float] = {}  # whose processes have ended, and until when their last words are waited for
         self.remote_hosts = RemoteHosts(directory, gpus, limits.host_lease, lambda: loads("").device, note)
         self._listeners: list[Listener] = []
         self.listen_on(UnixListener(directory))
@@ -82,7 +88,8 @@ class WorkerPool:
     def listen_on(self, listener: Listener) -> None:
         """Accept workers that come there too. Closed with this crew."""
         self._listeners.append(listener)
-        threading.Thread(target=self._accept, args=(listener,), name="worker-pool", daemon=True).start()
+        take = partial(Session, inbox=self.inbox, serve_files=self.remote_hosts.files.serve, reactor=self._reactor)
+        threading.Thread(target=accept_from, args=(listener, take), name="worker-pool", daemon=True).start()
 
     # -- beginning and end ---------------------------------------------------------------------------------------------
 
@@ -130,7 +137,8 @@ class WorkerPool:
         return self._take_on(gpus, load, process)
 
     def record(self, worker: RemoteWorker, before: tuple[int, ...]) -> None:
-        """Where the next controller finds a worker that has other GPUs than `before`."""
+        """Where this and the next controller find a worker that has other GPUs than `before`."""
+        self._worker_on |= dict.fromkeys(worker.gpus, worker)
         write_record(self._directory, worker.gpus, worker.process.identity)
         remove_record(self._directory, before, worker.process.identity)
 
@@ -138,8 +146,10 @@ class WorkerPool:
         """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
         for listener in self._listeners:
             listener.close()
-        for session in list(self._sessions):
-            session.close()
+        for heard in [*self.inbox.close(), *self._unheard]:
+            if isinstance(heard, Arrived):
+                heard.session.close()
+        self._reactor.close()
         for refusals in (self._of_strangers, self._of_workers):
             refusals.tell_rest()
 
@@ -150,20 +160,19 @@ class WorkerPool:
         deadline = time.monotonic() + stop_seconds
         self._hear_out(deadline)
         for worker in self.workers.values():
-            if not worker.process.wait(max(0.0, deadline - time.monotonic())):
+            if not worker.process.wait(0.0):
                 worker.process.kill(_GONE_SECONDS)
         self.workers.clear()
         self.abandon()
         forget(self.address)
 
     def _hear_out(self, deadline: float) -> None:
-        """Wait for the last words of the workers of other hosts."""
-        remote = [worker for worker in self.workers.values() if worker.host is not None]
-        while not all(worker.process.wait(0.0) for worker in remote) and (left := deadline - time.monotonic()) > 0:
+        """Wait for the workers' last words and ends."""
+        while not all(worker.process.wait(0.0) for worker in self.workers.values()) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 self._hear(self.inbox.get(timeout=min(left, _WATCH_SECONDS)))
             self._watch()
-        self.remote_hosts.forget_released(remote)
+        self.remote_hosts.forget_released(self.workers.values())
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 
@@ -186,7 +195,7 @@ class WorkerPool:
                     found += self._hear(heard)
                     if count >= _HEARD_AT_ONCE:
                         break
-                    heard = self.inbox.get_nowait()
+                    heard = self.inbox.get(timeout=0.0)
             self._watch()
             self._stop_revoked()
             if left <= 0:
@@ -195,8 +204,8 @@ class WorkerPool:
 
     def acknowledge(self) -> None:
         """The consequences of all that `listen` has returned so far are recorded."""
-        self.remote_hosts.forget_released(self.workers.values())
         heard, self._unacknowledged = self._unacknowledged, set()
+        self.remote_hosts.forget_released(heard)
         for worker in heard:
             worker.acknowledge()
 
@@ -217,11 +226,17 @@ class WorkerPool:
             case Gone(session, reason):
                 self._let_in_by.pop(session, None)
                 worker = self._sessions.pop(session, None)
-                if worker is not None:
-                    worker.detach(session.send)
                 if reason:
                     (self._of_strangers if worker is None else self._of_workers).see(reason)
+                if worker is not None:
+                    worker.detach(session.send)
+                if worker in self._ending:
+                    self.inbox.put(_Ended(worker))
             case _Ended(worker):
+                if worker.connected and time.monotonic() < self._ending.setdefault(worker, time.monotonic() + _LAST_WORDS_SECONDS):
+                    return []
+                self._ending.pop(worker, None)
+                self._incarnations.pop(worker.incarnation or "", None)
                 if self.workers.get(worker.gpu) is worker:
                     self._heard_at.pop(worker, None)
                     self._moved_at.pop(worker, None)
@@ -243,13 +258,14 @@ class WorkerPool:
             arrived = replace(arrived, peer=replace(arrived.peer, is_remote=True, identity=None))
         session, hello = arrived.session, arrived.hello
         gpus = self.remote_hosts.numbers(hello, arrived.peer)
-        if any(worker.is_over and worker.overlaps(gpus) and worker.incarnation != hello.incarnation for worker in self.workers.values()):
+        if any(worker.is_over and worker.incarnation != hello.incarnation for worker in self._on(gpus)):
             self._unheard.append(arrived)  # it begins anew, and its end has not been handled yet
             return
+        session.open()
         reason = self._why_not(arrived)
         if reason:
             self._of_workers.see(reason)
-            session.refuse(reason)
+            session.send(Refusal(reason))
             return
         worker = self._same(hello) or self.workers.get(gpus[0])
         if worker is None and arrived.peer.is_remote and hello.host is not None:
@@ -260,6 +276,8 @@ class WorkerPool:
         if arrived.peer.token is not None:
             self._let_in_by[session] = arrived.peer.token.id
         self._heard_at[worker] = time.monotonic()
+        self._incarnations[hello.incarnation] = worker
+        self._unacknowledged.add(worker)
         worker.attach(hello, session.send)
 
     def _why_not(self, arrived: Arrived) -> str:
@@ -280,10 +298,7 @@ class WorkerPool:
         if token is not None and token.has_expired and not self._was_here(arrived):
             return f"{who} comes with {token.id}, which has expired, and was not here before. `tlora worker-token` makes a new one"
         gpus = self.remote_hosts.numbers(hello, arrived.peer)
-        there = set(gpus)
-        for worker in self.workers.values():
-            if there.isdisjoint(worker.gpus):
-                continue
+        for worker in self._on(gpus):
             same = worker.gpus == gpus or worker.incarnation == hello.incarnation
             known = same and not worker.given_up and pid in (0, worker.process.pid)
             if not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
@@ -299,7 +314,13 @@ class WorkerPool:
 
     def _same(self, hello: Hello) -> RemoteWorker | None:
         """The worker that has said Hello before, which may have other GPUs by now."""
-        return next((worker for worker in self.workers.values() if worker.incarnation == hello.incarnation), None)
+        worker = self._incarnations.get(hello.incarnation)
+        return worker if worker is not None and self.workers.get(worker.gpu) is worker else None
+
+    def _on(self, gpus: tuple[int, ...]) -> list[RemoteWorker]:
+        """Workers that have some of these, each once."""
+        on = [worker for gpu in gpus if (worker := self._worker_on.get(gpu)) is not None]
+        return [worker for worker in dict.fromkeys(on) if self.workers.get(worker.gpu) is worker and worker.overlaps(gpus)]
 
     def _started_here(self, pid: int) -> bool:
         """Whether that process is a worker that has not been let in yet."""
@@ -311,16 +332,16 @@ class WorkerPool:
 
     def _watch_over(self, worker: RemoteWorker) -> RemoteWorker:
         self.workers[worker.gpu] = worker
+        self._worker_on |= dict.fromkeys(worker.gpus, worker)
         self._heard_at[worker] = time.monotonic()
-        threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{worker.gpu}", daemon=True).start()
+        if isinstance(worker.process, LeasedProcess):
+            worker.process.when_ended(partial(self.inbox.put, _Ended(worker)))
+        else:
+            threading.Thread(target=self._await_end, args=(worker,), name=f"worker-{worker.gpu}", daemon=True).start()
         return worker
 
     def _await_end(self, worker: RemoteWorker) -> None:
-        """Queue the worker's end after everything that it sent before."""
         worker.process.wait()
-        for session, owner in list(self._sessions.items()):
-            if owner is worker:
-                session.ended.wait(_LAST_WORDS_SECONDS)
         self.inbox.put(_Ended(worker))
 
     # -- watching ------------------------------------------------------------------------------------------------------
@@ -334,6 +355,8 @@ class WorkerPool:
         for refusals in (self._of_strangers, self._of_workers):
             refusals.look()
         self.remote_hosts.look()
+        for worker in [worker for worker, until in self._ending.items() if now >= until]:
+            self.inbox.put(_Ended(worker))
         for worker in self.workers.values():
             self.remote_hosts.watch(worker, now - self._heard_at.get(worker, now))
             if late:  # this process itself was stopped and could not look
@@ -349,9 +372,10 @@ class WorkerPool:
         if not self._let_in_by or time.monotonic() - self._asked_tokens < _WATCH_SECONDS:
             return
         self._asked_tokens = time.monotonic()
-        for session, token_id in self._let_in_by.items():
+        revoked = self._tokens.revoked(self._let_in_by.values())
+        for session, token_id in self._let_in_by.items() if revoked else ():
             worker = self._sessions[session]
-            if not worker.stopping and self._tokens.is_revoked(token_id):
+            if not worker.stopping and token_id in revoked:
                 self._note(f"the worker of {worker.display_name} saves its jobs and ends: {token_id} was revoked")
                 worker.stop()
 
@@ -374,15 +398,3 @@ class WorkerPool:
 
     def _log(self, gpus: tuple[int, ...]) -> Path:
         return self._directory / f"{file_stem(gpus)}.log"
-
-    def _accept(self, listener: Listener) -> None:
-        while not listener.is_closed:
-            try:
-                connection, admit = listener.accept()
-            except OSError:  # closed, or too many open files for a while
-                time.sleep(_ACCEPT_SECONDS)
-                continue
-            try:
-                Session(connection, admit, self.inbox, self.remote_hosts.files.serve)  # type: ignore[arg-type]
-            except RuntimeError:  # no more threads: it will dial again
-                connection.close()

@@ -19,7 +19,9 @@ _PEER = struct.Struct("3i")
 class Connection(Protocol):
     """A socket, or `TlsStream`."""
 
+    def fileno(self) -> int: ...
     def sendall(self, content: bytes, /) -> None: ...
+    def send(self, content: memoryview, /) -> int: ...
     def recv(self, size: int, /) -> bytes: ...
     def settimeout(self, seconds: float | None, /) -> None: ...
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
@@ -36,7 +38,7 @@ class Line:
         """
         self._socket, self._lock = connection, threading.Lock()
         self._takes_files = takes_files
-        self._read = bytearray()
+        self._read, self._searched = bytearray(), 0  # what was received, and how much of it has no line's end, as `read_ready` knows
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
 
     def send(self, line: bytes) -> None:
@@ -118,6 +120,41 @@ class Line:
                 os.set_inheritable(file, False)
             return content
         return self._socket.recv(_CHUNK)
+
+    # -- for one thread that has many (`reactor.py`) --------------------------------------------------------------------
+
+    def stop_blocking(self) -> None:
+        """From here on `read_ready` and `send_ready` are to be used, and none that waits."""
+        self._socket.settimeout(0)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read_ready(self) -> list[bytes] | None:
+        """The lines that were read before, or that one read completes, with their ends; None at the end of the connection. Raises
+        BlockingIOError where nothing has come, ValueError as `read_line`.
+        """
+        if self._searched == len(self._read):
+            try:
+                chunk = self._receive()
+            except BlockingIOError:
+                raise
+            except OSError:
+                return None
+            if not chunk:
+                return None
+            self._read += chunk
+        end = self._read.rfind(b"\n", self._searched) + 1
+        lines = [line + b"\n" for line in bytes(self._read[:end]).split(b"\n")[:-1]]
+        del self._read[:end]
+        self._searched = len(self._read)
+        if self._searched > LONGEST_LINE:
+            raise ValueError(f"a line has more than {LONGEST_LINE:,} bytes")
+        return lines
+
+    def send_ready(self, content: memoryview) -> int:
+        """Send what the system takes: how many bytes. After BlockingIOError the same are to be given again. Raises OSError."""
+        return self._socket.send(content)
 
     def lines(self) -> Iterator[bytes]:
         """All lines that follow. Raises ValueError as `read_line`."""

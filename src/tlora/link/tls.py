@@ -1,7 +1,7 @@
 """TLS over a TCP connection, used as a socket is. The other end is known by its certificate's fingerprint, not by an authority.
 
 An OpenSSL connection is not to be used by two threads at once, so it works on bytes in memory (`ssl.MemoryBIO`), behind a lock that no
-thread holds while it waits for the network. Cryptography is `ssl`'s.
+thread holds while it waits for the network. One thread may use many that do not block, with `send` and `recv`. Cryptography is `ssl`'s.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tlora.link.address import tcp_address
 
 HANDSHAKE_SECONDS = 30.0  # of a worker; a controller has less patience with strangers
 _CHUNK = 1 << 16
+_SENT_AT_ONCE = 1 << 20
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -33,6 +34,7 @@ class TlsStream:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._state = threading.Lock()  # of all three
         self._order = threading.Lock()  # records go out in the order in which they were made
+        self._records, self._taken = bytearray(), 0  # what is not out yet, and the bytes of the last `send` that are in it
 
     def handshake(self, timeout_seconds: float) -> None:
         """Complete the handshake within the timeout, else TimeoutError. Raises ssl.SSLError if the peer speaks no TLS."""
@@ -64,13 +66,22 @@ class TlsStream:
         return fingerprint_of(certificate)
 
     def sendall(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self.send(rest) :]
+
+    def send(self, content: memoryview) -> int:
+        """Send the beginning of `content`: how many bytes. Where the socket does not block, BlockingIOError says that not all is out: then
+        the same content is to be given again.
+        """
         with self._order:
-            with self._state:
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[self._tls.write(rest) :]
-                records = self._outgoing.read()
-            self._socket.sendall(records)
+            if not self._taken:
+                with self._state:
+                    self._taken = self._tls.write(content[:_SENT_AT_ONCE])
+                    self._records += self._outgoing.read()
+            self._send_records()
+            taken, self._taken = self._taken, 0
+            return taken
 
     def recv(self, size: int) -> bytes:
         while True:
@@ -92,10 +103,20 @@ class TlsStream:
         if self._outgoing.pending:
             with self._order:
                 with self._state:
-                    records = self._outgoing.read()
-                self._socket.sendall(records)
+                    self._records += self._outgoing.read()
+                with suppress(BlockingIOError):  # the next `send` goes on
+                    self._send_records()
+
+    def _send_records(self) -> None:
+        while self._records:
+            with memoryview(self._records) as records:
+                sent = self._socket.send(records)
+            del self._records[:sent]
 
     # -- as the socket does --------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def settimeout(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
