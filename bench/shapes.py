@@ -36,6 +36,38 @@ def qwen3(
     )
 
 
+def llama_3_70b(layers: int, **changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        **changes,
+    )
+
+
+def qwen2_5_32b(layers: int, **changes: Any) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=layers,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        **changes,
+    )
+
+
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LlamaConfig(
         vocab_size=128256,
@@ -49,56 +81,10 @@ SHAPES: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
         pad_token_id=0,
     ),
-    "llama-3-70b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        initializer_range=0.01,  # with 0.02, what rounding does grows over 80 layers to 13 % of the logits, and the base is refused
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    ),
-    "llama-3-70b-quarter": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=20,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    ),
-    "qwen2.5-32b": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_hidden_layers=64,
-        initializer_range=0.01,  # as above
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    ),
-    "qwen2.5-32b-quarter": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_hidden_layers=16,
-        num_attention_heads=40,
-        num_key_value_heads=8,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=False,
-        pad_token_id=0,
-    ),
+    "llama-3-70b": llama_3_70b(80, initializer_range=0.01),  # by 0.02 rounding grows to 13 % of the logits, and the base is refused
+    "llama-3-70b-quarter": llama_3_70b(20),
+    "qwen2.5-32b": qwen2_5_32b(64, initializer_range=0.01),  # as above
+    "qwen2.5-32b-quarter": qwen2_5_32b(16),
     "qwen3-0.6b": qwen3(1024, 3072),
     "qwen3-1.7b": qwen3(2048, 6144),
     "qwen3-1.7b-layer": qwen3(2048, 6144, vocab_size=3072, num_hidden_layers=1),
