@@ -8,7 +8,6 @@ its steps from the command until the change is through and it has stepped again,
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
@@ -23,8 +22,7 @@ from typing import Any
 import torch
 
 from bench.fidelity_work import ENDLESS, SIZES, Order, make_work
-from bench.machine import facts, write
-from bench.shapes import DEMO_BASE, SHAPES, write_base
+from bench.worker_options import find_base, make_parser, write_result
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.worker_group import WorkerGroup
@@ -98,29 +96,21 @@ def measure(base: Path, device: str, rank: int, count: int, directory: Path) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    base = parser.add_mutually_exclusive_group()
-    base.add_argument("--shape", choices=sorted(SHAPES), help="of a base that is made here; the demo's base without it")
-    base.add_argument("--base", type=Path, default=DEMO_BASE, help="a directory")
+    parser = make_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--commit")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
         if args.device == "cpu":
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-        base = write_base(args.shape, Path(name) / "base", torch.device(args.device)) if args.shape else args.base
+        base = find_base(args, Path(name))
         if args.device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
         found = measure(base, args.device, args.rank, args.jobs, Path(name))
     for change in found["changes"]:
         print(f"GPUs {change['gpus']}: {change['seconds']:.2f} s; longest pause of a job {max(change['pauses'].values()):.2f} s")
     print(f"steps lost or taken twice: {sum(found['steps_lost_or_doubled'].values())}")
-    settings = {key: str(value) for key, value in vars(args).items()}
-    write(args.json, facts(torch.device(args.device), args.commit) | {"settings": settings} | found)
+    write_result(args, found)
 
 
 if __name__ == "__main__":

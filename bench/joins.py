@@ -1,6 +1,6 @@
 """What it costs a group that a job joins, is saved, leaves and ends: the job itself, and its neighbour.
 
-    python -m bench.joins [--shape qwen3-1.7b] [--rank 16] [--tokens 1024] [--device cuda] [--json FILE]
+    python -m bench.joins [--shape qwen3-1.7b | --base DIRECTORY] [--rank 16] [--tokens 1024] [--device cuda] [--json FILE]
 
 One real worker, in this process, trains a job that stays; visitors come and go beside it. A neighbour's wait is the longest time between
 two of its optimizer steps meanwhile, less the usual one with such company. On a GPU that holds the first micro-batches of a new shape.
@@ -8,7 +8,6 @@ two of its optimizer steps meanwhile, less the usual one with such company. On a
 
 from __future__ import annotations
 
-import argparse
 import os
 import queue
 import statistics
@@ -19,11 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.fidelity_work import ENDLESS, SIZES, Order, Work, make_work
-from bench.machine import facts, write
-from bench.shapes import DEMO_BASE, SHAPES, write_base
+from bench.worker_options import find_base, make_parser, write_result
 from tlora.engine import trainer as trainer_room
 from tlora.engine.messages import Leave, SetPlan, Stop
 from tlora.engine.trainer import Trainer
@@ -145,24 +141,16 @@ def measure(base: Path, device: str, rank: int, tokens: int, visitors: int, dire
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="of the base; the demo's base without it")
-    parser.add_argument("--rank", type=int, default=16)
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=256, help="of an optimizer step of each")
     parser.add_argument("--visitors", type=int, default=5)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--commit")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
-        base = write_base(args.shape, Path(name) / "base", torch.device(args.device)) if args.shape else DEMO_BASE
-        found = measure(base, args.device, args.rank, args.tokens, args.visitors, Path(name))
+        found = measure(find_base(args, Path(name)), args.device, args.rank, args.tokens, args.visitors, Path(name))
     for kind, cost in found.items():
         print(f"{kind:24} the job {cost.own_seconds:7.3f} s   its neighbour {cost.neighbour_seconds:+7.3f} s")
-    settings = {key: str(value) for key, value in vars(args).items()}
-    costs = {kind: asdict(cost) for kind, cost in found.items()}
-    write(args.json, facts(torch.device(args.device), args.commit) | {"settings": settings, "costs": costs})
+    write_result(args, {"costs": {kind: asdict(cost) for kind, cost in found.items()}})
 
 
 if __name__ == "__main__":
