@@ -267,7 +267,7 @@ def test_nothing_waits_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         shared.forward_backward(batches[1])
-        steps = shared.queue_optim_step("abc")
+        steps = shared.measure_gradients("abc").update()
         shared.evaluate(batches[2])
     finally:
         torch.cuda.set_sync_debug_mode("default")

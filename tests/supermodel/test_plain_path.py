@@ -198,7 +198,7 @@ def test_calls_depend_on_no_sample_and_wait_for_nothing() -> None:
         batch = batch_of("abc", count=count)
         with Calls() as calls:
             shared.forward_backward(batch)
-            steps = shared.queue_optim_step("abc")
+            steps = shared.measure_gradients("abc").update()
         assert not steps.done and all(stats.applied for stats in steps.read().values())
         found.append(sum(calls.found.values()))
     assert found[0] == found[1], found

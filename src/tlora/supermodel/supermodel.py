@@ -37,7 +37,7 @@ from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
 from tlora.supermodel.losses import JobLoss, Pass, sum_losses
 from tlora.supermodel.new_tokens import NewTokens, with_rows
-from tlora.supermodel.optimizer_steps import MeasuredSteps, PartStep, QueuedSteps, StepError
+from tlora.supermodel.optimizer_steps import MeasuredSteps, PartStep, StepError
 from tlora.supermodel.part_passes import PartPasses, by_targets
 from tlora.supermodel.plain_path import PlainPath
 from tlora.supermodel.shared_base import load_shared_base
@@ -277,17 +277,11 @@ class SuperModel(nn.Module):
 
         Waits for the device once for all of them. Raises StepError when a job's step raised; the others have stepped.
         """
-        steps = self.queue_optim_step(job_ids)
+        steps = self.measure_gradients(job_ids).update()
         stats = steps.read()
         if steps.errors:
             raise StepError(stats, steps.errors) from next(iter(steps.errors.values()))
         return stats
-
-    def queue_optim_step(self, job_ids: Iterable[str]) -> QueuedSteps:
-        """The same without a wait, for a caller with other work for the device until it asks. These jobs may train on at once; before
-        one steps again, leaves or is saved, the answer must have been read.
-        """
-        return self.measure_gradients(job_ids).update()
 
     # -- a step in parts, for a job that several super-models train ----------------------------------------------------
 
@@ -317,9 +311,11 @@ class SuperModel(nn.Module):
         resident.version = next(self._versions)
 
     def measure_gradients(self, job_ids: Iterable[str]) -> MeasuredSteps:
-        """The first half of `queue_optim_step`: each job's gradient norm, whether it is finite, and how to clip it; nothing is changed.
+        """The first half of `optim_step`: each job's gradient norm, whether it is finite, and how to clip it; nothing is changed.
 
-        `update()` of the answer is the second half. In between, these jobs do not train, leave or change their gradient.
+        `update()` of the answer is the second half, without a wait, for a caller with other work for the device until it reads how it went.
+        Between the halves these jobs do not train, leave or change their gradient; then they may train on at once, and before one steps
+        again, leaves or is saved, the answer must have been read.
         """
         residents = {job_id: self._residents[job_id] for job_id in job_ids}
         for resident in residents.values():
