@@ -159,7 +159,7 @@ def test_replicas_in_turn_go_on_where_memory_runs_out_between_them(
         (1, "gradient", 2),
         pytest.param(2, "set_gradient", 3, marks=pytest.mark.slow),
         pytest.param(0, "rewrite", 1, marks=pytest.mark.slow),
-        (2, "empty", 4),
+        pytest.param(2, "empty", 4, marks=pytest.mark.slow),
     ],
 )
 def test_spanning_jobs_go_on_where_memory_runs_out_while_a_gradient_is_published_or_read(

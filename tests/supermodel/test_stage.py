@@ -138,7 +138,8 @@ def chain(stages: Sequence[SuperModel]) -> list[Before]:
 @pytest.mark.parametrize(
     ("family", "layers", "fast"),
     [
-        *((family, 3, False) for family in ("llama", "llama-tied", "gemma2")),
+        pytest.param("llama", 3, False, marks=pytest.mark.slow),
+        *((family, 3, False) for family in ("llama-tied", "gemma2")),
         ("llama", 2, True),  # interpreted kernels take a minute for three layers
         *(pytest.param(family, 3, True, marks=pytest.mark.slow) for family in ("llama", "llama-tied", "gemma2")),
     ],
