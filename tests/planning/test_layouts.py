@@ -105,6 +105,26 @@ def test_a_streamed_base_is_planned_as_check_plans_it(run: RunSpec, ordered: boo
     assert found.tokens_per_second == pytest.approx(streamed.tokens_per_second, rel=1e-9)
 
 
+def test_no_layout_is_feasible_that_would_refuse_base_or_jobs(run: RunSpec) -> None:
+    """Stages of a job that trains rows of the embedding; a mixture in parts or streamed, and in stages where its files do not allow it."""
+    devices = devices_of(run, H100, H100)
+    rows = run.model_copy(update={"jobs": [run.jobs[0].model_copy(update={"trainable_token_indices": [3, 9]}), *run.jobs[1:]]})
+    plans = plan_layouts(rows, sketched(rows), devices)
+    assert {each.layout.form for each in plans.feasible} == {"whole", "shared", "streamed"}
+    assert [each.why for each in plans.refused] == ["a trains rows of the embedding, which needs embedding and head in one place"]
+    mixture = [
+        replace(device, parts=replace(device.parts, shared_bytes=(), streamed=None, no_stages="its files have each expert by itself"))
+        for device in devices
+    ]
+    plans = plan_layouts(run, sketched(run), mixture)
+    assert {each.layout.form for each in plans.feasible} == {"whole"}
+    assert {each.why for each in plans.refused} == {
+        "its layers cannot be cut into rows, or have experts", "its files have each expert by itself"
+    }  # fmt: skip
+    cuttable = [replace(device, parts=replace(device.parts, no_stages="")) for device in mixture]
+    assert {each.layout.form for each in plan_layouts(run, sketched(run), cuttable).feasible} == {"whole", "stages"}
+
+
 def test_several_gpus_are_planned_as_check_plans_them(run: RunSpec) -> None:
     checked = check(run, gpu="rtx4090", gpus=2)
     whole = found_of(plan_layouts(run, sketched(run), devices_of(run, RTX_4090, RTX_4090)), "whole")

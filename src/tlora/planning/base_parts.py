@@ -12,9 +12,9 @@ from tlora.shape.base_parts import BaseParts
 from tlora.shape.memory import MOST_GPUS, MemoryModel
 from tlora.shape.stages import LayerRange
 from tlora.supermodel.held_linear import possible_precisions
-from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.lora_linear import LoraLinear
+from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
 
 
@@ -44,7 +44,8 @@ def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts
         hidden_size=base.head.weight_VH.shape[1],
         in_8_bits=any(isinstance(m, LoraLinear) and m.form.dtype.itemsize == 1 for m in model.model.modules()),
         shared_bytes=tuple(bytes_when_shared(model, base_bytes, count) for count in range(1, MOST_GPUS + 1)) if cut else (),
-        streamed=bytes_when_streamed(model, base_bytes, device) if cut and not expert_modules(model.model) else None,
+        streamed=bytes_when_streamed(model, base_bytes, device) if cut else None,
+        no_stages=why_no_stages(base),
         precision_bytes={precision: bytes_in(precision, model, base_bytes) for precision in others},
     )
 

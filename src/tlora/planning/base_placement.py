@@ -15,7 +15,7 @@ from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.plan import RunPlan, plan_memory
 from tlora.shape.stages import LayerRange, cut_layers
 from tlora.supermodel.load import layers_of
-from tlora.supermodel.stage_base import check_stages
+from tlora.supermodel.stage_base import check_stages, why_no_stages
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 
@@ -68,8 +68,11 @@ def choose_form(
     is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
     if run.layout == "whole" or (fits_whole and is_enough and run.layout != "shared"):
         return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
-    if gpus > 1 and not reads_peers and run.layout != "shared":
-        return _in_stages(run, jobs, model, device, limits, speeds, "GPUs cannot read each other's memory")
+    unshared = "" if can_be_cut(model) else "the base cannot be shared"
+    if gpus > 1 and run.layout != "shared" and (unshared := unshared or ("" if reads_peers else "GPUs cannot read each other's memory")):
+        if fits_whole and (rows_trained(jobs) or why_no_stages(model.base)):
+            return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
+        return _in_stages(run, jobs, model, device, limits, speeds, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, shared_bytes, device, limit)
     parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} GPUs"
@@ -114,6 +117,11 @@ def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:
     return run.model_copy(update={key: value for key, value in chosen.items() if getattr(run, key) == "auto"})
 
 
+def rows_trained(jobs: Sequence[PlannedJob]) -> list[str]:
+    """Names of jobs that train rows of the embedding."""
+    return [job.spec.name for job in jobs if job.layout is not None and any(shape.tokens for shape in job.layout.shapes)]
+
+
 def _in_stages(
     run: RunSpec,
     jobs: tuple[PlannedJob, ...],
@@ -123,8 +131,15 @@ def _in_stages(
     speeds: Sequence[float],
     reason: str,
 ) -> BasePlacement:
-    """Raises ModelError for a base that cannot be cut into stages, and CapacityError where a stage does not fit."""
+    """Raises ModelError for a base that cannot be cut into stages, ConfigError for jobs that cannot be trained so, and CapacityError where
+    a stage does not fit.
+    """
     check_stages(model.base)
+    if rows := rows_trained(jobs):
+        raise ConfigError(
+            f"{rows[0]} has trainable_token_indices, which needs embedding and head in one place, and the base would be in stages "
+            f"({reason}). Set layout: shared or whole, or train it on GPUs that hold the base"
+        )
     gpus = len(limits)
     layers = len(layers_of(model.base.decoder))
     if layers < gpus:

@@ -11,10 +11,12 @@ from tlora.job import RunSpec
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
+from tlora.shape.base_parts import BaseParts
 from tlora.shape.layout import Form, Layout
 from tlora.shape.memory import MOST_GPUS
 from tlora.wording.numbers import gib
 
+_NOT_BY_ROWS = "its layers cannot be cut into rows, or have experts"
 _SEEN = 0.005  # shares below it are not told of
 
 
@@ -81,10 +83,14 @@ def _candidates(jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> Itera
         shared = () if why_not else _shared(devices)
         yield "shared", _weighted("shared", shared) if shared else Layout("shared", count), shared, why_not
     fastest = max(devices, key=lambda device: device.rate)
-    why_not = None if fastest.parts.streamed is not None else "its layers cannot be cut into rows, or have experts"
+    why_not = None if fastest.parts.streamed is not None else _NOT_BY_ROWS
     yield "streamed", Layout("streamed"), (Streamed(fastest),), why_not
+    why_no_stages = _why_no_stages(jobs, parts)
     for stages in range(2, count + 1):
         replicas = count // stages
+        if why_no_stages:
+            yield "stages", Layout("stages", replicas, stages), (), why_no_stages
+            continue
         if stages > len(parts.layers):
             yield "stages", Layout("stages", replicas, stages), (), f"the base has {len(parts.layers)} layers"
             continue
@@ -95,8 +101,16 @@ def _candidates(jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> Itera
 def _why_not_shared(devices: tuple[Device, ...]) -> str | None:
     apart = next((device.gpu for device in devices if not device.gpu.peer_gb_per_second), None)
     if not devices[0].parts.shared_bytes:
-        return "its weights cannot be cut by rows"
+        return _NOT_BY_ROWS
     return None if apart is None else f"{apart.name}s cannot read each other's memory"
+
+
+def _why_no_stages(jobs: Sequence[JobSketch], parts: BaseParts) -> str:
+    """As a run in stages refuses base or jobs."""
+    rows = [job.name for job in jobs if job.layout is not None and any(shape.out_features == 0 for shape in job.layout.shapes)]
+    if rows:
+        return f"{rows[0]} trains rows of the embedding, which needs embedding and head in one place"
+    return parts.no_stages
 
 
 def _shared(devices: tuple[Device, ...]) -> tuple[OneGpu, ...]:

@@ -34,7 +34,7 @@ from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.plain_path import groups_on
-from tlora.supermodel.shared_base import by_layer, check_cut
+from tlora.supermodel.shared_base import by_layer, check_cut, refuse_experts
 from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
 
@@ -158,8 +158,9 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
 
 def shared_layout(model: SuperModel, world_size: int) -> BaseLayout:
     """Where the decoder layers of `model`, on the meta device, would lie if `world_size` ranks shared them, or one streamed them. Raises
-    ModelError for a base whose weights cannot be cut by rows.
+    ModelError for a base whose weights cannot be cut by rows, and for experts.
     """
+    refuse_experts(model.model, model.base.name)
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
     check_cut(model.model, {name: m.form for name, m in linears.items()})
     layers = by_layer(model.model, layers_of(model.base.decoder), {name: m.form for name, m in linears.items()})
@@ -196,7 +197,7 @@ def bytes_by_gpus(model: SuperModel, device: torch.device, layout: LayoutSetting
 def count_base(model: SuperModel, device: torch.device, layout: LayoutSetting = "auto") -> BaseMemory:
     """What a scheduler must know of the base's bytes on GPUs such as `device`. `model` is on the meta device. Raises ModelError."""
     memory = measure(model, model.base.num_bytes, device, ACTIVATION_RANK)
-    streams = device.type == "cuda" and not expert_modules(model.model) and can_be_cut(model)
+    streams = device.type == "cuda" and can_be_cut(model)
     streamed = bytes_when_streamed(model, model.base.num_bytes, device).on_device(Streaming().slots) if streams else 0
     return base_memory(memory, bytes_by_gpus(model, device, layout), streamed)
 

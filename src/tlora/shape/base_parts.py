@@ -18,7 +18,8 @@ class BaseParts:
     """`memory`: of the whole base on one such device, without jobs. Of each decoder layer its name, the bytes of its weights, and how many
     of these each token is multiplied with, and features into and out of its linears; the same of the head, and the bytes of the embedding.
     `shared_bytes`: on each of 1, 2, … GPUs that hold it in parts; empty where it cannot be cut. `streamed`: likewise from the host's
-    memory. `precision_bytes`: of the whole base in other precisions that the device has.
+    memory. `no_stages`: why it cannot be cut into stages, if so. `precision_bytes`: of the whole base in other precisions that the device
+    has.
     """
 
     memory: MemoryModel
@@ -35,6 +36,7 @@ class BaseParts:
     shared_bytes: tuple[int, ...]
     streamed: StreamedBytes | None
     precision_bytes: Mapping[str, int]
+    no_stages: str = ""
 
     @property
     def timed_weights(self) -> int:

@@ -202,10 +202,9 @@ def _adaptable(model: nn.Module) -> Iterator[tuple[str, Any]]:
 @torch.no_grad()
 def _why_not(blocks: list[ExpertBlock]) -> str | None:
     """The proof, by the first module of each class; none of a model without numbers."""
-    for block in {type(block.module): block for block in reversed(blocks)}.values():
+    here = [block for block in blocks if not block.module.down_proj.is_meta]  # other stages' are not
+    for block in {type(block.module): block for block in reversed(here)}.values():
         weight = getattr(block.module, block.up)
-        if weight.is_meta:
-            continue
         generator = torch.Generator().manual_seed(0)
         tokens, slots = 7, min(2, weight.shape[0])
         x_TH = torch.randn(tokens, block.size(block.up).in_features, generator=generator).to(weight)

@@ -78,8 +78,7 @@ def _without_shared_weights(
     sources |= packed
     stand_ins = {name: stand_in(tensor.shape, dtype) for name, tensor in sources.items()}
     model = assemble(config, dtype, stand_ins, base_model)
-    if expert_modules(model):
-        raise ModelError(f"base_model {base_model}: is a mixture of experts, which cannot be shared or streamed yet. Load it whole")
+    refuse_experts(model, base_model)
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     source_by_linear: dict[str, StoredTensor | PackedTensor] = {}
     shared = set[str]()
@@ -141,6 +140,12 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     if not layers:
         raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it whole")
     return layers
+
+
+def refuse_experts(model: nn.Module, name: str) -> None:
+    """Raise ModelError for a mixture: layers are shared and streamed by their linears, which experts are not."""
+    if expert_modules(model):
+        raise ModelError(f"base_model {name}: is a mixture of experts, which cannot be shared or streamed. Load it whole, or in stages")
 
 
 def check_cut(model: nn.Module, weights: Mapping[str, FrozenWeight]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
@@ -51,20 +53,21 @@ def load_stage(base_model: str, dtype: str, device: torch.device, base_precision
 
 
 def check_stages(base: Base) -> None:
-    """Raise ModelError for a base (on the meta device) whose layers read more than the hidden states of the layer before, or that has
-    anything but layers between embedding and norm: such a base cannot be cut into stages.
+    """Raise ModelError for a base (on the meta device) that cannot be cut into stages, as `why_no_stages` says."""
+    if why := why_no_stages(base):
+        raise ModelError(f"base_model {base.name}: {type(base.model).__name__} cannot be cut into stages: {why}. {_WHOLE}")
+
+
+def why_no_stages(base: Base) -> str:
+    """Why a base (on the meta device) cannot be cut: layers that read more than the hidden states of the layer before, anything but layers
+    between embedding and norm, or files with each expert by itself, which transformers puts together of all layers. Nothing: it can.
     """
-    name, kind = base.name, type(base.model).__name__
-
-    def refuse(why: str) -> ModelError:
-        return ModelError(f"base_model {name}: {kind} cannot be cut into stages: {why}. {_WHOLE}")
-
-    if expert_modules(base.model):
-        raise refuse("it is a mixture of experts")
+    if _merged_experts(base.model):
+        return "its files have each expert by itself"
     if sum(isinstance(module, nn.Embedding) for module in base.decoder.modules()) != 1:
-        raise refuse("it has more embeddings than that of its tokens")
+        return "it has more embeddings than that of its tokens"
     if len(_norms(base.decoder)) != 1:
-        raise refuse("behind its layers there is more than a norm")
+        return "behind its layers there is more than a norm"
     strange = list[str]()
 
     def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
@@ -79,11 +82,17 @@ def check_stages(base: Base) -> None:
     try:
         place = base.head.weight_VH.device
         hidden_states(base, torch.zeros(2, dtype=torch.long, device=place), torch.arange(2, device=place), (2,))
+    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:  # of a family's own code
+        return f"its layers do not run without weights ({(str(error) or type(error).__name__).splitlines()[0]})"
     finally:
         for hook in hooks:
             hook.remove()
-    if strange:
-        raise refuse(strange[0])
+    return strange[0] if strange else ""
+
+
+def _merged_experts(model: Any) -> bool:
+    transforms = (each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter))
+    return bool(expert_modules(model)) and any(isinstance(step, MergeModulelist) for each in transforms for step in each.operations)
 
 
 def _norms(decoder: Any) -> list[str]:

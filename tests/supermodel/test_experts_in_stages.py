@@ -1,0 +1,95 @@
+"""Stages of a base with experts as targets: the bits of the whole base; and no plan picks a layout that a load would refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.engine.tiny_runs import save_base
+from tests.supermodel.test_experts import FAMILIES
+from tests.supermodel.test_stage import TRAIN, batch_of, chain, check_steps, cut_of, load
+from tlora.adapters.state import init_state
+from tlora.errors import ConfigError, ModelError
+from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec
+from tlora.planning.base_placement import choose_form
+from tlora.planning.job_plan import PlannedJob
+from tlora.planning.memory import bytes_by_gpus, can_be_cut
+from tlora.shape.stages import LayerRange
+from tlora.supermodel.load import outline
+from tlora.supermodel.stage_base import why_no_stages
+from tlora.supermodel.supermodel import SuperModel
+
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+LORA = {
+    "a": LoraConfig(r=4, target_parameters=BOTH, target_modules=[]),
+    "b": LoraConfig(r=6, target_parameters=["down_proj"], target_modules=["q_proj", "o_proj"], expert_rank="divide"),
+}
+CPU = torch.device("cpu")
+
+
+def save(family: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def test_stages_compute_the_bits_of_the_whole_base(tmp_path: Path) -> None:
+    save("gpt-oss", tmp_path)
+    whole = load(tmp_path, False, None)
+    stages = [load(tmp_path, False, LayerRange(first, first + 1, 2)) for first in range(2)]
+    links, states = chain(stages), {}
+    for job_id, lora in LORA.items():
+        state = states[job_id] = init_state(whole.layout(lora), ord(job_id), torch.float32)
+        state.params.add_(torch.randn(state.params.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
+        whole.join(job_id, lora, TRAIN[job_id], state=state.clone())
+        for rank, stage in enumerate(stages):
+            stage.join(job_id, lora, TRAIN[job_id], state=cut_of(state, stages).state(rank, state))
+    batch = batch_of(3)
+    for link in links:
+        link.begin(batch, [], True)
+    expected, found = whole.forward_backward(batch), stages[-1].forward_backward(batch)
+    for job_id in LORA:
+        assert float(found[job_id].loss_sum) == float(expected[job_id].loss_sum)
+        cut = cut_of(states[job_id], stages)
+        gradient_P = cut.put_together([stage.gradient(job_id) for stage in stages])
+        assert torch.equal(gradient_P, whole.gradient(job_id)) and float(gradient_P.norm()) > 0
+        whole.zero_grad_of(job_id)
+        check_steps(job_id, gradient_P, whole, cut, stages)
+
+
+def formed(base: Path, lora: LoraConfig, limit: int, reads_peers: bool = True, layout: str = "auto") -> str:
+    spec = JobSpec(name="a", data=DataConfig(path="-"), **lora.model_dump(exclude_unset=True))
+    run = RunSpec(base_model=str(base), output_dir="-", jobs=[spec], layout=layout, token_budget=16)  # type: ignore[arg-type]
+    model = SuperModel(outline(str(base), "float32"))
+    jobs = (PlannedJob(spec, longest=16, layout=model.layout(spec)),)
+    placement = choose_form(run, jobs, model, model.base.num_bytes, CPU, (limit, limit), reads_peers)
+    return "shared" if placement.shared else "stages" if placement.stages else "whole"
+
+
+def test_a_mixture_is_shared_by_no_plan_and_cut_where_its_files_allow(tmp_path: Path) -> None:
+    fused, apart = save("gpt-oss", tmp_path / "fused"), save("mixtral", tmp_path / "apart")
+    for base in (fused, apart):
+        model = SuperModel(outline(str(base), "float32"))
+        assert not can_be_cut(model) and set(bytes_by_gpus(model, CPU)) == {model.base.num_bytes}
+        assert formed(base, LORA["a"], 1 << 40) == "whole"
+        with pytest.raises(ModelError, match="mixture of experts, which cannot be shared or streamed. Load it whole, or in stages"):
+            formed(base, LORA["a"], 1 << 40, layout="shared")
+    assert why_no_stages(outline(str(fused))) == "" and why_no_stages(outline(str(apart))) == "its files have each expert by itself"
+    small = SuperModel(outline(str(fused), "float32")).base.num_bytes * 7 // 8
+    assert formed(fused, LORA["a"], small) == "stages", "one layer of two fits with its adapter"
+    with pytest.raises(ModelError, match="cannot be cut into stages: its files have each expert by itself"):
+        formed(apart, LORA["a"], small)
+
+
+def test_rows_of_the_embedding_are_trained_in_no_stages(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", num_hidden_layers=6)
+    rows = LoraConfig(r=4, trainable_token_indices=[3, 9])
+    whole = SuperModel(outline(str(base), "float32")).base.num_bytes
+    assert formed(base, LoraConfig(r=4), whole - 1, reads_peers=False) == "stages"
+    assert formed(base, rows, whole - 1) == "shared"
+    assert formed(base, rows, whole + 1, reads_peers=False) == "whole", "the job does not fit, and is told so"
+    with pytest.raises(ConfigError, match="a has trainable_token_indices, which needs embedding and head in one place"):
+        formed(base, rows, whole - 1, reads_peers=False)
