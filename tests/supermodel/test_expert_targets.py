@@ -97,7 +97,7 @@ JOBS = {
 }
 
 
-def make_model(family: str, dtype: torch.dtype) -> Any:
+def make_model(family: str, dtype: torch.dtype, device: str = "cpu") -> Any:
     """Two of the experts have the same scores: every choice between them is a tie. torch's grouped product has no fp64: eager experts."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -111,7 +111,7 @@ def make_model(family: str, dtype: torch.dtype) -> Any:
                     nn.init.normal_(p, std=0.1)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")
-    return model.eval()
+    return model.eval().to(device)
 
 
 def lora_of(family: str, job_id: str) -> LoraConfig:
@@ -121,11 +121,11 @@ def lora_of(family: str, job_id: str) -> LoraConfig:
     return lora.model_copy(update={"target_parameters": UP_DOWN[: len(lora.target_parameters)]})
 
 
-def make_shared(family: str, dtype: torch.dtype, deterministic: bool = True) -> SuperModel:
-    return SuperModel(make_base(make_model(family, dtype), family), deterministic)
+def make_shared(family: str, dtype: torch.dtype, deterministic: bool = True, device: str = "cpu") -> SuperModel:
+    return SuperModel(make_base(make_model(family, dtype, device), family), deterministic)
 
 
-def batch_of(job_ids: str, step: int, neighbour_token: int | None = None) -> PackedBatch:
+def batch_of(job_ids: str, step: int, neighbour_token: int | None = None, device: str = "cpu") -> PackedBatch:
     """`neighbour_token`: what stands in the samples of all jobs but the first."""
     rows: list[BatchRow] = []
     for job_id in job_ids:
@@ -137,7 +137,7 @@ def batch_of(job_ids: str, step: int, neighbour_token: int | None = None) -> Pac
             rows.append(
                 BatchRow(job_id, ids, np.ones(length, np.float32), float(sum(LENGTHS[job_id]) - len(LENGTHS[job_id])), (7, step, i))
             )
-    return collate(rows)
+    return collate(rows, device)
 
 
 def join(shared: SuperModel, job_ids: str) -> None:
@@ -148,7 +148,7 @@ def join(shared: SuperModel, job_ids: str) -> None:
 def train(shared: SuperModel, job_ids: str, steps: int = 2) -> dict[str, Tensor]:
     join(shared, job_ids)
     for step in range(steps):
-        shared.forward_backward(batch_of(job_ids, step))
+        shared.forward_backward(batch_of(job_ids, step, device=shared.device.type))
         assert all(stats.applied for stats in shared.optim_step(job_ids).values())
     return {job_id: shared.leave(job_id).params for job_id in job_ids}
 
@@ -156,10 +156,10 @@ def train(shared: SuperModel, job_ids: str, steps: int = 2) -> dict[str, Tensor]
 # -- against PEFT --------------------------------------------------------------------------------------------------------
 
 
-def in_peft(family: str, directory: Path) -> Any:
+def in_peft(family: str, directory: Path, device: str) -> Any:
     with warnings.catch_warnings():  # of patterns, which it looks for among modules alone, and applies to parameters too
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
-        return peft.PeftModel.from_pretrained(make_model(family, torch.float64), str(directory), is_trainable=True)
+        return peft.PeftModel.from_pretrained(make_model(family, torch.float64, device), str(directory), is_trainable=True)
 
 
 def file_of(layout: AdapterLayout, flat_P: Tensor, lora: LoraConfig, directory: Path) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ def peft_parameters(model: Any) -> dict[str, Any]:
 
 def loss_of(model: Any, batch: PackedBatch) -> Tensor:
     """Of one sample after another."""
-    total, start = torch.zeros((), dtype=torch.float64), 0
+    total, start = torch.zeros((), dtype=torch.float64, device=batch.labels_T.device), 0
     for length in batch.lengths:
         own = slice(start, start + length)
         logits = model(input_ids=batch.input_ids_T[own][None], use_cache=False).logits[0]
@@ -183,19 +183,20 @@ def loss_of(model: Any, batch: PackedBatch) -> Tensor:
     return total
 
 
-def check_against_peft(family: str, lora: LoraConfig, directory: Path, steps: int = 3) -> None:
-    shared, inside = make_shared(family, torch.float64), torch.float32 if family in IN_FP32 else torch.float64
+def check_against_peft(family: str, lora: LoraConfig, directory: Path, steps: int = 3, device: str = "cpu") -> None:
+    shared, inside = make_shared(family, torch.float64, device=device), torch.float32 if family in IN_FP32 else torch.float64
     shared.join("a", lora, TRAIN)
     layout, params = shared.state("a").layout, shared.state("a").params
-    params += torch.randn(params.shape, generator=torch.Generator().manual_seed(0), dtype=params.dtype) * 0.02  # B is not zero from here on
+    noise = torch.randn(params.shape, generator=torch.Generator().manual_seed(0), dtype=params.dtype)
+    params += noise.to(device) * 0.02  # B is not zero from here on
     shared.rewrite("a")
     begun = params.clone()
     file_of(layout, params, lora, directory / "begun")
-    theirs = in_peft(family, directory / "begun")
+    theirs = in_peft(family, directory / "begun", device)
     parameters = peft_parameters(theirs)
     optimizer = torch.optim.AdamW(parameters.values(), lr=TRAIN.learning_rate, weight_decay=TRAIN.weight_decay)
     for step in range(steps):
-        batch = batch_of("a", step)
+        batch = batch_of("a", step, device=device)
         ours = shared.forward_backward(batch)["a"]
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(theirs, batch)
@@ -205,7 +206,7 @@ def check_against_peft(family: str, lora: LoraConfig, directory: Path, steps: in
         assert gradients.keys() == parameters.keys()
         for name, gradient in gradients.items():
             expected = torch.zeros_like(gradient) if parameters[name].grad is None else parameters[name].grad
-            assert_close(gradient, expected, TRAINED[inside], f"step {step}, {name}")
+            assert_close(gradient, expected.cpu(), TRAINED[inside], f"step {step}, {name}")
         for parameter in parameters.values():  # an expert without tokens has a gradient of zero, and its weights decay
             assert parameter.grad is not None
         optimizer.step()
@@ -213,14 +214,14 @@ def check_against_peft(family: str, lora: LoraConfig, directory: Path, steps: in
     trained = file_of(layout, shared.state("a").params, lora, directory / "trained")
     start = file_of(layout, begun, lora, directory / "begun")
     for name, weights in trained.items():
-        assert_close(weights - start[name], parameters[name].detach() - start[name], TRAINED[inside], name)
-    again = in_peft(family, directory / "trained")
+        assert_close(weights - start[name], parameters[name].detach().cpu() - start[name], TRAINED[inside], name)
+    again = in_peft(family, directory / "trained", device)
     logits = again(input_ids=batch.input_ids_T[None, :63], use_cache=False).logits
     assert_close(logits, theirs(input_ids=batch.input_ids_T[None, :63], use_cache=False).logits, LOGITS[inside])
     theirs.save_pretrained(directory / "peft", save_embedding_layers=False)
     adopted, _ = adopt_adapter_config(JobSpec(name="x", data={"path": "-"}), directory / "peft")  # type: ignore[arg-type]
     assert shared.layout(adopted) == layout
-    assert_close(load_params(directory / "peft", layout, torch.float64), shared.state("a").params, TRAINED[inside])
+    assert_close(load_params(directory / "peft", layout, torch.float64), shared.state("a").params.cpu(), TRAINED[inside])
 
 
 SLOW = pytest.mark.slow
@@ -254,8 +255,8 @@ def test_gradients_and_steps_are_pefts(family: str, lora: LoraConfig, tmp_path: 
 # -- together and alone --------------------------------------------------------------------------------------------------
 
 
-def check_together(family: str, dtype: torch.dtype) -> None:
-    shared = make_shared(family, dtype)
+def check_together(family: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    shared = make_shared(family, dtype, device=device)
     together = train(shared, "abc")
     for job_id in "abc":
         assert torch.equal(train(shared, job_id)[job_id], together[job_id]), job_id
@@ -263,7 +264,7 @@ def check_together(family: str, dtype: torch.dtype) -> None:
     # the third job leaves after the first step, and the second comes then
     join(shared, "ac")
     for step, others in enumerate(("ac", "ab")):
-        shared.forward_backward(batch_of(others, step))
+        shared.forward_backward(batch_of(others, step, device=device))
         shared.optim_step(others)
         if step == 0:
             shared.leave("c")
@@ -283,6 +284,29 @@ def check_together(family: str, dtype: torch.dtype) -> None:
 )
 def test_together_is_alone_bitwise(family: str, dtype: torch.dtype) -> None:
     check_together(family, dtype)
+
+
+def test_a_tie_between_experts_falls_alike_together_and_alone() -> None:
+    """Experts 0 and 1 have equal scores. Each sample has a router product of its own, so that a row is chosen among the same bits."""
+    chosen: list[Tensor] = []
+
+    def noted(chosen_TK: Tensor, ends: Sequence[int], num_experts: int) -> experts.Routing:
+        chosen.append(chosen_TK.clone())
+        return healthy_route(chosen_TK, ends, num_experts)
+
+    shared, choices = make_shared("qwen3-moe", torch.float32), list[list[Tensor]]()
+    with planted((experts, "route", noted)):
+        for job_ids in ("abc", "a"):
+            join(shared, job_ids)
+            chosen.clear()
+            shared.forward_backward(batch_of(job_ids, 0))
+            choices.append(chosen[: 2 * len(LENGTHS["a"])])  # of two layers; its samples are the first
+            for job_id in job_ids:
+                shared.leave(job_id)
+    together, alone = choices
+    assert len(alone) == 6 and all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    ties = sum(int(((rows == 0).any(1) ^ (rows == 1).any(1)).sum()) for rows in alone)
+    assert ties > 10, "no row had to choose between the two"
 
 
 def packed_gradient(shared: SuperModel, neighbour_token: int) -> Tensor:
