@@ -70,6 +70,18 @@ class Join:
     tokens_per_step: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """To a worker: start ranks on your GPUs for the worker of another host that leads their group, and listens at `address` with a
+    certificate of this `fingerprint`. `key` lets you in. `gpus`: what that one calls yours, and your own number of each.
+    """
+
+    address: str
+    fingerprint: str
+    key: str = field(repr=False)
+    gpus: dict[int, int]
+
+
 # -- controller to worker ----------------------------------------------------------------------------------------------
 
 
@@ -85,6 +97,9 @@ class DesiredState:
     `gpus_order`: the generation in which the group's GPUs became what they are. `lease_seconds`: for so long after its last `Alive` that
     was answered, by its own clock, a worker that is cut off trains on. With `leased` its end cannot be seen from the controller's host:
     it must have ended by then. With `files_by_line` it does not see the paths that are named: what lies there is fetched and sent back.
+
+    `listen`: an address of its host at which workers of other hosts come that lend it GPUs, those of its group's that are `lent`.
+    `lend`: it has no group, and lends its own.
     """
 
     epoch: int
@@ -100,6 +115,9 @@ class DesiredState:
     leased: bool = False
     files_by_line: bool = False
     begins_anew: bool = False
+    listen: str = ""
+    lent: tuple[int, ...] = ()
+    lend: Lending | None = None
 
 
 @message
@@ -242,9 +260,19 @@ class GpusChanged:
     order: int = 0
 
 
+@message
+class Listening:
+    """Workers of other hosts may come to `address`, with `key`. `problem`: why they cannot."""
+
+    address: str
+    fingerprint: str
+    key: str = field(repr=False)
+    problem: str = ""
+
+
 JobReport = Joined | Stepped | Finished | Failed | Left | Refused
 JobEnd = Finished | Failed | Left | Refused  # the attempt is over
-Report = Loaded | Measured | Memory | GpusChanged | JobReport | Settled | Ending | Farewell
+Report = Loaded | Measured | Memory | GpusChanged | Listening | JobReport | Settled | Ending | Farewell
 
 
 # -- worker to controller ----------------------------------------------------------------------------------------------
@@ -281,7 +309,8 @@ class DeviceLink:
 @dataclass(frozen=True, slots=True)
 class HostLabels:
     """The host of a worker. `failure_domain`: what fails as one (a rack, a zone); "" for the host alone. `devices` are those of the
-    worker's GPUs, in their order, `links` those between them. `boot`: the kernel's id of this boot.
+    worker's GPUs, in their order, `links` those between them. `boot`: the kernel's id of this boot. `address`: where workers of other hosts
+    reach it, if it says so; else at the address from which it has come.
     """
 
     name: str
@@ -289,6 +318,7 @@ class HostLabels:
     boot: str = ""
     devices: tuple[Device, ...] = ()
     links: tuple[DeviceLink, ...] = ()
+    address: str = ""
 
 
 @message

@@ -58,17 +58,25 @@ def worker(
             show_default="TLORA_FAILURE_DOMAIN, or the host",
         ),
     ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="For tcp://: of this host, where other hosts reach it for a job that spans them.",
+            show_default="TLORA_ADDRESS, or where the controller sees it",
+        ),
+    ] = None,
 ) -> None:
     """Train for a running cluster on one group of GPUs, on this host or another, until it needs no more. Ctrl-C and SIGTERM save all jobs;
     the cluster goes on elsewhere.
     """
     from tlora.cluster.gpus import left_visible, see_only
-    from tlora.cluster.hosts import FAILURE_DOMAIN, HOST, describe_host
+    from tlora.cluster.hosts import ADDRESS, FAILURE_DOMAIN, HOST, describe_host
     from tlora.engine.worker import parse_gpus, run
 
     with exit_on_error(debug=False):
         chosen = parse_gpus(gpus) if gpus is not None else (left_visible() or (0,))[:1]
-    names = {HOST: host, FAILURE_DOMAIN: failure_domain}
+    names = {HOST: host, FAILURE_DOMAIN: failure_domain, ADDRESS: address}
     os.environ.update({variable: name for variable, name in names.items() if name is not None})
     run(connect, chosen, fingerprint, token_file, see_only, describe_host)
 

@@ -17,14 +17,13 @@ import ssl
 import time
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.link.endpoint import TOKEN_PREFIX, read_private
-from tlora.link.tls import fingerprint_of, server_context
+from tlora.link.tls import fingerprint_of, make_certificate, server_context
 
 CERTIFICATE, TOKENS = "worker-tls.pem", "worker-tokens.json"
 PURPOSE = "worker"
@@ -108,7 +107,7 @@ def open_certificate(directory: Path) -> tuple[ssl.SSLContext, str]:
     path = directory / CERTIFICATE
     with _locked(directory):
         if not path.exists():
-            durable.write_file(path, _make_certificate(), mode=0o600)
+            durable.write_file(path, make_certificate("tlora controller")[0], mode=0o600)
     text = read_private(path)
     try:
         certificate = ssl.PEM_cert_to_DER_cert(text[: text.index(_END) + len(_END)])
@@ -117,28 +116,6 @@ def open_certificate(directory: Path) -> tuple[ssl.SSLContext, str]:
         raise ConfigError(
             f"{path} is damaged ({error}). Remove it: a new one is made, and workers need its new fingerprint from `tlora worker-token`"
         ) from None
-
-
-def _make_certificate() -> str:
-    """Self-signed, with its key behind it. It does not expire: workers know it by its fingerprint, and removing the file replaces it."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tlora controller")])
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime.now(UTC) - timedelta(days=1))
-        .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
-        .sign(key, hashes.SHA256())
-    )
-    secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return (made.public_bytes(serialization.Encoding.PEM) + secret).decode("ascii")
 
 
 def _hash(secret: str) -> str:

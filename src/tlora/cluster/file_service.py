@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,7 @@ class FileService:
         self._grants: dict[str, _Grant] = {}
         self._of: dict[str, set[str]] = {}  # incarnation -> jobs that it was granted; some may be another's by now
         self._bases: dict[str, Path] = {}  # by incarnation
+        self._readable: dict[str, dict[str, dict[str, Path]]] = {}  # likewise: trees of jobs that others hold, by job and kind
         self._hashes: dict[FileIdentity, str] = {}
         self._lock = threading.Lock()
 
@@ -95,6 +96,11 @@ class FileService:
                     self._grants[name] = known = _Grant(incarnation, attempt)
                     self._of.setdefault(incarnation, set()).add(name)
                 known.trees |= _trees_of(join) if join is not None else {}
+
+    def let_read(self, incarnation: str, jobs: Iterable[Join]) -> None:
+        """The worker computes parts of these jobs, and no others, for the worker that holds them: it may have what they read."""
+        with self._lock:
+            self._readable[incarnation] = {join.job.name: _trees_of(join) for join in jobs}
 
     def keep(self, incarnation: str, held: Mapping[str, int]) -> None:
         """Job -> attempt of all that the worker still holds. When this returns, nothing is written under another of its attempts."""
@@ -116,6 +122,7 @@ class FileService:
         with self._lock:
             self._bases.pop(incarnation, None)
             self._of.pop(incarnation, None)
+            self._readable.pop(incarnation, None)
         shutil.rmtree(self._staging / incarnation, ignore_errors=True)
 
     # -- a connection --------------------------------------------------------------------------------------------------
@@ -176,6 +183,8 @@ class FileService:
             with grant.lock:
                 self._claim(grant, job_id)
             root = self._jobs / job_id
+        elif (readable := self._readable.get(incarnation, {}).get(job_id)) is not None:
+            root = readable.get(kind)
         else:
             root = self._grant_of(incarnation, job_id).trees.get(kind)
         if root is None or not root.is_dir():

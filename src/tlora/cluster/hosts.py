@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import psutil
 
@@ -21,12 +21,12 @@ from tlora.worker_protocol import Device, DeviceLink, HostLabels
 
 OWN_NODE = "local"  # the controller's host, as a scheduler's node
 STRIDE = 1000
-HOST, FAILURE_DOMAIN = "TLORA_HOST", "TLORA_FAILURE_DOMAIN"
+HOST, FAILURE_DOMAIN, ADDRESS = "TLORA_HOST", "TLORA_FAILURE_DOMAIN", "TLORA_ADDRESS"
 
 
 def describe_host(gpus: Sequence[int]) -> HostLabels:
-    """This host, for a worker with these GPUs, or so many processes on its CPU. The environment may name the host and its failure
-    domain: `HOST`, `FAILURE_DOMAIN`.
+    """This host, for a worker with these GPUs, or so many processes on its CPU. The environment may name the host, its failure
+    domain and its address: `HOST`, `FAILURE_DOMAIN`, `ADDRESS`.
     """
     known = {} if left_visible() == () else list_gpus()
     there = [known.get(gpu) for gpu in gpus]
@@ -34,7 +34,7 @@ def describe_host(gpus: Sequence[int]) -> HostLabels:
     devices = tuple(Device(gpu.name, gpu.memory_bytes, gpu.uuid) if gpu is not None else Device("cpu", memory) for gpu in there)
     links = tuple(DeviceLink(*pair, kind) for pair, kind in (list_links() if known else {}).items() if set(pair) <= set(gpus))
     name = os.environ.get(HOST) or platform.node()
-    return HostLabels(name, os.environ.get(FAILURE_DOMAIN, ""), boot_id(), devices, links)
+    return HostLabels(name, os.environ.get(FAILURE_DOMAIN, ""), boot_id(), devices, links, os.environ.get(ADDRESS, ""))
 
 
 class Hosts:
@@ -53,12 +53,13 @@ class Hosts:
             self._next += STRIDE
         return self._first[host.name]
 
+    def host_of(self, gpu: int) -> int:
+        """A number of its host."""
+        return -1 if gpu in self._own else gpu // STRIDE
+
     def on_one_host(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `gpus` that are of one host, of the one that has most of them: no worker spans hosts."""
-        by_host: dict[int, list[int]] = {}
-        for gpu in gpus:
-            by_host.setdefault(-1 if gpu in self._own else gpu // STRIDE, []).append(gpu)
-        return tuple(max(by_host.values(), key=len))
+        """Those of `gpus` that are of one host, of the one that has most of them."""
+        return tuple(max(by_host(gpus, self.host_of).values(), key=len))
 
     def why_not(self, host: HostLabels, gpus: tuple[int, ...]) -> str:
         """What is wrong with a host's labels; "" if nothing is."""
@@ -74,6 +75,14 @@ class Hosts:
                 if gpu in self._own and facts.uuid in uuids:
                     return f"its GPU is GPU {gpu} of this cluster under another name. Start it with GPUs that the cluster does not have"
         return ""
+
+
+def by_host(gpus: Iterable[int], host_of: Callable[[int], int]) -> dict[int, list[int]]:
+    """In the order of `gpus`."""
+    found: dict[int, list[int]] = {}
+    for gpu in gpus:
+        found.setdefault(host_of(gpu), []).append(gpu)
+    return found
 
 
 def node_events(host: HostLabels, gpus: tuple[int, ...]) -> list[Event]:

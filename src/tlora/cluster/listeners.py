@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class Peer:
     """The process at the other end of a connection: `pid` 0 and no `identity` where a unix socket does not tell. Over TCP `token` let it
     in. `is_remote`: its end cannot be seen from here, as it is of another host, container or user; `shares_store`: it reads and writes
-    the store's files under their paths here.
+    the store's files under their paths here. `address` is the peer's, and `reached_at` that of this host at which it has come.
     """
 
     pid: int
@@ -55,6 +55,8 @@ class Peer:
     token: WorkerToken | None = None
     is_remote: bool = False
     shares_store: bool = True
+    address: str = ""
+    reached_at: str = ""
 
 
 Admit = Callable[[Line], Peer]
@@ -129,7 +131,8 @@ class TlsListener:
             connection.close()
             self._strangers.release()
             raise
-        return stream, lambda line: self._admit(stream, line, f"a connection from {host}:{port}")
+        places = {"address": host, "reached_at": connection.getsockname()[0]}
+        return stream, lambda line: replace(self._admit(stream, line, f"a connection from {host}:{port}"), **places)
 
     @property
     def is_closed(self) -> bool:

@@ -78,7 +78,7 @@ class LocalBackend:
         too, and is closed with this. `pool` starts and finds the workers of this host; `open_keeper`: those of an engine's hosts.
         Raises ConfigError, CheckpointError.
         """
-        self._machine = machine
+        self._machine, self._hosts_may_come = machine, listener is not None
         self._workers = workers = machine.output_dir / "workers"
         for directory in (machine.output_dir / "jobs", workers):
             durable.make_directory(directory)
@@ -108,7 +108,7 @@ class LocalBackend:
             self.worker_pool.listen_on(listener)
         there, hosts = self.worker_pool, self.worker_pool.remote_hosts
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
-        self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld)
+        self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, host_of=hosts.hosts.host_of)
         self.reconciler.crash_attribution.recall(workers, note)
         self._found = continues
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
@@ -233,7 +233,7 @@ class LocalBackend:
         name, bases, there = spec.job_id, self._machine.base_models, len(self._machine.gpus)
         if job.spec.name != name:
             raise ConfigError(f"job {name!r} is submitted with the spec of {job.spec.name!r}. Give both the same name")
-        if spec.gpus > there > 0:  # with none of its own, a cluster has what its hosts bring
+        if spec.gpus > there > 0 and not self._hosts_may_come:  # else a cluster has what its hosts bring
             raise ConfigError(
                 f"job {name!r} asks for {spec.gpus} GPUs, and there {'are' if there > 1 else 'is'} {there} here. Ask for at most {there}"
             )
@@ -290,9 +290,11 @@ class LocalBackend:
 
     def _want(self, group: JobGroup) -> None:
         assert group.gpus, f"{group.group_id} is to run on no GPU"
-        here = self.worker_pool.remote_hosts.hosts.on_one_host(group.gpus)
-        if len(here) < len(group.gpus):
-            self._events.append(GroupKept(group.group_id, here, "a group has GPUs of one host"))
+        here, widest = self.worker_pool.remote_hosts.hosts.on_one_host(group.gpus), self._nodes.widest
+        orders = max((self.reconciler.jobs[name].spec.gpus for name in group.job_ids if name in self.reconciler.jobs), default=1)
+        if len(here) < len(group.gpus) and orders <= widest:
+            why = f"a group has GPUs of one host, unless a job of it orders more than the {widest} of the widest"
+            self._events.append(GroupKept(group.group_id, here, why))
             group = group.on(here)
         self.reconciler.want(group)
 

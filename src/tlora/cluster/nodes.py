@@ -37,6 +37,11 @@ class Nodes:
             told.append(event)
         return told
 
+    @property
+    def widest(self) -> int:
+        """GPUs of the host that has most of them."""
+        return max((len(node.gpus) for node in self._nodes.values()), default=0)
+
     def check(self, name: str) -> None:
         """Raises ConfigError for a host that there is not."""
         if name not in self._nodes:

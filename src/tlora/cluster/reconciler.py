@@ -13,6 +13,7 @@ from functools import cache
 
 from tlora.cluster.crash_attribution import CrashAttribution
 from tlora.cluster.gpu_owners import GpuOwners
+from tlora.cluster.lenders import Lenders
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
 from tlora.protocol import (
@@ -69,12 +70,15 @@ class Reconciler:
         epoch: int,
         record: Callable[[RemoteWorker, tuple[int, ...]], object] = lambda _, __: None,
         withheld: Callable[[], set[str]] = set,
+        host_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
         """`start` puts a new worker for GPUs and a base (directory or hub id) into `workers`, or tells one that is there to load that.
         `record` hears of a worker whose GPUs were others before. `withheld`: jobs that no worker may be given yet.
+        `host_of`: a number for the host of a GPU.
         """
         self._base_models, self._start, self._record, self._withheld = base_models, start, record, withheld
         self.workers, self._owners = workers, GpuOwners(workers)
+        self._lenders = Lenders(workers, self._owners, host_of, lambda worker, group: start(worker.gpus, base_models[group.base_model]))
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
         self.open: set[str] = set()
@@ -197,8 +201,8 @@ class Reconciler:
                 del worker.jobs[job_id]
             case Measured(device, speed):
                 self._see_speed(worker, device, speed)
-            case Memory(limit_bytes) if len(limit_bytes) == len(worker.gpus):
-                self.events.append(MemoryFound(worker.gpus, limit_bytes))
+            case Memory(limit_bytes) if len(limit_bytes) == len(worker.all_gpus):
+                self.events.append(MemoryFound(worker.all_gpus, limit_bytes))
             case GpusChanged() if self.workers.get(worker.gpu) is worker:
                 self._see_gpus(worker, report)
             case Settled() if worker.is_settled and self.workers.get(worker.gpu) is worker:
@@ -246,44 +250,52 @@ class Reconciler:
             if worker.obeys and group is not None:
                 self._let_in(group, worker, held)
             elif worker.obeys and worker.load is not None:
-                worker.want(None, (), False)
+                worker.want(worker.without_lent, (), False)
 
     def _provide(self, group: JobGroup) -> None:
-        """See that the group has a worker on its GPUs, and no other worker is there."""
-        worker = self._worker_of(group)
-        others = [other for other in self._owners.workers_on(group.gpus) if other is not worker]
+        """See that the group has a worker on its GPUs, and no other worker is there but those of other hosts that lend it theirs."""
+        worker, home = self._worker_of(group), self._lenders.home(group.gpus)
+        others = [other for other in self._owners.workers_on(home) if other is not worker]
         for other in others:
-            if self._own_group(other) is None:  # else it gives them back, or its own group takes them from it
+            if self._lenders.is_held(other):  # it begins anew when it is let go
+                self._waiting.add(group.group_id)
+            elif self._own_group(other) is None:  # else it gives them back, or its own group takes them from it
                 other.stop(begins_anew=True)
         if not others and (worker is None or worker.load is None):
-            self._start(group.gpus, self._base_models[group.base_model])
-            started = self.workers.get(group.gpus[0])
+            self._start(home, self._base_models[group.base_model])
+            started = self.workers.get(home[0])
             if started is None:
                 self._waiting.add(group.group_id)
             else:
                 self._owners.enter(started)
-        elif not others and worker is not None and not set(group.gpus) <= set(worker.gpus):
-            self._set_gpus(worker, {*worker.gpus, *group.gpus})
+        elif not others and worker is not None and not set(home) <= set(worker.gpus):
+            self._set_gpus(worker, {*worker.all_gpus, *home})
+        if worker is not None and home != group.gpus:
+            lent = self._lenders.borrow(group, worker, lambda other: self._own_group(other) is not None, self.events)
+            if lent is None:
+                self._waiting.add(group.group_id)
+            elif not set(lent) <= set(worker.lent):
+                self._set_gpus(worker, {*worker.all_gpus, *lent})
 
     def _worker_of(self, group: JobGroup) -> RemoteWorker | None:
         """That which has run the group and keeps a GPU of it; else that which has just its GPUs, and keeps none of the group it has run."""
         worker = self._earlier_worker(group)
-        if worker is None and len(there := self._able_workers(group)) == 1 and there[0].gpus == group.gpus:
+        if worker is None and len(there := self._able_workers(group)) == 1 and there[0].gpus == self._lenders.home(group.gpus):
             own = self.groups.get(there[0].group_id)
             worker = there[0] if own is None or self._earlier_worker(own) is not there[0] else None
         return worker
 
     def _earlier_worker(self, group: JobGroup) -> RemoteWorker | None:
         there = [worker for worker in self._able_workers(group) if worker.group_id == group.group_id]
-        there = [worker for worker in there if worker.gpus == group.gpus or not worker.fixed]
+        there = [worker for worker in there if worker.all_gpus == group.gpus or not worker.fixed]
         if len(there) > 1:  # it was moving to other GPUs when its workers were found
             there = [worker for worker in self.workers.values() if worker in there]
         return there[0] if there else None
 
     def _able_workers(self, group: JobGroup) -> list[RemoteWorker]:
-        """On its GPUs, with its base or none."""
-        base = self._base_models[group.base_model]
-        return [worker for worker in self._owners.workers_on(group.gpus) if worker.obeys and (worker.load is None or worker.has_base(base))]
+        """On its GPUs, of the host on which it is led, with its base or none."""
+        base, there = self._base_models[group.base_model], self._owners.workers_on(self._lenders.home(group.gpus))
+        return [worker for worker in there if worker.obeys and not worker.lends_to and (worker.load is None or worker.has_base(base))]
 
     def _own_group(self, worker: RemoteWorker) -> JobGroup | None:
         """The group of which this is the worker."""
@@ -298,7 +310,7 @@ class Reconciler:
     def _set_gpus(self, worker: RemoteWorker, gpus: Iterable[int]) -> None:
         before = worker.gpus
         del self.workers[worker.gpu]
-        worker.gpus = tuple(sorted(set(gpus)))
+        worker.gpus, worker.lent = self._lenders.split(worker, gpus)
         self.workers[worker.gpu] = worker
         self._owners.enter(worker)
         if worker.gpus != before:
@@ -309,8 +321,13 @@ class Reconciler:
         group, refused = self._group_of(worker), report.refused and (report.fixed or worker.answers(report))
         self._set_gpus(worker, report.gpus if refused else (*report.gpus, *worker.wanted_gpus))
         worker.fixed = report.fixed
-        if refused and not report.fixed and group is not None:
-            self.events.append(GroupKept(group.group_id, report.gpus, report.refused))
+        if group is None or not refused:
+            return
+        if self._lenders.home(group.gpus) != group.gpus and report.fixed:  # a base in parts never spans hosts
+            self.want(group.on(report.gpus))
+        elif report.fixed:
+            return  # another worker has the GPUs that this one cannot have
+        self.events.append(GroupKept(group.group_id, report.gpus, report.refused))
 
     def _end(self, event: JobFinished | JobFailed) -> None:
         if event.job_id in self.open:
@@ -356,9 +373,11 @@ class Reconciler:
                 worker.jobs[job_id] = Held(self._last_attempt)
             job = self.jobs[job_id]
             joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt, job.tokens_per_step))
-        there = tuple(gpu for gpu in group.gpus if gpu in worker.gpus)  # others have the rest, and let go of it first
-        worker.want(group.on(there), tuple(joins), alone=any(map(self.crash_attribution.is_alone, residents)))
-        if group.group_id in self._unready and worker.loaded and worker.is_settled and worker.gpus == group.gpus:
+        there = tuple(gpu for gpu in group.gpus if gpu in worker.all_gpus)  # others have the rest, and let go of it first
+        self._lenders.tell(group, worker, tuple(joins))
+        alone, listen = any(map(self.crash_attribution.is_alone, residents)), self._lenders.listen_at(group, worker)
+        worker.want(group.on(there), tuple(joins), alone, listen)
+        if group.group_id in self._unready and worker.loaded and worker.is_settled and worker.all_gpus == group.gpus:
             living = [job_id for job_id in group.job_ids if job_id in self.open and job_id not in self._refused]
             if all(job_id in worker.residents for job_id in living):
                 self._unready.discard(group.group_id)

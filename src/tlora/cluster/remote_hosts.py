@@ -89,7 +89,8 @@ class RemoteHosts:
         process, number = LeasedProcess(host.name, peer.pid, self._lease_seconds), self.hosts.first_number(host)
         options = epoch, self._lease_seconds, host, number
         worker = RemoteWorker(gpus, hello.load, process, *options, files_by_line=not peer.shares_store)
-        worker.about_to_tell = lambda want: self._grant(hello.incarnation, want)
+        worker.address, worker.reached_at = host.address or peer.address, peer.reached_at
+        worker.about_to_tell = lambda want: self._grant(hello.incarnation, want, worker)
         self._leases.arrive(hello.incarnation)
         if worker.files_by_line and hello.load is not None:
             self.files.grant(hello.incarnation, hello.load.base_model, {held.job_id: (held.attempt, None) for held in hello.jobs})
@@ -100,10 +101,11 @@ class RemoteHosts:
         self._note(f"a worker has come for {worker.display_name}")
         return worker
 
-    def _grant(self, incarnation: str, want: DesiredState) -> None:
+    def _grant(self, incarnation: str, want: DesiredState, worker: RemoteWorker) -> None:
         self._leases.grant(incarnation, {join.job.name: join.attempt for join in want.jobs}, self._lease_seconds)
         if want.files_by_line:
             self.files.grant(incarnation, want.load.base_model, {join.job.name: (join.attempt, join) for join in want.jobs})
+            self.files.let_read(incarnation, worker.reads)
 
     def lose(self, worker: RemoteWorker) -> None:
         """Its end is proven. Its GPUs go with it, unless it was stopped to begin anew. A cut line is no job's fault."""

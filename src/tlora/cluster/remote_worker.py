@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,6 +23,8 @@ from tlora.worker_protocol import (
     HostLabels,
     Join,
     Joined,
+    Lending,
+    Listening,
     Load,
     Loaded,
     Report,
@@ -68,9 +70,10 @@ def gpu_names(gpus: tuple[int, ...], one: str = "GPU", several: str = "GPUs") ->
 
 
 class RemoteWorker:
-    """`gpus` are its own, in ascending order, with those that are about to be. `jobs` are those that it holds. `loaded`, `doomed` (it ends
-    by itself), `is_over` (it writes nothing any more), `fixed` (it can have no other GPUs) and `settled` (the last generation) are as it
-    has said.
+    """`gpus` are its own, of its host, in ascending order, with those that are about to be; `lent` are those of other hosts that work for
+    it, whose workers come to what `listening` says. `lends_to`: the group for which its own work, under another worker. `jobs` are those
+    that it holds. `loaded`, `doomed` (it ends by itself), `is_over` (it writes nothing any more), `fixed` (it can have no other GPUs) and
+    `settled` (the last generation) are as it has said.
 
     `host` is None for one of the controller's own. Else it is leased, `first_number` is the cluster's number of that host's GPU 0, and over
     the line all GPUs have the host's numbers. `about_to_tell` is called with what it is about to be told to have.
@@ -90,9 +93,14 @@ class RemoteWorker:
     ) -> None:
         """`load` is None for a worker that came by itself, until the controller has chosen what it loads."""
         self.gpus, self.load, self.process = gpus, load, process
-        self.host, self._first_number = host, first_number
+        self.host, self.first_number = host, first_number
         self.about_to_tell: Callable[[DesiredState], object] = lambda _: None
         self.incarnation: str | None = None
+        self.lent: tuple[int, ...] = ()
+        self.listening: Listening | None = None
+        self.lends_to = ""
+        self.reads: tuple[Join, ...] = ()  # jobs whose data it may read, as it computes parts of them for another
+        self.address = self.reached_at = ""  # of its host, for other hosts; and of the controller's, as it has come there
         self.loaded = self.stopping = self.begins_anew = self.doomed = self.is_over = self.fixed = False
         self.jobs: dict[str, Held] = {}
         self.found: JobGroup | None = None  # its group, as an earlier controller wanted it
@@ -119,7 +127,18 @@ class RemoteWorker:
     def display_name(self) -> str:
         if self.host is None:
             return gpu_names(self.gpus)
-        return f"{gpu_names(tuple(gpu - self._first_number for gpu in self.gpus))} of host {self.host.name}"
+        return f"{gpu_names(tuple(gpu - self.first_number for gpu in self.gpus))} of host {self.host.name}"
+
+    @property
+    def all_gpus(self) -> tuple[int, ...]:
+        """Also those that others lend it."""
+        return tuple(sorted((*self.gpus, *self.lent)))
+
+    @property
+    def without_lent(self) -> JobGroup | None:
+        """What it is to have when it has no group: nothing, or, where others lend it GPUs, a group without jobs that lets these go."""
+        group = self._want.group
+        return replace(group, gpus=self.gpus, job_ids=(), weights=()) if group is not None and self.lent else None
 
     def overlaps(self, gpus: tuple[int, ...]) -> bool:
         return not set(self.gpus).isdisjoint(gpus)
@@ -141,7 +160,7 @@ class RemoteWorker:
     @property
     def wanted_gpus(self) -> tuple[int, ...]:
         """Those that it was last told to have."""
-        return self._want.group.gpus if self._want.group is not None else self.gpus
+        return self._want.group.gpus if self._want.group is not None else self.all_gpus
 
     def answers(self, report: GpusChanged) -> bool:
         """Whether the report is about the GPUs that it was last told to have."""
@@ -167,14 +186,26 @@ class RemoteWorker:
         self.load = load
         self._want = replace(self._want, load=load)
 
-    def want(self, group: JobGroup | None, jobs: tuple[Join, ...], alone: bool) -> None:
-        """Set the worker's desired state: this group and nothing else."""
+    def want(self, group: JobGroup | None, jobs: tuple[Join, ...], alone: bool, listen: str = "") -> None:
+        """Set the worker's desired state: this group and nothing else. `listen`: where those come that lend it GPUs."""
         before, order = self._want.group, self._want.gpus_order
         if group is not None and (before is None or before.gpus != group.gpus):
             order = self._want.generation + 1
         expected = () if self.loaded else self.expected
-        wanted = replace(self._want, group=group, jobs=jobs, alone=alone, expected=expected, gpus_order=order)
+        lent = tuple(gpu for gpu in group.gpus if gpu in self.lent) if group is not None else ()
+        what = {"group": group, "jobs": jobs, "alone": alone, "expected": expected, "lent": lent}
+        wanted = replace(self._want, **what, gpus_order=order, listen=listen or self._want.listen)
         if wanted != self._want or not self._is_decided:
+            self._tell(wanted)
+
+    def lend(self, group_id: str, leader: RemoteWorker, gpus: Iterable[int], jobs: tuple[Join, ...]) -> None:
+        """Have its GPUs work for the group's worker, which listens; it may read what these jobs read."""
+        there, self.lends_to = leader.listening, group_id
+        assert there is not None and self.load is not None, f"{leader.display_name} does not listen, or nothing is to be loaded"
+        theirs = {gpu - leader.first_number: gpu - self.first_number for gpu in gpus}
+        wanted = replace(self._want, lend=Lending(there.address, there.fingerprint, there.key, theirs))
+        if wanted != self._want or jobs != self.reads:
+            self.reads = jobs
             self._tell(wanted)
 
     def stop(self, *, begins_anew: bool = False) -> None:
@@ -200,13 +231,16 @@ class RemoteWorker:
 
     def _say(self, message: FromController) -> None:
         if self._send is not None:
-            self._send(replace(message, group=self._shifted(message.group, -1)) if isinstance(message, DesiredState) else message)
+            if isinstance(message, DesiredState):
+                lent = tuple(gpu - self.first_number for gpu in message.lent)
+                message = replace(message, group=self._shifted(message.group, -1), lent=lent)
+            self._send(message)
 
     def _shifted(self, group: JobGroup | None, sign: int) -> JobGroup | None:
         """The group with its host's numbers of GPUs (-1), or the cluster's (+1)."""
-        if group is None or not self._first_number:
+        if group is None or not self.first_number:
             return group
-        return replace(group, gpus=tuple(gpu + sign * self._first_number for gpu in group.gpus))
+        return replace(group, gpus=tuple(gpu + sign * self.first_number for gpu in group.gpus))
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
@@ -231,9 +265,11 @@ class RemoteWorker:
             return None
         match said.report:
             case GpusChanged(gpus):
-                return replace(said.report, gpus=tuple(gpu + self._first_number for gpu in gpus))
+                return replace(said.report, gpus=tuple(gpu + self.first_number for gpu in gpus))
             case Loaded():
                 self.loaded = True
+            case Listening():
+                self.listening = said.report
             case Ending():
                 self.doomed = True
             case Farewell():

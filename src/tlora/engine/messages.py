@@ -2,7 +2,7 @@
 
 A rank trains jobs on one GPU. It is led by `ranks/coordinator.py`, which owns a run of `tlora train`, or by `ranks/worker_group.py`, which
 stands in for the trainer of a worker with several GPUs. Its commands are those of a worker with one GPU, and its reports those of
-`worker_protocol.py`, beside what is said here. All ranks are processes of one host and of one version.
+`worker_protocol.py`, beside what is said here. All ranks are processes of one version; those of a worker may be of several hosts.
 """
 
 from __future__ import annotations
@@ -63,10 +63,20 @@ class SetPlan:
 
 @message
 class SetGpus:
-    """To a worker: have these GPUs, as its cluster counts them, while its jobs train. Answered by `GpusChanged` with the same `order`."""
+    """To a worker: have these GPUs, as its cluster counts them, while its jobs train. Answered by `GpusChanged` with the same `order`.
+    Those that are `lent` are of other hosts, whose workers start the ranks there.
+    """
 
     gpus: tuple[int, ...]
     order: int = 0
+    lent: tuple[int, ...] = ()
+
+
+@message
+class Listen:
+    """To a worker: let workers of other hosts lend it their GPUs, at this address of its host. Answered by `Listening`."""
+
+    address: str
 
 
 @message
@@ -74,7 +84,7 @@ class Stop:
     """Checkpoint all jobs and end."""
 
 
-Command = Join | Leave | SetPlan | SetGpus | Stop
+Command = Join | Leave | SetPlan | SetGpus | Listen | Stop
 
 # -- to a rank of a run ------------------------------------------------------------------------------------------------
 
@@ -149,14 +159,15 @@ class Spread:
 
 @message
 class Meet:
-    """To the ranks of `span`, in one order for all jobs: make memory for the `numel` elements of a job's adapter that the others can read.
-    Then it begins. `number` counts the meetings of a worker.
+    """To the ranks of `span`, in one order for all jobs: make memory for the `numel` elements of a job's adapter that the others can read,
+    or, where they are `apart` on several hosts, that is copied to them. Then it begins. `number` counts the meetings of a worker.
     """
 
     job_id: str
     span: ReplicaPlacement
     numel: int
     number: int
+    apart: bool = False
 
 
 # -- from rank `sender` to others of a job that spans them, through who leads them: gradients and state lie in memory that they read --
@@ -192,6 +203,27 @@ class Sent:
     step: int
     parts: tuple[tuple[float, ...], ...]
     tokens: int
+
+
+@message
+class Written:
+    """Rank `sender` has written `size` bytes from `start` on into its memory of the meeting `number`. They follow the line, for rank `to`,
+    which is of another host and cannot read them there, and come before any note that announces them.
+    """
+
+    number: int
+    sender: int
+    to: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A message with the bytes that follow its line."""
+
+    written: Written
+    content: bytes
 
 
 @message
@@ -331,9 +363,9 @@ class PartReady:
     number: int = 0
 
 
-JobReport = Joined | Refused | Finished | Left | Note | Faulty | StageOrder
+JobReport = Joined | Refused | Finished | Left | Note | Written | Faulty | StageOrder
 # of any rank; `Refused` by a run's: the first job that waits has no room
-ToRank = Join | Leave | SetPlan | Stop | Open | Assign | BaseFacts | Enter | Spread | Meet | Note | StageOrder
+ToRank = Join | Leave | SetPlan | Stop | Open | Assign | BaseFacts | Enter | Spread | Meet | Note | Written | StageOrder
 ReportOfRun = Hello | Memory | Ready | Shown | RowMade | LogLine | Broken | Bye
 ReportOfWorker = Memory | Loaded | Measured | Alive | PartReady | Stepped | Failed
 FromRank = JobReport | ReportOfRun | ReportOfWorker

@@ -115,16 +115,21 @@ class RemoteStore:
             self.inbox.put(command)
 
     def _begin(self, join: Join) -> Join:
+        name, brought = join.job.name, self.bring(join)
+        here, there, start = self._own / "jobs" / name, f"{self._load.output_dir}/{name}", join.job.adapter_path
+        paths = {str(here): there} | ({brought.job.adapter_path: start} if start and brought.job.adapter_path else {})
+        copy = JobCopy(self._client, name, join.attempt, here, paths)
+        copy.fetch(self._gave_up, self._heartbeat.beat)
+        self._jobs[name] = copy
+        return brought
+
+    def bring(self, join: Join) -> Join:
+        """What the job reads, with its paths here. Raises TransferError, ConnectionError, CheckpointError."""
         name = join.job.name
         train, evaluation, start = (
             self._fetch(f"{kind}:{name}") if given else None
             for kind, given in (("train", join.train_set), ("eval", join.eval_set), ("start", join.job.adapter_path))
         )
-        here, there = self._own / "jobs" / name, f"{self._load.output_dir}/{name}"
-        paths = {str(here): there} | ({str(start): join.job.adapter_path} if start and join.job.adapter_path else {})
-        copy = JobCopy(self._client, name, join.attempt, here, paths)
-        copy.fetch(self._gave_up, self._heartbeat.beat)
-        self._jobs[name] = copy
         spec = join.job.model_copy(update={"adapter_path": str(start)}) if start else join.job
         return replace(join, job=spec, train_set=_text(train), eval_set=_text(evaluation))
 
@@ -145,14 +150,18 @@ class RemoteStore:
             try:
                 ended = self._ended.get(timeout=_SEND_SECONDS)
             except queue.Empty:
-                for copy in [copy for copy in self._jobs.values() if copy.trains]:
-                    with contextlib.suppress(OSError):  # the next time, or at its end
-                        copy.send(last=False)
+                self._send_written()
                 continue
             if ended is None:
+                self._send_written()  # of jobs that were cut off
                 return
             assert isinstance(ended, Finished | Failed | Left), ended
             self._end(self._jobs.pop(ended.job_id), ended)
+
+    def _send_written(self) -> None:
+        for copy in [copy for copy in self._jobs.values() if copy.trains]:
+            with contextlib.suppress(OSError):  # the next time, or at its end
+                copy.send(last=False)
 
     def _end(self, copy: JobCopy, ended: Finished | Failed | Left) -> None:
         tries = 0

@@ -32,7 +32,7 @@ from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.link.transfer import OpenStore, StoreClient
 from tlora.link.versions import versions
 from tlora.sharing.multicast import turn_multicast_off
-from tlora.worker_protocol import PROTOCOL, REFUSED, Alive, DesiredState, Farewell, Hello, HostLabels, Load, Report
+from tlora.worker_protocol import PROTOCOL, REFUSED, Alive, DesiredState, Farewell, Hello, HostLabels, Lending, Load, Report
 
 if TYPE_CHECKING:  # model libraries are imported when there is something to load
     from tlora.engine.ranks.spanning_jobs import RankContext
@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # model libraries are imported when there is something to loa
 EXPIRED = 75  # exit status of a worker whose lease ended before its jobs were saved: a temporary failure, by sysexits.h
 FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
 _ANEW = -1  # instead of an exit status: serve once more
+_AGAIN_SECONDS = 5.0  # before a worker begins anew whose leader is not reached
 _STORE_SECONDS = 15.0  # at the end, for the jobs' last files to be sent
 _DRAIN_SECONDS = 5.0  # at the end, for the last reports to be taken
 
@@ -77,6 +78,12 @@ class Worker:
 
         client = StoreClient(self._endpoint, OpenStore(self._incarnation, PROTOCOL))
         return RemoteStore(client, self._incarnation, load, self.inbox, self.report, self.heartbeat)
+
+    @property
+    def lending(self) -> Lending | None:
+        """To whom this worker lends its GPUs, if it has no group of its own."""
+        want = self._worker_reconciler.want
+        return want.lend if want is not None else None
 
     @property
     def expected(self) -> tuple[JobSpec, ...]:
@@ -143,6 +150,12 @@ class Worker:
             self.end(self._refusal)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether its controller wants no more of it."""
+        want = self._worker_reconciler.want
+        return want is not None and want.stop
+
+    @property
     def begins_anew(self) -> bool:
         """Whether its controller wants its GPUs still, and not what it has loaded."""
         want = self._worker_reconciler.want
@@ -190,7 +203,7 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"no cluster listens at {endpoint.address} ({why}). Start `tlora cluster` or `tlora serve` first") from None
-    load, store = worker.wait_for_load(), None
+    load, store, alone = worker.wait_for_load(), None, False
     if load is not None:
         worker.heartbeat.begin("loading")
         store = worker.open_store(load)
@@ -198,23 +211,46 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
     if load is not None:
         if see_gpus is not None and load.device != "cpu":
             see_gpus(gpus)
-        from tlora.engine.ranks.worker_group import WorkerGroup
-
-        inbox, report = (worker.inbox, worker.report) if store is None else (store.inbox, store.report)
-        group = WorkerGroup(load, gpus, inbox, report, worker.heartbeat, lambda: worker.expected)
-        show_stacks_when_asked(lambda: group.rank_pids)
-        try:
-            group.go_on()
-        except RankError:  # what its ranks have said before says which job may have ended them
-            worker.dialer.drain(_DRAIN_SECONDS)
-            raise
+        alone = _compute(worker, load, gpus, store)
     if store is not None:
         store.close(_STORE_SECONDS)
     worker.report(Farewell())
     worker.dialer.drain(_DRAIN_SECONDS)
     worker.check_refusal()
     worker.dialer.close()
-    return 128 + received[0] if received else _ANEW if worker.begins_anew else 0
+    alone &= not worker.is_stopped
+    anew = worker.begins_anew or (alone and host is not None)
+    return 128 + received[0] if received else _ANEW if anew else int(alone)
+
+
+def _compute(worker: Worker, load: Load, gpus: tuple[int, ...], store: RemoteStore | None) -> bool:
+    """Work as the group's worker, or lend the GPUs to that of another host. Whether it has ended because it is left alone: then no job is
+    to blame, and it may begin anew. Raises RankError.
+    """
+    from tlora.engine.ranks.lending import Lender
+    from tlora.engine.ranks.worker_group import LostLenderError, WorkerGroup
+
+    inbox, report = (worker.inbox, worker.report) if store is None else (store.inbox, store.report)
+    if (lending := worker.lending) is not None:
+        worker.heartbeat.begin("waiting")
+        bring = store.bring if store is not None else lambda join: join
+        try:
+            worker.end(Lender(load, gpus, lending, bring).run(inbox))
+        except ConfigError as error:
+            worker.heartbeat.ending.wait(_AGAIN_SECONDS)  # the leader may have ended meanwhile, or a network is mended
+            worker.end(str(error))
+        return True
+    group = WorkerGroup(load, gpus, inbox, report, worker.heartbeat, lambda: worker.expected)
+    show_stacks_when_asked(lambda: group.rank_pids)
+    try:
+        group.go_on()
+    except LostLenderError as error:
+        worker.end(str(error))
+        return True
+    except RankError:  # what its ranks have said before says which job may have ended them
+        worker.dialer.drain(_DRAIN_SECONDS)
+        raise
+    return False
 
 
 def open_trainer(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tlora.engine.messages import Command, Leave, SetGpus, SetPlan, Stop
+from tlora.engine.messages import Command, Leave, Listen, SetGpus, SetPlan, Stop
 from tlora.link.outbox import with_attempt
 from tlora.worker_protocol import (
     DesiredState,
@@ -18,6 +18,7 @@ from tlora.worker_protocol import (
     JobEnd,
     JobReport,
     Joined,
+    Listening,
     Loaded,
     Measured,
     Memory,
@@ -51,7 +52,9 @@ class WorkerReconciler:
         self._here: dict[str, _Here] = {}
         self._over: dict[str, int] = {}  # the last attempt of each job that is over here
         self._shared: SetPlan | None = None
-        self._found: dict[type, Measured | Memory] = {}  # of the base and the GPUs, which each controller hears
+        self._found: dict[type, Measured | Memory | Listening] = {}  # of the base, the GPUs and the host, which each controller hears
+        self._lent: set[int] = set()  # GPUs of other hosts that it has been told to have
+        self._listens = ""
         self._settled = (0, 0)  # epoch and generation that were reported as settled
 
     def hear_want(self, want: DesiredState) -> bool:
@@ -72,7 +75,7 @@ class WorkerReconciler:
             self.loaded = True
         if isinstance(report, GpusChanged):
             self._gpus, self._changing = report.gpus, report.order < self._order
-        if isinstance(report, Measured | Memory):
+        if isinstance(report, Measured | Memory | Listening):
             self._found[type(report)] = report
         if isinstance(report, JobReport):
             here = self._here.get(report.job_id)
@@ -92,8 +95,8 @@ class WorkerReconciler:
 
     @property
     def claimed(self) -> tuple[int, ...]:
-        """GPUs that the worker has, or is about to have."""
-        return tuple(sorted({*self._gpus, *self._ordered_gpus})) if self._changing else self._gpus
+        """GPUs of its host that the worker has, or is about to have."""
+        return tuple(sorted({*self._gpus, *(self._ordered_gpus if self._changing else ())} - self._lent))
 
     @property
     def held(self) -> list[HeldJob]:
@@ -119,13 +122,17 @@ class WorkerReconciler:
         if want.stop:
             self.stop("its controller wants no more of it")
             return
+        if want.listen and want.listen != self._listens:
+            self._listens = want.listen
+            self.commands.append(Listen(want.listen))
+        self._lent.update(want.lent)
         if want.group is not None:
             plan, group = want.group.plan, want.group
             if want.gpus_order > self._heard_order:
                 self._heard_order = want.gpus_order
                 if self._changing or group.gpus != self._gpus:
                     self._ordered_gpus, self._order, self._changing = group.gpus, want.gpus_order, True
-                    self.commands.append(SetGpus(group.gpus, want.gpus_order))
+                    self.commands.append(SetGpus(group.gpus, want.gpus_order, want.lent))
             share = SetPlan(plan.token_budget, dict(zip(group.job_ids, group.weights, strict=True)))
             if share != self._shared:
                 self._shared = share

@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from tlora.errors import ConfigError
@@ -138,6 +139,29 @@ def server_context(certificate: Path) -> ssl.SSLContext:
     context.num_tickets = 0  # TLS sessions are never resumed
     context.load_cert_chain(certificate, password="")  # one with a password is an error, not a question
     return context
+
+
+def make_certificate(name: str) -> tuple[str, str]:
+    """A self-signed one in PEM, with its key behind it, and its fingerprint. It does not expire: it is known by that alone."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.now(UTC) - timedelta(days=1))
+        .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    text = (made.public_bytes(serialization.Encoding.PEM) + secret).decode("ascii")
+    return text, fingerprint_of(made.public_bytes(serialization.Encoding.DER))
 
 
 def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:

@@ -89,9 +89,12 @@ class World:
         worker = Worker(Load(str(self.base), str(out), "cpu", time.time(), deterministic=True, **settings), gpus)
         self.workers.append(worker)
         worker.inbox.put(SetPlan(64 * len(gpus)))
+        self.join(worker)
+        return worker
+
+    def join(self, worker: Worker) -> None:
         for attempt, order in enumerate(self.orders):
             worker.inbox.put(Join(JobSpec.model_validate(order), attempt=attempt + 1))
-        return worker
 
     def finish(self, worker: Worker, out: Path) -> None:
         names = {order["name"] for order in self.orders}

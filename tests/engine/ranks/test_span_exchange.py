@@ -19,12 +19,14 @@ from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Fetched, Note, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange
+from tlora.errors import RankError
 from tlora.group.engine import Engine
 from tlora.group.exchange import RunningSums
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Ended, Evaluated, Report, Stepped
 from tlora.job import JobSpec
 from tlora.sharing.regions import lay_out_regions
+from tlora.sharing.relayed_memory import RelayedMemory
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -39,6 +41,9 @@ class Memory:
         target.copy_(self._all[peer][start : start + target.numel()])
 
 
+Bytes = tuple[int, int, bytes]  # of a memory: whose, from where on, and what
+
+
 class World:
     """Engines whose notes travel by way of `mail`, in the order of each pair of ranks, as late as `deliver` is called."""
 
@@ -50,19 +55,23 @@ class World:
         count: int,
         budgets: list[int],
         later: Sequence[JobSpec] = (),
+        *,
+        apart: bool = False,
     ) -> None:
-        """`jobs` join, those of `later` do not."""
+        """`jobs` join, those of `later` do not. With `apart` each rank is of a host of its own."""
         model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
         sizes = {job.name: model.layout(job).numel for job in (*jobs, *later) if job.name in spans}
         regions, num_bytes = lay_out_regions(spans, sizes, 4)
         memory = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(count)]  # NaN
-        self.spans, self.mail = spans, [deque[Note]() for _ in range(count)]
+        self.spans, self.mail = spans, [deque[Note | Bytes]() for _ in range(count)]
         self.faults: list[Faulty] = []
+        self.memories: list[RelayedMemory] = []
         self.heard: list[list[Report]] = [[] for _ in range(count)]
         self.exchanges: list[SpanExchange] = []
         self.engines: list[Engine] = []
         for rank in range(count):
-            mailbox = Mailbox(Memory(memory, rank), regions, torch.float32, range(count))
+            there = self.relayed(num_bytes, rank, count) if apart else Memory(memory, rank)
+            mailbox = Mailbox(there, regions, torch.float32, range(count))
             self.exchanges.append(SpanExchange(rank, spans, self.route, mailbox))
             model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
             self.engines.append(Engine(model, budgets[rank], self.heard[rank].append, exchange=self.exchanges[rank]))
@@ -80,8 +89,21 @@ class World:
         for to in addressees(note, span):
             self.mail[to].append(note)
 
+    def relayed(self, num_bytes: int, rank: int, count: int) -> RelayedMemory:
+        """Its bytes travel with the notes."""
+
+        def send(_: int, to: int, start: int, content: bytes) -> None:
+            self.mail[to].append((rank, start, content))
+
+        self.memories.append(RelayedMemory(1, num_bytes, rank, range(count), torch.device("cpu"), send))
+        return self.memories[-1]
+
     def deliver(self, rank: int) -> None:
-        self.exchanges[rank].hear(self.mail[rank].popleft())
+        first = self.mail[rank].popleft()
+        if isinstance(first, tuple):
+            self.memories[rank].take(*first)
+        else:
+            self.exchanges[rank].hear(first)
 
     def run(self, rng: random.Random) -> None:
         """Until nobody has anything left but jobs that follow an ended one."""
@@ -116,6 +138,19 @@ def test_any_interleaving_gives_the_bytes_of_replicas_in_turn(sets: Sets, seed: 
         assert_same(ended(world.heard[home], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
     elsewhere = [report for rank in (0, 2) for report in world.heard[rank] if not isinstance(report, Ended) or report.job_id == "spanning"]
     assert not [report for report in elsewhere if getattr(report, "job_id", "") == "spanning"], "only a home reports"
+
+
+def test_ranks_that_are_apart_give_the_same_bytes(sets: Sets) -> None:
+    """What they write travels in pieces, before the notes that announce it. A piece for no place is refused."""
+    rng = random.Random(7)
+    jobs, spans = story()
+    world = World(jobs, spans, sets, 3, [rng.choice([25, 60, 300]) for _ in range(3)], apart=True)
+    world.run(rng)
+    for job in jobs[1:]:
+        assert_same(ended(world.heard[spans[job.name].lead_rank], job.name), trained(job, sets[0], sets[1] if job.eval_steps else None))
+    for wrong in ((0, 0, b"own"), (5, 0, b"a stranger's"), (1, len(world.memories[0].own) - 1, b"beyond"), (1, -1, b"before")):
+        with pytest.raises(RankError, match="has no such"):
+            world.memories[0].take(*wrong)
 
 
 UNEQUAL = {"spanning": (0.6, 0.15, 0.25), "second": (0.1, 0.1, 0.4, 0.4)}

@@ -80,6 +80,12 @@ class Ranks:
         self.count += 1
         return self.count - 1
 
+    def is_lent(self, rank: int) -> bool:
+        return False
+
+    def release_lenders(self, wanted: object) -> None:
+        pass
+
     def end(self, rank: int) -> None:
         self.ended.append(rank)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, ReplicaPlacement
 from tlora.worker_protocol import Join
 
 
-def choose_span(join: Join, ranks: Sequence[int], others: Iterable[ReplicaPlacement], deterministic: bool) -> ReplicaPlacement:
+def choose_span(
+    join: Join, ranks: Sequence[int], others: Iterable[ReplicaPlacement], deterministic: bool, lent: Collection[int] = ()
+) -> ReplicaPlacement:
     """The job's replicas on those of `ranks` that have the least to do; of one rank, all of them there.
 
     With `deterministic` there are as many replicas as the job orders, so that its bytes do not depend on the group. Otherwise a job fills
     its group, as its scheduler counts on it: it has as many replicas as there are ranks, if its steps have samples and tokens for these
-    (`LEAST_REPLICA_TOKENS`), and no fewer than it orders.
+    (`LEAST_REPLICA_TOKENS`), and no fewer than it orders. Ranks that are `lent` by other hosts lead none.
     """
     spec, spans, count = join.job, list(others), len(ranks)
     loads = rank_loads(ranks, spans)
@@ -24,8 +26,10 @@ def choose_span(join: Join, ranks: Sequence[int], others: Iterable[ReplicaPlacem
         replicas = max(spec.gpus, min(count, spec.batch_size, worth))
     if spec.needs_whole_batch:
         replicas = 1
-    chosen = sorted(ranks, key=lambda rank: (loads[rank], led[rank]))[: min(replicas, count)]
-    chosen.sort(key=lambda rank: led[rank])  # the lead rank evaluates
+    emptiest = sorted(ranks, key=lambda rank: (loads[rank], led[rank]))
+    own = next(rank for rank in emptiest if rank not in lent)
+    chosen = [own, *(rank for rank in emptiest if rank != own)][: min(replicas, count)]
+    chosen.sort(key=lambda rank: (rank in lent, led[rank]))  # the lead rank evaluates, and writes
     return ReplicaPlacement(replicas, tuple(chosen))
 
 
@@ -35,7 +39,12 @@ def rank_loads(ranks: Iterable[int], spans: Sequence[ReplicaPlacement]) -> dict[
 
 
 def moves(
-    joins: Mapping[str, Join], spans: Mapping[str, ReplicaPlacement], ranks: Sequence[int], deterministic: bool, pinned: Iterable[str] = ()
+    joins: Mapping[str, Join],
+    spans: Mapping[str, ReplicaPlacement],
+    ranks: Sequence[int],
+    deterministic: bool,
+    pinned: Iterable[str] = (),
+    lent: Collection[int] = (),
 ) -> dict[str, ReplicaPlacement]:
     """The jobs that shall be elsewhere, now that `ranks` are those that take jobs, and where. `spans` has all jobs as they are; one that is
     `pinned`, because a rank could not compute its part of it, stays on one rank.
@@ -51,15 +60,16 @@ def moves(
 
     for name, span in spans.items():
         others = [other for job, other in placed.items() if job != name and there.issuperset(other.ranks)]
-        wanted = choose_span(joins[name], ranks, others, deterministic)
+        wanted = choose_span(joins[name], ranks, others, deterministic, lent)
         if name in pinned:
             wanted = ReplicaPlacement(wanted.replicas, wanted.ranks[:1])
         gone = not there.issuperset(span.ranks)
         if gone or (name not in pinned and (len(wanted.ranks), wanted.replicas) != (len(span.ranks), span.replicas)):
             place(name, wanted)
+    own = [rank for rank in ranks if rank not in lent]
     while True:
         loads = rank_loads(ranks, list(placed.values()))
-        full, empty = max(ranks, key=loads.__getitem__), min(ranks, key=loads.__getitem__)
+        full, empty = max(own, key=loads.__getitem__), min(own, key=loads.__getitem__)
         movable = [name for name, span in placed.items() if span.ranks == (full,)]
         if not movable or loads[empty] + 1.0 >= loads[full]:
             return moved

@@ -1,6 +1,7 @@
 """The line between the process that leads several ranks and these: `link.lines.Line` over a unix socket, with a key of its own.
 
-Only processes of one user on one host can meet here: no other user may enter the socket's directory.
+Only processes of one user on one host can meet here: no other user may enter the socket's directory. What ranks of other hosts say comes
+through the process that has started them there (`lent_ranks.py`, `lending.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,41 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from tlora.engine.messages import FROM_RANK, TO_RANK, Broken, FromRank, Hello, ToRank
+from tlora.engine.messages import FROM_RANK, TO_RANK, Broken, FromRank, Hello, Sending, ToRank, Written
 from tlora.errors import ConfigError
 from tlora.link.authentication import AuthOk, Entry, admission_line, read_admission
 from tlora.link.lines import Line
+from tlora.link.transfer import PIECE_BYTES
+from tlora.message_codec import Codec
 from tlora.worker_protocol import Refusal
 
 _ACCEPT_SECONDS = 0.05  # after a connection that could not be had: too many open files, for a while
+T = TypeVar("T")
+_CONTENT_SECONDS = 60.0  # for the bytes that follow a line
 _ADMIT_SECONDS = 600.0  # for either end to say its part of the admission: on a busy machine a process may be slow to start
+
+
+class Sender(Protocol):
+    """A rank's line, as who leads it writes there."""
+
+    def send(self, line: bytes) -> None: ...
+    def end(self) -> None: ...
+
+
+def encode(codec: Codec[Any], message: Any) -> bytes:
+    """A message's line, and the bytes that follow that of a `Sending`."""
+    return codec.encode(message.written) + message.content if isinstance(message, Sending) else codec.encode(message)
+
+
+def with_content(message: T, line: Line) -> T | Sending:
+    """The message that came on that line, with the bytes that follow it. Raises ValueError for more than one piece."""
+    if not isinstance(message, Written):
+        return message
+    if not 0 < message.size <= PIECE_BYTES:
+        raise ValueError(f"a piece of {message.size} bytes")
+    return Sending(message, line.read_bytes(message.size, _CONTENT_SECONDS))
 
 
 class Meeting:
@@ -40,8 +67,8 @@ class Meeting:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.directory / "ranks"))
         self._listener.listen()
-        self.inbox: queue.SimpleQueue[tuple[int, FromRank | None] | None] = queue.SimpleQueue()
-        self.lines: dict[int, Line] = {}
+        self.inbox: queue.SimpleQueue[tuple[int, FromRank | Sending | None] | None] = queue.SimpleQueue()
+        self.lines: dict[int, Sender] = {}
         self.problem = ""
         self._closed = False
         threading.Thread(target=self._accept, name="ranks", daemon=True).start()
@@ -51,13 +78,15 @@ class Meeting:
         """For `connect`: where the socket lies, and the key."""
         return f"{self.directory / 'ranks'}:{self.key}"
 
-    def send(self, rank: int, command: ToRank) -> None:
+    def send(self, rank: int, command: ToRank | Sending) -> None:
         if rank in self.lines:
-            self.lines[rank].send(TO_RANK.encode(command))
+            self.lines[rank].send(encode(TO_RANK, command))
 
     def send_file(self, rank: int, command: ToRank, file: int) -> None:
         """A command, and a copy of an open file, which the rank keeps until its end."""
-        self.lines[rank].send_file(TO_RANK.encode(command), file)
+        line = self.lines[rank]
+        assert isinstance(line, Line), "an open file goes to ranks of this host only"
+        line.send_file(TO_RANK.encode(command), file)
 
     def end_lines(self) -> None:
         for line in list(self.lines.values()):
@@ -95,7 +124,9 @@ class Meeting:
             self.lines[rank] = line
             self.inbox.put((rank, hello))
             for received in line.lines():
-                self.inbox.put((rank, FROM_RANK.decode(received)))
+                self.inbox.put((rank, with_content(FROM_RANK.decode(received), line)))
+        except OSError:  # it has ended within what it sent
+            pass
         except ValueError as error:  # a message that cannot be read, as of another version of the program
             reason = f"a message that cannot be read ({error})"
             if rank is None:
@@ -134,11 +165,11 @@ class RankLine:
     def __init__(self, line: Line) -> None:
         self._line = line
 
-    def send(self, report: FromRank) -> None:
-        self._line.send(FROM_RANK.encode(report))
+    def send(self, report: FromRank | Sending) -> None:
+        self._line.send(encode(FROM_RANK, report))
 
 
-def connect(address: str, hear: Callable[[ToRank | None], None]) -> Callable[[Hello], RankLine]:
+def connect(address: str, hear: Callable[[ToRank | Sending | None], None]) -> Callable[[Hello], RankLine]:
     """A rank's end, to be opened with its Hello; `hear` is called by a thread with each command, and with None when the line has ended.
 
     Raises ConfigError if nothing listens at `address`.
@@ -159,9 +190,9 @@ def connect(address: str, hear: Callable[[ToRank | None], None]) -> Callable[[He
         ) from None
 
     def read() -> None:
-        with contextlib.suppress(ValueError):  # no command: its sender cannot be obeyed any longer
+        with contextlib.suppress(ValueError, OSError):  # no command: its sender cannot be obeyed any longer
             for received in line.lines():
-                hear(TO_RANK.decode(received))
+                hear(with_content(TO_RANK.decode(received), line))
         line.end()
         line.close()
         hear(None)

@@ -42,9 +42,11 @@ from tlora.engine.messages import (
     Open,
     Ready,
     RowMade,
+    Sending,
     Shown,
     Stop,
     ToRank,
+    Written,
 )
 from tlora.engine.product_speed import estimate_training
 from tlora.engine.ranks.early_stage import EarlyStage, meet_last_stage
@@ -67,6 +69,7 @@ from tlora.planning.work import rate_here
 from tlora.processes import die_with_parent
 from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import Peers, Sharing
+from tlora.sharing.relayed_memory import Relay
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.supermodel import SuperModel
@@ -140,7 +143,8 @@ class RankOfRun:
         self._stages: tuple[LayerRange, ...] = ()
         self._through_host = False  # hidden states between stages
 
-    def hear(self, command: ToRank | None) -> None:
+    def hear(self, command: ToRank | Sending | None) -> None:
+        assert not isinstance(command, Sending), "the ranks of a run are of one host"
         self._guard.hear(command)
         self._inbox.put(command)
         self._orphaned.hear(command)
@@ -260,10 +264,15 @@ class RankOfWorker:
     def __init__(self, inbox: Inbox, number: int) -> None:
         self._inbox, self._number = inbox, number
         self._heartbeat = Heartbeat("loading")
+        self._line: RankLine | None = None
+        self._relay = Relay(number, self._send_bytes)
 
-    def hear(self, command: ToRank | None) -> None:
+    def hear(self, command: ToRank | Sending | None) -> None:
         if command is None:  # what it would write now, its successor may be reading
             os._exit(1)
+        if isinstance(command, Sending):
+            self._relay.take(command.written.number, command.written.sender, command.written.start, command.content)
+            return
         if isinstance(command, Stop):
             self._heartbeat.ending.set()
         self._inbox.put(command)
@@ -272,10 +281,15 @@ class RankOfWorker:
         entered = self._inbox.get()
         assert isinstance(entered, Enter), entered
         threading.Thread(target=self._beat, args=(line,), name="heartbeat", daemon=True).start()
-        rank_context = RankContext(self._number, entered.together, entered.store, flight_name(entered.worker_pid, self._number))
+        flight, self._line = flight_name(entered.worker_pid, self._number), line
+        rank_context = RankContext(self._number, entered.together, entered.store, flight, self._relay)
         load = replace(entered.load, device=entered.device)
         open_trainer(load, self._inbox, line.send, self._heartbeat, rank_context, lambda: entered.expected).go_on()
         return Bye()
+
+    def _send_bytes(self, number: int, to: int, start: int, content: bytes) -> None:
+        assert self._line is not None, "nothing spans hosts before the base is loaded"
+        self._line.send(Sending(Written(number, self._number, to, start, len(content)), content))
 
     def _beat(self, line: RankLine) -> None:
         heartbeat, last_beat = self._heartbeat, None

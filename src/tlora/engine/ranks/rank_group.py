@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from tlora.engine.messages import (
     Hello,
     Published,
     Ready,
+    Sending,
     Sent,
     StageBatch,
     StageChange,
@@ -26,12 +27,13 @@ from tlora.engine.messages import (
     addressees,
 )
 from tlora.engine.ranks.external import Launched, tell_ranks
+from tlora.engine.ranks.lent_ranks import LentRank, LentRanks
 from tlora.engine.ranks.link import Meeting
 from tlora.errors import ConfigError, RankError
 from tlora.link.process_identity import identify
 from tlora.link.supervisor import LOOK_SECONDS, SupervisedProcess, start_process
 from tlora.sharing.multicast import NO_MULTICAST
-from tlora.worker_protocol import Memory
+from tlora.worker_protocol import Listening, Memory
 
 RANK = ("tlora.engine.ranks.rank",)
 RANK_OF_WORKER = (*RANK, "worker")
@@ -42,10 +44,11 @@ _GONE_SECONDS = 60.0  # for a rank to exit after its last word
 
 @dataclass(frozen=True)
 class Lost:
-    """The rank's process has ended, and will write nothing more. `broken`: what it said of that itself."""
+    """The rank's process has ended, and will write nothing more. `broken`: what it said of that itself. `lent`: it was another host's."""
 
     reason: str
     broken: Broken | None = None
+    lent: bool = False
 
     @property
     def by_another(self) -> bool:
@@ -65,7 +68,8 @@ class RankGroup:
         self._program = program
         self.count, self._own = count, list(range(count)) if own is None else list(own)
         self._meeting = Meeting()
-        self._processes: dict[int, SupervisedProcess] = {}
+        self._processes: dict[int, SupervisedProcess | LentRank] = {}
+        self._lenders: LentRanks | None = None
         self.hellos: dict[int, Hello] = {}
         self.lost: dict[int, Lost] = {}
         self._broken: dict[int, Broken] = {}
@@ -113,6 +117,29 @@ class RankGroup:
         self._own.append(rank)
         self._began[rank] = time.monotonic()
         return rank
+
+    def let_lend(self, address: str) -> Listening:
+        """Let workers of other hosts lend their GPUs, at an address of this host. Raises OSError."""
+        if self._lenders is None:
+            self._lenders = LentRanks(address, self._meeting.directory, lambda rank, said: self._meeting.inbox.put((rank, said)))
+        return self._lenders.listening
+
+    def add_lent(self, gpu: int) -> int:
+        """One more rank, on a GPU of another host, which begins when its lender has come. Returns its number."""
+        assert self._lenders is not None, f"GPU {gpu} is another host's, and nobody can lend it"
+        rank = self.count
+        self.count += 1
+        self._began[rank] = time.monotonic()
+        self._processes[rank] = self._meeting.lines[rank] = self._lenders.add(rank, gpu)
+        return rank
+
+    def is_lent(self, rank: int) -> bool:
+        return isinstance(self._processes.get(rank), LentRank)
+
+    def release_lenders(self, wanted: Collection[int]) -> None:
+        """Of other GPUs than these, once their ranks have ended."""
+        if self._lenders is not None:
+            self._lenders.release(set(wanted))
 
     def end(self, rank: int) -> None:
         """It saves what it has and ends, which is reported by its `Bye`."""
@@ -165,12 +192,19 @@ class RankGroup:
 
     def _why_silent(self, rank: int) -> str:
         """Why a rank that has not said Hello is not waited for any longer; "" while it is."""
+        process = self._processes.get(rank)
+        if isinstance(process, LentRank) and process.line is None:  # its lender is still on its way, or fetches the base
+            self._began[rank] = time.monotonic()
         if rank in self.hellos or time.monotonic() - self._began[rank] <= _HELLO_SECONDS:
             return ""
         return f"has said nothing for {_HELLO_SECONDS:g} s since its start"
 
-    def _heard(self, rank: int, report: FromRank | None) -> list[tuple[int, FromRank | Lost]]:
+    def _heard(self, rank: int, report: FromRank | Sending | None) -> list[tuple[int, FromRank | Lost]]:
         if rank in self.lost or rank in self._dropped:  # its jobs are elsewhere
+            return []
+        if isinstance(report, Sending):
+            if report.written.to in self.living:
+                self._meeting.send(report.written.to, report)
             return []
         match report:
             case None:
@@ -214,7 +248,7 @@ class RankGroup:
         if rank not in self.hellos and self._meeting.problem:
             reason = f"{reason}; {self._meeting.problem}"
         broken = self._broken.get(rank)
-        self.lost[rank] = Lost(broken.reason if broken is not None else reason, broken)
+        self.lost[rank] = Lost(broken.reason if broken is not None else reason, broken, self.is_lent(rank))
         return [(rank, self.lost[rank])]
 
     def stop(self) -> None:
@@ -238,6 +272,8 @@ class RankGroup:
         for process in self._processes.values():
             if not process.wait(_GONE_SECONDS):
                 process.kill()
+        if self._lenders is not None:
+            self._lenders.close()
         self._meeting.close(keep_logs=bool(self.lost))
 
 

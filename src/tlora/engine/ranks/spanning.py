@@ -5,6 +5,7 @@ there. All ranks of a job read all of them, add them in one order and step. So n
 overwrites what another may still read: even and odd steps have separate regions for gradients, and those of a step are written only when
 all ranks have reported the end of the step before, and so have read what was there before that. Before the first step the job's lead rank
 has its state in its region, and keeps its gradients back until all others have read the state.
+Ranks that are apart, on several hosts, send what they have written before the note that tells of it (`sharing/relayed_memory.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tlora.kernels.device import ToHost, mark_on
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
 from tlora.sharing.regions import Region, lay_out_regions
+from tlora.sharing.relayed_memory import Relay, RelayedMemory
 
 
 class EventSender:
@@ -58,18 +60,33 @@ class EventSender:
 
 class Mailbox:
     """The regions of all jobs that span, in the memory of each of `ranks`; values are flat tensors [P] of `dtype`. A device writes and
-    reads in the order of its current stream.
+    reads in the order of its current stream. With a `RelayedMemory` the others get what was written by `hand_over`.
     """
 
     def __init__(self, memory: PeerMemory, regions: Mapping[str, Region], dtype: torch.dtype, ranks: Sequence[int]) -> None:
         self._memory, self._regions, self._dtype = memory, regions, dtype
         self._peer = {rank: peer for peer, rank in enumerate(ranks)}
+        self._relayed = memory if isinstance(memory, RelayedMemory) else None
+        self._unsent: list[tuple[int, int]] = []  # first byte and bytes of what was written since
 
     def write(self, job_id: str, slot: int, values_P: Tensor) -> None:
         """Into this rank's own."""
         region = self._regions[job_id]
         start = region.slot(slot)
-        self._memory.own[start : start + region.slot_bytes].view(self._dtype).copy_(values_P)
+        self._memory.own[start : start + region.slot_bytes].view(self._dtype).copy_(values_P, non_blocking=True)
+        if self._relayed is not None:
+            self._unsent.append((start, region.slot_bytes))
+
+    def hand_over(self) -> Callable[[], None]:
+        """To be called once the device has done all that was written so far: ranks of other hosts get it then."""
+        unsent, self._unsent, relayed = self._unsent, [], self._relayed
+
+        def send() -> None:
+            for start, size in unsent:
+                assert relayed is not None, "memory that all read is not sent"
+                relayed.pass_on(start, size)
+
+        return send
 
     def read(self, job_id: str, rank: int, slot: int, into_P: Tensor) -> None:
         """From that of `rank`, which may be this one."""
@@ -77,7 +94,7 @@ class Mailbox:
 
     @property
     def device(self) -> torch.device:
-        return self._memory.own.device
+        return self._memory.own.device if self._relayed is None else self._relayed.device
 
     def empty(self, job_id: str) -> Tensor:
         """Room for one of its flat tensors."""
@@ -98,6 +115,14 @@ def open_mailbox(
     peers.agree("regions", sorted([job, sizes[job], span.replicas, *span.ranks] for job, span in spans.items()), "jobs that span GPUs")
     regions, num_bytes = lay_out_regions(spans, sizes, dtype.itemsize)
     return Mailbox(open_peer_memory(num_bytes, peers, device), regions, dtype, ranks)
+
+
+def open_relayed_mailbox(
+    job: str, span: ReplicaPlacement, numel: int, dtype: torch.dtype, relay: Relay, number: int, device: torch.device
+) -> Mailbox:
+    """The same for the ranks of one job that are apart. They wait for nothing here: what comes early is kept."""
+    regions, num_bytes = lay_out_regions({job: span}, {job: numel}, dtype.itemsize)
+    return Mailbox(relay.open(number, num_bytes, span.ranks, device), regions, dtype, span.ranks)
 
 
 class SpanExchange:
@@ -178,12 +203,15 @@ class SpanExchange:
     def send(self, job_id: str, step: int, passed: BatchLosses) -> None:
         width, tokens = 2 + len(passed.metrics), passed.tokens
 
-        def make(values: list[float]) -> Sent:
+        def make(values: list[float], hand_over: Callable[[], None]) -> Sent:
+            hand_over()
             parts = tuple(tuple(values[i : i + width]) for i in range(0, len(values), width))
             return Sent(job_id, self._rank, step, parts, tokens)
 
         def tell() -> None:
-            self._event_sender.tell_when(ToHost(torch.stack(passed.values)) if passed.parts else mark_on(self._boxes[job_id].device), make)
+            box = self._boxes[job_id]
+            done = ToHost(torch.stack(passed.values)) if passed.parts else mark_on(box.device)
+            self._event_sender.tell_when(done, partial(make, hand_over=box.hand_over()))
 
         self._when_read(job_id, tell)
 
@@ -225,8 +253,13 @@ class SpanExchange:
         for slot, flat_P in enumerate(_flats(state)):
             self._boxes[job_id].write(job_id, slot, flat_P)
         self._unread[job_id] = set(span.peers)
-        published = Published(job_id, self._rank, state.step, state.updates, state.skipped)
-        self._event_sender.tell_when(mark_on(self._boxes[job_id].device), lambda _: published)
+        published, hand_over = Published(job_id, self._rank, state.step, state.updates, state.skipped), self._boxes[job_id].hand_over()
+
+        def make(_: list[float]) -> Published:
+            hand_over()
+            return published
+
+        self._event_sender.tell_when(mark_on(self._boxes[job_id].device), make)
 
     def fetch(self, job_id: str, state: AdapterState) -> bool:
         published, span = self._published.get(job_id), self._spans.get(job_id)

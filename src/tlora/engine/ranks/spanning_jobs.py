@@ -15,9 +15,10 @@ from torch.distributed import FileStore, PrefixStore, Store
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine import driver
 from tlora.engine.messages import Faulty, Meet, Note, PartReady, Spread
-from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
+from tlora.engine.ranks.spanning import SpanExchange, open_mailbox, open_relayed_mailbox
 from tlora.planning.plan import PlannedJob
 from tlora.sharing.peers import Peers, Sharing
+from tlora.sharing.relayed_memory import Relay
 
 _MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a late rank may be compiling, for an hour at most
 
@@ -25,13 +26,14 @@ _MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a l
 @dataclass(frozen=True)
 class RankContext:
     """Rank `number` of a worker, which loads the base together with the first `together` of its ranks. `store`: a file by which ranks find
-    each other.
+    each other. `relay`: what is sent to and comes from ranks of other hosts.
     """
 
     number: int = 0
     together: int = 1
     store: str = ""
     flight: str = ""  # the name of its flight record, by default its process'
+    relay: Relay | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class SpanningJobs:
         self._peer_jobs: dict[str, Spread] = {}
         self._planned: dict[str, PlannedJob] = {}  # of the jobs that follow, those that wait for the others
         self._store: Store | None = None
+        self._relayed: dict[str, int] = {}  # job -> meeting, of those whose ranks are apart
 
     @property
     def shared_load(self) -> Sharing | None:
@@ -103,8 +106,14 @@ class SpanningJobs:
         """The job has ended here or left: no more messages about it are sent."""
         if self._spans.pop(job_id, None) is not None:
             del self._numbers[job_id]
-            self.exchange.flush()
-            self.exchange.dissolve(job_id)
+            self._dissolve(job_id)
+
+    def _dissolve(self, job_id: str) -> None:
+        """Nothing that is said of it may come in a later life of it."""
+        self.exchange.flush()
+        self.exchange.dissolve(job_id)
+        if (meeting := self._relayed.pop(job_id, None)) is not None and self._rank_context.relay is not None:
+            self._rank_context.relay.close(meeting)
 
     # -- jobs that have a part here ------------------------------------------------------------------------------------
 
@@ -134,19 +143,24 @@ class SpanningJobs:
         self._planned.pop(job_id, None)
         if job_id in group.group.runs:
             group.group.leave(job_id)
-        self.exchange.flush()  # nothing that is said of it may come in a later life of it
-        self.exchange.dissolve(job_id)
+        self._dissolve(job_id)
         return True
 
     # -- together ------------------------------------------------------------------------------------------------------
 
     def meet(self, meet: Meet, group: driver.Driver) -> driver.ReadyJob | None:
-        """With the job's ranks: they wait for each other, as long as the longest micro-batch takes. A job that follows begins. Returns one
-        that has its lead rank here, and can begin. Raises RankError.
+        """With the job's ranks: those of one host wait for each other, as long as the longest micro-batch takes. A job that follows begins.
+        Returns one that has its lead rank here, and can begin. Raises RankError.
         """
         name, model, ranks = meet.job_id, group.group.model, meet.span.ranks
-        peers, place = Peers(self._sharing(f"meeting {meet.number}", ranks)), torch.device(model.device)
-        mailbox = open_mailbox({name: meet.span}, {name: meet.numel}, model.bank.sum_dtype, peers, place, ranks)
+        place, dtype, relay = torch.device(model.device), model.bank.sum_dtype, self._rank_context.relay
+        if meet.apart:
+            assert relay is not None, f"{name} spans hosts, and this rank has no line to them"
+            mailbox = open_relayed_mailbox(name, meet.span, meet.numel, dtype, relay, meet.number, place)
+            self._relayed[name] = meet.number
+        else:
+            peers = Peers(self._sharing(f"meeting {meet.number}", ranks))
+            mailbox = open_mailbox({name: meet.span}, {name: meet.numel}, dtype, peers, place, ranks)
         opened, planned = self._waiting.pop(name, None), self._planned.pop(name, None)
         if opened is not None or planned is not None:
             self.exchange.spread(name, meet.span, mailbox)

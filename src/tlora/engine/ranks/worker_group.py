@@ -1,8 +1,9 @@
 """A worker: one process towards its controller, which computes nothing, and a rank for each of its GPUs, which it leads.
 
 It takes a worker's commands and makes its reports, and passes on to ranks what concerns a job (`trainer.py`). A job has its lead rank;
-where it has parts on others, what they tell each other goes through here. GPUs may come and go while jobs train (`gpu_change.py`). With a
-rank that has jobs, the worker is lost.
+where it has parts on others, what they tell each other goes through here. GPUs may come and go while jobs train (`gpu_change.py`), also
+those that workers of other hosts lend (`lent_ranks.py`): these compute parts, and lead no job. With a rank that has jobs, the worker is
+lost.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tlora.engine.messages import (
     FromRank,
     Hello,
     Leave,
+    Listen,
     Meet,
     PartReady,
     SetGpus,
@@ -39,7 +41,22 @@ from tlora.errors import ConfigError, RankError
 from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
 from tlora.link.log import note
-from tlora.worker_protocol import Alive, GpusChanged, JobEnd, Join, Joined, Left, Load, Loaded, Measured, Memory, Refused, Report, Stepped
+from tlora.worker_protocol import (
+    Alive,
+    GpusChanged,
+    JobEnd,
+    Join,
+    Joined,
+    Left,
+    Listening,
+    Load,
+    Loaded,
+    Measured,
+    Memory,
+    Refused,
+    Report,
+    Stepped,
+)
 
 _LOOK_SECONDS = 1.0
 
@@ -62,6 +79,10 @@ class _Job:
     leaving: bool = False
 
 
+class LostLenderError(RankError):
+    """A host that has lent its GPUs is lost. What is here is sound: the jobs go on from their checkpoints."""
+
+
 class WorkerGroup:
     """Leads the ranks of one worker."""
 
@@ -79,6 +100,7 @@ class WorkerGroup:
         self._first_gpus = gpus
         self._rank_group = RankGroup(len(gpus), program=RANK_OF_WORKER)
         self._change, self._order = GpuChange(gpus), 0
+        self._lent: frozenset[int] = frozenset()  # GPUs of other hosts, of those that it shall have
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._plan: SetPlan | None = None
@@ -124,7 +146,8 @@ class WorkerGroup:
             case Join(job):
                 assert job.name not in self._jobs, f"{job.name} is here already"
                 spans = [each.then or each.span for each in self._jobs.values()]
-                self._place(command, choose_span(command, self._change.taking, spans, self._load.deterministic))
+                taking = self._change.taking
+                self._place(command, choose_span(command, taking, spans, self._load.deterministic, self._lent_ranks(taking)))
             case Leave(name):
                 if (job := self._jobs.get(name)) is not None and not job.leaving:
                     job.leaving = True
@@ -133,8 +156,10 @@ class WorkerGroup:
             case SetPlan():
                 self._plan = command
                 self._send_plan()
-            case SetGpus(gpus, order):
-                self._order = order
+            case Listen(address):
+                self._let_lend(address)
+            case SetGpus(gpus, order, lent):
+                self._order, self._lent = order, frozenset(lent)
                 self._change.want(gpus)
                 self._go_on_changing()
             case Stop():
@@ -142,6 +167,16 @@ class WorkerGroup:
                 for rank in self._change.stop():
                     self._rank_group.drop(rank)
                 self._rank_group.stop()
+
+    def _let_lend(self, address: str) -> None:
+        try:
+            self._send(self._rank_group.let_lend(address))
+        except OSError as error:
+            problem = f"it cannot listen at {address} for workers of other hosts: {error.strerror or error}"
+            self._send(Listening("", "", "", f"{problem}. Start it with --address and one of its host that they reach"))
+
+    def _lent_ranks(self, ranks: Iterable[int]) -> set[int]:
+        return {rank for rank in ranks if self._rank_group.is_lent(rank)}
 
     def _send_plan(self) -> None:
         if self._plan is not None:
@@ -173,8 +208,10 @@ class WorkerGroup:
             return
         try:
             for gpu in change.missing:
-                worker_device(self._load.device, self._first_gpus, gpu)
-                change.begin(self._rank_group.add(), gpu, time.monotonic())
+                if gpu not in self._lent:
+                    worker_device(self._load.device, self._first_gpus, gpu)
+                rank = self._rank_group.add_lent(gpu) if gpu in self._lent else self._rank_group.add()
+                change.begin(rank, gpu, time.monotonic())
         except (ConfigError, OSError) as error:
             self._refuse_change(None, str(error))
             return
@@ -191,6 +228,7 @@ class WorkerGroup:
             self._rank_group.end(rank)
         if change.is_done:
             change.give_up()
+            self._rank_group.release_lenders(change.gpus)
             self._send(GpusChanged(change.gpus, order=self._order))
             self._send_memory()
 
@@ -199,7 +237,8 @@ class WorkerGroup:
         spans = {name: job.then or job.span for name, job in jobs.items()}
         pinned = [name for name, job in jobs.items() if job.pinned]
         joins = {name: job.join for name, job in jobs.items()}
-        for name, span in moves(joins, spans, self._change.taking, self._load.deterministic, pinned).items():
+        taking = self._change.taking
+        for name, span in moves(joins, spans, taking, self._load.deterministic, pinned, self._lent_ranks(taking)).items():
             if jobs[name].then is None:
                 self._move(jobs[name], span)
             else:
@@ -210,6 +249,7 @@ class WorkerGroup:
         for joining in self._change.give_up():
             if joining != rank:
                 self._rank_group.drop(joining)
+        self._rank_group.release_lenders(self._change.gpus)
         note(f"the GPUs stay {', '.join(map(str, self._change.gpus))}: {reason}")
         self._send_plan()
         self._send(GpusChanged(self._change.gpus, reason, order=self._order))
@@ -225,8 +265,10 @@ class WorkerGroup:
         match report:
             case Lost(reason) if rank in change.joining:
                 self._refuse_change(rank, f"the rank on GPU {change.gpu_of[rank]} has ended while it joined: {reason}")
-            case Lost(reason) if rank not in change.ending:
-                self._lose(rank, reason)
+            case Lost(lent=True) if self._stopping:
+                pass  # it has nothing to save
+            case Lost(reason, lent=lent) if rank not in change.ending:
+                self._lose(rank, reason, lent=lent)
             case Hello():
                 self._enter(rank)
             case Loaded():
@@ -262,7 +304,7 @@ class WorkerGroup:
             expected, together = tuple(job.join.job for job in self._jobs.values()), 1
             load = replace(load, layout="whole", calibrate=False)
         load = replace(load, calibrate=load.calibrate and rank == 0)  # all GPUs of a group are alike
-        device = worker_device(load.device, self._first_gpus, gpu)
+        device = "" if self._rank_group.is_lent(rank) else worker_device(load.device, self._first_gpus, gpu)  # its lender knows
         self._rank_group.send(rank, Enter(load, device, self._rank_group.store, together, os.getpid(), expected))
 
     def _hear_of_parts(self, rank: int, report: FromRank | Lost) -> None:
@@ -290,8 +332,9 @@ class WorkerGroup:
         if job.opened == set(job.span.ranks) and not (job.leaving or job.then):
             self._rank_group.spans[job.join.job.name] = job.span
             self._meetings += 1
+            apart = bool(self._lent_ranks(job.span.ranks))
             for each in job.span.ranks:
-                self._rank_group.send(each, Meet(job.join.job.name, job.span, job.numel, self._meetings))
+                self._rank_group.send(each, Meet(job.join.job.name, job.span, job.numel, self._meetings, apart))
 
     def _end(self, report: JobEnd) -> None:
         """The job has ended at its lead rank, or has left it; one that moves goes on elsewhere, and nobody above is told."""
@@ -317,13 +360,15 @@ class WorkerGroup:
         heartbeat.phase, heartbeat.count = beat.phase, beat.count * self._rank_group.count + rank
         heartbeat.in_flight = tuple(dict.fromkeys(name for each, _ in self._beats.values() for name in each.in_flight))
 
-    def _lose(self, rank: int, reason: str) -> None:
-        """A rank that has jobs. The others end too, and are not what ended it. Raises RankError."""
+    def _lose(self, rank: int, reason: str, *, lent: bool) -> None:
+        """A rank that has jobs. The others end too, and are not what ended it. Raises RankError; where a host is lost that has `lent` its
+        GPU, LostLenderError.
+        """
         self._rank_group.kill()
         for other in self._change.gpu_of:
             if other != rank:
                 forget_flight(Path(self._load.output_dir), os.getpid(), other)
-        raise RankError(f"rank {rank} (GPU {self._change.gpu_of[rank]}) is lost: {reason}")
+        raise (LostLenderError if lent else RankError)(f"rank {rank} (GPU {self._change.gpu_of[rank]}) is lost: {reason}")
 
 
 def worker_device(device: str, gpus: tuple[int, ...], gpu: int) -> str:

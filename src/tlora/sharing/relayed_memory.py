@@ -1,0 +1,92 @@
+"""Memory of ranks of several hosts, which cannot read each other's: each keeps a copy of what the others have written, and gets theirs over
+the line by which it also hears that they have.
+
+It stands for `PeerMemory` where ranks are apart. A rank's bytes are sent once the device has written them and before the note that
+announces them; one line keeps that order. So what a note announces is there when the note is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tlora.errors import RankError
+from tlora.link.transfer import PIECE_BYTES
+from tlora.sharing.host_memory import pin
+
+Send = Callable[[int, int, int, bytes], None]
+"""Takes the meeting's number, the rank that shall get the bytes, where they begin in this rank's memory, and them."""
+
+
+class RelayedMemory:
+    """`own` lies in the host's memory; `device` is where it is copied to. `read` and `own` are those of a `PeerMemory`."""
+
+    def __init__(self, number: int, num_bytes: int, rank: int, ranks: Sequence[int], device: torch.device, send: Send) -> None:
+        """Of rank `rank` among `ranks`, whose positions are the peers' numbers. Raises CapacityError where it cannot be pinned."""
+        self._number, self._rank, self._ranks, self._send = number, rank, list(ranks), send
+        self._parts = {each: torch.zeros(num_bytes, dtype=torch.uint8) for each in ranks}
+        self.own, self.device = self._parts[rank], device
+        if device.type == "cuda":
+            for part in self._parts.values():
+                pin(part, device)
+
+    def read(self, peer: int, start: int, target: Tensor) -> None:
+        target.copy_(self._parts[self._ranks[peer]][start : start + target.numel()], non_blocking=True)
+
+    def pass_on(self, start: int, size: int) -> None:
+        """Send bytes of this rank's to all others. The device has written them."""
+        for begin, end in _pieces(start, size):
+            content = self.own[begin:end].numpy().tobytes()
+            for rank in self._ranks:
+                if rank != self._rank:
+                    self._send(self._number, rank, begin, content)
+
+    def take(self, sender: int, start: int, content: bytes) -> None:
+        """What another rank has sent. Raises RankError for what has no place here."""
+        part = self._parts.get(sender)
+        if part is None or sender == self._rank or not 0 <= start <= start + len(content) <= len(part):
+            raise RankError(f"rank {sender} sent {len(content):,} bytes for byte {start:,} of a job that has no such. Start all alike")
+        part[start : start + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+class Relay:
+    """The memories of one rank, by the numbers of their meetings. `take` is called by the thread that reads its line, all else by the
+    group's own.
+    """
+
+    def __init__(self, rank: int, send: Send) -> None:
+        self._rank, self._send = rank, send
+        self._memories: dict[int, RelayedMemory] = {}
+        self._early: dict[int, list[tuple[int, int, bytes]]] = {}  # of meetings to which this rank is still on its way
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def open(self, number: int, num_bytes: int, ranks: Sequence[int], device: torch.device) -> RelayedMemory:
+        """The memory of a meeting with those ranks, of which this is one. Others may have written by now."""
+        memory = RelayedMemory(number, num_bytes, self._rank, ranks, device, self._send)
+        with self._lock:
+            self._memories[number], self._last = memory, max(self._last, number)
+            for sender, start, content in self._early.pop(number, []):
+                memory.take(sender, start, content)
+        return memory
+
+    def close(self, number: int) -> None:
+        with self._lock:
+            self._memories.pop(number, None)
+
+    def take(self, number: int, sender: int, start: int, content: bytes) -> None:
+        """Bytes of a meeting that is over are dropped."""
+        with self._lock:
+            memory = self._memories.get(number)
+            if memory is not None:
+                memory.take(sender, start, content)
+            elif number > self._last:  # meetings come in one order to all
+                self._early.setdefault(number, []).append((sender, start, content))
+
+
+def _pieces(start: int, size: int) -> Iterator[tuple[int, int]]:
+    for begin in range(start, start + size, PIECE_BYTES):
+        yield begin, min(begin + PIECE_BYTES, start + size)

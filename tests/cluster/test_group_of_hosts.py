@@ -1,0 +1,161 @@
+"""A job that orders more GPUs than a host has: real workers on hosts that share nothing but the line, the scheduler's own decisions, and
+the bytes of `tlora train`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tlora
+from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, steps_taken, write_rows
+from tests.hosts import Network, kill_host, network, start_worker, why_no_namespaces
+from tlora.cluster.controller import run
+from tlora.cluster.credentials import WorkerTokens
+from tlora.cluster.event_log import EventLog
+from tlora.cluster.hosts import STRIDE
+from tlora.cluster.limits import Limits
+from tlora.cluster.listeners import TlsListener
+from tlora.cluster.local import LocalBackend, LocalMachine
+from tlora.cluster.reconciler import LocalJob
+from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.protocol import Action, Event, GroupLost, GroupReady, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.hardware import live_cost_model
+
+LEASE = 8.0
+NAME = "two"
+STEPS = 150  # so that the other host's rank comes while it trains
+needs_namespaces = pytest.mark.skipif(bool(why_no_namespaces()), reason=f"no namespaces: {why_no_namespaces()}")
+
+
+@dataclass
+class Cluster:
+    """A controller in `root`, with `gpus` of its own, and hosts that dial it. `told`: all events and actions so far."""
+
+    root: Path
+    base: Path
+    orders: list[dict[str, Any]]
+    gpus: tuple[int, ...]
+    network: Network | None
+    told: list[Event | Action] = field(default_factory=list[Event | Action])
+    hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, Any])
+    act: Callable[[Event | Action], object] = lambda _: None
+
+    def train(self, *hosts: str) -> None:
+        """All orders, submitted when these hosts have come, to their end."""
+        out, address = self.root / "out", self.network.here if self.network is not None else "127.0.0.1"
+        spec = run_spec(self.base, out, self.orders)
+        made, jobs = profile_jobs(spec), dict[str, LocalJob]()
+        machine = LocalMachine(
+            self.gpus, "cpu", {"tiny": str(self.base)}, out, deterministic=True, tick_seconds=1.0, limits=Limits(host_lease=LEASE)
+        )
+        scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({"tiny": 1e6}), print)
+        with (
+            TlsListener(out / "workers", (address, 0)) as listener,
+            LocalBackend(machine, print, listener) as backend,
+            closing(EventLog(out / "events.jsonl")) as log,
+        ):
+            token = WorkerTokens(out / "workers").create(3600)[1]
+            self.start = lambda name: self._start(name, listener, token)
+            for name in hosts:
+                self.start(name)
+
+            def record(now: float, item: Event | Action) -> None:
+                log.write(now, item)
+                self.told.append(item)
+                self.act(item)
+                if isinstance(item, NodeAdded) and len({node.node for node in self.told if isinstance(node, NodeAdded)}) == 1 + len(hosts):
+                    threading.Thread(target=submit, daemon=True).start()
+
+            def submit() -> None:
+                for order in spec.jobs:
+                    if order.name in jobs:
+                        return
+                    profiled = made[order.name]
+                    assert isinstance(profiled, ProfiledJob)
+                    jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
+                    backend.submit(JobSubmitted(order.name, "tiny", order.gpus, profiled.profile), jobs[order.name])
+                backend.seal()
+
+            run(scheduler, backend, record)
+        assert {item.job_id for item in self.told if isinstance(item, JobFinished)} == {order["name"] for order in self.orders}
+
+    def _start(self, name: str, listener: TlsListener, token: str) -> None:
+        options = ["--connect", listener.address, "--fingerprint", listener.fingerprint]
+        hidden = [self.base, self.root / "out", self.root / "cache"]
+        namespace = self.network.namespace(len(self.hosts)) if self.network is not None else None
+        self.hosts[name] = start_worker(options, token, self.root / name, hidden, name=name, namespace=namespace)
+
+    def check(self) -> None:
+        same_bytes(self.root / "out" / "jobs", self.root / "whole", [order["name"] for order in self.orders])
+        for order in self.orders:
+            assert steps_taken(self.root / "out" / "jobs" / order["name"]) == steps_taken(self.root / "whole" / order["name"])
+
+    def spans(self) -> list[tuple[int, ...]]:
+        return [item.group.gpus for item in self.told if isinstance(item, StartGroup) and len(item.group.gpus) > 1]
+
+
+@contextmanager
+def cluster(root: Path, steps: int, gpus: tuple[int, ...], namespace: bool) -> Iterator[Cluster]:
+    base, data = save_base(root / "base", hidden_size=64, intermediate_size=128), str(write_rows(root / "a.jsonl", 26, 1, high=20))
+    orders = [job(NAME, data, gpus=2, lora_dropout=0.1, max_steps=steps, batch_size=6, save_steps=10)]
+    with ExitStack() as stack:
+        monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+        monkeypatch.setenv("TLORA_CACHE", str(root / "cache"))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        tlora.train(run_spec(base, root / "whole", orders, deterministic=True), device="cpu")
+        made = Cluster(root, base, orders, gpus, stack.enter_context(network(3)) if namespace else None)
+        try:
+            yield made
+        finally:
+            for process in made.hosts.values():
+                kill_host(process)
+
+
+def lent_trees(host: Path) -> list[Path]:
+    return [path for path in (host / "cache" / "hosts" / "trees").iterdir() if path.is_dir()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("namespace", [False, pytest.param(True, marks=needs_namespaces)], ids=["process", "namespace"])
+def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace: bool) -> None:
+    with cluster(tmp_path, STEPS, (0,), namespace) as there:
+        there.train("b")
+        there.check()
+        assert there.spans() == [(0, STRIDE)] and not any(isinstance(item, GroupLost) for item in there.told)
+        assert len(lent_trees(tmp_path / "b")) == 2, "the base and the training set lie on the host that computes a part"
+        assert not list((tmp_path / "b" / "cache" / "hosts" / "workers").glob("*/jobs/*/checkpoint*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_namespaces
+@pytest.mark.parametrize("killed", ["lender", "leader"])
+def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str) -> None:
+    """A controller without GPUs, and two hosts. With either the group is lost; it goes on at a checkpoint, at last with a new host."""
+    with cluster(tmp_path, 2 * STEPS, (), True) as there:
+        first: list[str] = []
+
+        def act(item: Event | Action) -> None:
+            if isinstance(item, NodeAdded) and item.node in ("b", "c"):
+                first.append(item.node)
+            is_whole = any(isinstance(item, GroupReady) for item in there.told)  # both hosts compute it
+            if isinstance(item, StepsDone) and item.steps >= 40 and is_whole and "d" not in there.hosts:
+                kill_host(there.hosts[first[0] if killed == "leader" else first[1]])
+                there.start("d")
+
+        there.act = act
+        there.train("b", "c")
+        there.check()
+        assert any(isinstance(item, GroupLost) for item in there.told)
+        assert there.spans()[0] == (STRIDE, 2 * STRIDE) and len(there.spans()) >= 2, there.spans()

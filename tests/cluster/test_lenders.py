@@ -1,0 +1,124 @@
+"""Groups that are wider than a host, as the controller has them: one worker leads, those of other hosts lend. Nothing trains here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.fake_workers import STARTED, FakeProcess, FakeWorker, local_backend
+from tests.cluster.test_listeners import LABELS
+from tests.cluster.test_local import submitted
+from tests.cluster.test_wide_groups import until, wide
+from tlora.cluster.hosts import STRIDE
+from tlora.cluster.local import LocalBackend
+from tlora.cluster.reconciler import LocalJob
+from tlora.cluster.remote_worker import RemoteWorker
+from tlora.engine.messages import Listen, SetGpus
+from tlora.job import JobSpec
+from tlora.live.cluster_run import submit_all
+from tlora.protocol import ChangeGroup, GroupKept, GroupReady, NodeAdded, StartGroup, StopGroup
+from tlora.worker_protocol import GpusChanged, Lending, Listening, Loaded
+
+SPANNING = wide("g", (0, 1, STRIDE), "a")
+DOOR = Listening("tcp://10.0.0.1:7000", "sha256:" + "0" * 64, "key")
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[LocalBackend]:
+    """Of two GPUs, with a host that has one, and a job that orders three."""
+    with local_backend(tmp_path) as made:
+        made._hosts_may_come = True
+        specs = {name: JobSpec.model_validate({"name": name, "data": "d.jsonl", "gpus": gpus}) for name, gpus in (("a", 3), ("b", 1))}
+        arrivals = [(0.0, submitted(name, gpus=spec.gpus)) for name, spec in specs.items()]
+        submit_all(made, {name: LocalJob(spec) for name, spec in specs.items()}, arrivals)
+        made.poll(), made.poll()
+        made.worker_pool.remote_hosts.events.append(NodeAdded("b", (STRIDE,)))
+        yield made
+
+
+def come(backend: LocalBackend) -> FakeWorker:
+    """A worker of the other host, which has loaded nothing."""
+    worker = RemoteWorker((STRIDE,), None, FakeProcess(), 1, 180.0, LABELS, STRIDE)
+    worker.reached_at = "10.0.0.1"
+    backend.worker_pool.workers[STRIDE] = worker
+    return FakeWorker(worker, backend.worker_pool.inbox)
+
+
+def lend(worker: FakeWorker) -> Lending | None:
+    assert worker.worker_reconciler.want is not None
+    return worker.worker_reconciler.want.lend
+
+
+def led(backend: LocalBackend) -> tuple[FakeWorker, FakeWorker]:
+    """The leader, which listens, and the lender, which was told where."""
+    lender = come(backend)
+    backend.execute(StartGroup(SPANNING))
+    leader = next(worker for worker in STARTED if worker is not lender)
+    assert leader.remote.gpus == (0, 1) and leader.asked == ["+a"], "it begins on what it has"
+    assert [command.address for command in leader.commands if isinstance(command, Listen)] == ["10.0.0.1"]
+    assert not leader.changes, "nobody can lend it anything yet"
+    leader.say(Loaded(), DOOR)
+    backend.advance()
+    return leader, lender
+
+
+def test_a_group_is_led_on_its_first_host_and_the_others_lend(backend: LocalBackend) -> None:
+    leader, lender = led(backend)
+    assert lend(lender) == Lending(DOOR.address, DOOR.fingerprint, DOOR.key, {STRIDE: 0})
+    assert leader.changes == [SPANNING.gpus]
+    assert next(command.lent for command in leader.commands if isinstance(command, SetGpus)) == (STRIDE,)
+    assert [join.job.name for join in lender.remote.reads] == ["a"] and not lender.asked
+    leader.obey()
+    until(backend, GroupReady("g"))
+    assert leader.remote.gpus == (0, 1) and leader.remote.lent == (STRIDE,)
+    assert leader.worker_reconciler.claimed == (0, 1), "what is lent is another's, also to the next controller"
+    backend.execute(ChangeGroup(wide("g", (0, 1), "a")))
+    backend.execute(StartGroup(wide("h", (STRIDE,), "b")))
+    assert not lender.stopping, "it is let go when its leader has let it go"
+    leader.obey()
+    backend.advance()
+    assert leader.remote.lent == () and lender.stopping
+
+
+def test_a_leader_without_a_group_lets_go_and_a_lender_that_comes_again_is_asked_again(backend: LocalBackend) -> None:
+    leader, lender = led(backend)
+    leader.obey()
+    until(backend, GroupReady("g"))
+    del backend.worker_pool.workers[STRIDE]  # it is gone, and here again, before its leader has noticed
+    again = come(backend)
+    backend.execute(ChangeGroup(replace(SPANNING, weights=(2.0,))))
+    assert lend(again) == lend(lender)
+    backend.execute(StopGroup("g"))
+    assert leader.changes == [(0, 1)] and leader.asked == ["-a"]
+    leader.obey()
+    backend.advance()
+    assert leader.remote.lent == () and not leader.stopping and leader.remote.group_id == ""
+
+
+def test_a_leader_that_cannot_listen_keeps_its_group_on_its_host(backend: LocalBackend) -> None:
+    lender = come(backend)
+    backend.execute(StartGroup(SPANNING))
+    leader = next(worker for worker in STARTED if worker is not lender)
+    leader.say(Loaded(), Listening("", "", "", "it cannot listen at 10.0.0.1"))
+    until(backend, GroupKept("g", (0, 1), "it cannot listen at 10.0.0.1"))
+    assert not lender.remote.lends_to and lender.remote.load is None
+
+
+def test_a_base_in_parts_stays_on_one_host(backend: LocalBackend) -> None:
+    leader, _ = led(backend)
+    order = next(command.order for command in leader.commands if isinstance(command, SetGpus))
+    leader.say(GpusChanged((0, 1), "the base is held in parts", fixed=True, order=order))
+    until(backend, GroupKept("g", (0, 1), "the base is held in parts"))
+    assert not leader.stopping and backend.reconciler.groups["g"].gpus == (0, 1)
+
+
+def test_a_job_that_fits_one_host_spans_none(backend: LocalBackend) -> None:
+    come(backend)
+    backend.poll()
+    backend.execute(StartGroup(replace(SPANNING, gpus=(1, STRIDE), job_ids=("b",))))
+    assert backend.reconciler.groups["g"].gpus == (1,)
+    kept = next(event for event in backend.poll() if isinstance(event, GroupKept))
+    assert kept.gpus == (1,) and "unless a job of it orders more than the 2 of the widest" in kept.reason

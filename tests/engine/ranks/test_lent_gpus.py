@@ -1,0 +1,140 @@
+"""A worker with GPUs of another host, whose worker starts ranks for it: real ranks, TLS on loopback. A job that spans both has the bytes of
+one process, and who does not know the key comes in nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.ranks.test_group_changes import Worker, World
+from tests.engine.tiny_runs import job, write_rows
+from tlora.engine.messages import Listen, SetGpus, SetPlan, Stop
+from tlora.engine.ranks.lending import Lender
+from tlora.engine.ranks.lending_line import LENDING, Lent
+from tlora.engine.ranks.worker_group import LostLenderError
+from tlora.errors import ConfigError
+from tlora.worker_protocol import GpusChanged, Joined, Lending, Listening, Load
+
+LENT = 1000
+
+
+class Host:
+    """Another host's worker, in a thread of this process; its ranks are processes of their own."""
+
+    def __init__(self, world: World, directory: Path, lending: Lending) -> None:
+        load = Load(str(world.base), str(directory / "elsewhere"), "cpu", time.time(), deterministic=True)
+        self.lender, self.commands = Lender(load, (0,), lending, self._bring), queue.SimpleQueue[Any]()
+        self.brought: list[str] = []
+        self.ended: str | BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _bring(self, join: Any) -> Any:
+        self.brought.append(join.job.name)
+        return join
+
+    def _run(self) -> None:
+        try:
+            self.ended = self.lender.run(self.commands)
+        except ConfigError as error:
+            self.ended = error
+
+
+def orders(directory: Path) -> list[dict[str, Any]]:
+    data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
+    return [
+        job("two", data, gpus=2, lora_dropout=0.1, max_steps=80, batch_size=6, save_steps=20),
+        job("short", data, max_steps=4, r=7, seed=3),
+    ]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("lent")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield World(directory, orders)
+
+
+def listen(worker: Worker) -> Lending:
+    worker.inbox.put(Listen("127.0.0.1"))
+    told = worker.until(lambda told: any(isinstance(report, Listening) for report in told))
+    found = next(report for report in told if isinstance(report, Listening))
+    assert not found.problem and found.key not in repr(found)
+    return Lending(found.address, found.fingerprint, found.key, {LENT: 0})
+
+
+def spanning(world: World, out: Path) -> tuple[Worker, Host]:
+    """A worker that has a GPU of its own and one of another host, which its jobs find when they join."""
+    worker = Worker(Load(str(world.base), str(out), "cpu", time.time(), deterministic=True), (0,))
+    world.workers.append(worker)
+    host = Host(world, out, listen(worker))
+    worker.inbox.put(SetPlan(128))
+    worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))
+    worker.until(lambda told: GpusChanged((0, LENT)) in told)
+    world.join(worker)
+    worker.until(lambda _: worker.steps("two")[-1:] > [5])
+    assert worker.group._jobs["two"].span.ranks == (0, 1), "a rank of another host leads no job"
+    assert all(job.span.lead_rank == 0 for job in worker.group._jobs.values())
+    return worker, host
+
+
+def test_a_job_spans_hosts_and_comes_back_with_the_bytes_of_one_process(world: World, tmp_path: Path) -> None:
+    """It begins on both and goes on on one while it trains. The lender is let go with its GPU."""
+    worker, host = spanning(world, tmp_path)
+    lending = listen(worker)
+    for wrong in (dataclasses.replace(lending, key="0" * 64), dataclasses.replace(lending, fingerprint="sha256:" + "0" * 64)):
+        stranger = Host(world, tmp_path, wrong)
+        stranger.thread.join(60)
+        assert isinstance(stranger.ended, ConfigError), "it says nothing to who has another certificate, and lets in no other key"
+    assert host.brought == ["two"] and not (tmp_path / "elsewhere" / "two").exists()
+    worker.inbox.put(SetGpus((0,)))
+    host.thread.join(60)
+    assert host.ended == "its GPUs are needed by the other host no more, or that one is gone"
+    world.finish(worker, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_costs_what_followed_the_checkpoint(world: World, tmp_path: Path) -> None:
+    worker, host = spanning(world, tmp_path)
+    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 20 for path in tmp_path.glob("two/checkpoint-*")))
+    os.kill(host.lender._processes[1].pid, signal.SIGKILL)
+    worker._thread.join(60)
+    assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
+    host.thread.join(60)
+    assert host.ended, "nor does a lender stay alone"
+    again = world.worker(tmp_path, 0)
+    told = again.until(lambda told: any(isinstance(report, Joined) and report.job_id == "two" for report in told))
+    assert next(report.steps for report in told if isinstance(report, Joined) and report.job_id == "two") >= 20
+    world.finish(again, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_host_that_stops_while_it_joins_changes_nothing(world: World, tmp_path: Path) -> None:
+    worker = world.worker(tmp_path, 0)
+    host = Host(world, tmp_path, listen(worker))
+    worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))
+    while not host.lender._processes:
+        time.sleep(0.01)
+    host.commands.put(Stop())
+    told = worker.until(lambda told: any(isinstance(report, GpusChanged) for report in told))
+    refused = next(report for report in told if isinstance(report, GpusChanged))
+    assert refused.gpus == (0,) and "which has lent its GPU, is gone or cut off" in refused.refused
+    host.thread.join(60)
+    assert host.ended == "it was told to stop"
+    world.finish(worker, tmp_path)
+
+
+def test_a_lenders_messages_are_lines() -> None:
+    assert LENDING.decode(LENDING.encode(Lent("b", 7, (1, 2)))) == Lent("b", 7, (1, 2))
