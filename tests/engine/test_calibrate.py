@@ -19,10 +19,11 @@ from tlora.engine.check import check
 from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers, speed_of
 from tlora.engine.product_speed import ProductSpeed
 from tlora.errors import ConfigError
+from tlora.kernels.cards import HOPPER
 from tlora.planning.layout_units import link_rate
-from tlora.planning.micro_batches import token_cost_on
 from tlora.shape.gpu_models import find_gpu, speeds_of
 from tlora.shape.memory import MemoryModel
+from tlora.shape.token_cost import token_cost_on
 from tlora.shape.work import FP8_GAIN, LAYER_OF_8B, WITH_FEATURES
 from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat
 
@@ -93,7 +94,7 @@ def test_what_was_measured_is_what_is_predicted_with(tmp_path: Path) -> None:
     assert gpu.rate.multiply_adds_per_second("cuda", False) == pytest.approx(250e12 * WITH_FEATURES)
     assert gpu.rate.multiply_adds_per_second("cuda", True) == pytest.approx(1.5 * 250e12 * WITH_FEATURES)
     memory = MemoryModel(1, (), 32, 2, 4, 5, *LAYER_OF_8B)
-    fixed = token_cost_on("cuda", None, memory, fixed_work=gpu.fixed_work).fixed_tokens
+    fixed = token_cost_on("cuda", HOPPER.smallest_rows, memory, fixed_work=gpu.fixed_work).fixed_tokens
     assert fixed * 2 * 218e6 / 250e12 == pytest.approx(300e-6), "tokens that take as long as a layer takes besides"
     assert link_rate(gpu, gpu) == 300e9
     (tmp_path / "apart.json").write_text(json.dumps(spec_of("X", 80 << 30, 90, 0.0, measured(gain_in_8_bits=None))))

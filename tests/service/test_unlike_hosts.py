@@ -12,6 +12,7 @@ from tlora.protocol import KindsFound, NodeAdded
 from tlora.service.live_jobs import LiveJobs
 from tlora.service.machine import Devices
 from tlora.service.routes.cluster import _host_views
+from tlora.shape.gpu_models import find_gpu
 
 
 def shown(*kinds: str) -> tuple[ClusterView, str]:
@@ -32,6 +33,14 @@ def test_kinds_are_shown_where_they_differ() -> None:
     view, text = shown("H100", "A100", "A100")
     assert view.hosts[0].kinds == ["H100", "A100", "A100"] and view.kinds_of([0, 1]) == "H100 and A100" and view.kinds_of([2]) == "A100"
     assert "kind" in text and "H100 and A100" in text
+
+
+def test_speeds_are_predicted_for_the_slowest_gpu_here() -> None:
+    kinds = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090")
+    assert Devices("cuda", (0, 1), kinds=kinds).model == find_gpu("rtx3090")
+    assert Devices("cuda", (0, 1), kinds=(kinds[0], "Voodoo 2")).model is None and Devices("cuda", (0,)).model is None, "not known"
+    assert Devices("cuda", ()).model == find_gpu("h200"), "only other hosts train"
+    assert Devices("cpu", (0,)).model is None
 
 
 def test_gpus_of_one_kind_are_shown_as_before() -> None:

@@ -11,11 +11,11 @@ import torch
 
 from tlora.kernels.cards import HOPPER
 from tlora.planning import work
-from tlora.planning.micro_batches import token_cost_on
 from tlora.shape.gpu_files import calibration_path, gpu_here, speed_here, versions
 from tlora.shape.gpu_models import find_gpu, speeds_of
 from tlora.shape.hardware import live_cost_model
 from tlora.shape.memory import MemoryModel
+from tlora.shape.token_cost import token_cost_on
 from tlora.shape.work import LAYER_OF_8B, WITH_FEATURES
 
 NAME = "NVIDIA H200"
@@ -78,7 +78,7 @@ def test_runs_predict_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "card_of", lambda _: HOPPER)
     write()
     assert work.rate_here(device).flops == FLOPS and work.known_here(device).measured
-    expected = token_cost_on("cuda", None, memory, fixed_work=3e-4 * FLOPS / 4)
+    expected = token_cost_on("cuda", HOPPER.smallest_rows, memory, fixed_work=3e-4 * FLOPS / 4)
     assert work.token_cost(memory, device).fixed_tokens == expected.fixed_tokens
     write(name="another")
     assert work.rate_here(device).flops == TABLE.flops

@@ -24,10 +24,10 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import ModelError
 from tlora.job import DataConfig, JobSpec, UnusedWeights
 from tlora.json_file import read_object
-from tlora.planning.micro_batches import CPU_BUDGET_CAP
 from tlora.planning.plan import pick_device
 from tlora.planning.start import adopt_adapter_config
 from tlora.planning.threads import compute_with, default_threads
+from tlora.shape.token_cost import CPU_BUDGET_CAP
 from tlora.store.serving import find_prompting
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype

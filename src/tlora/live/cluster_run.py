@@ -37,8 +37,9 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
+from tlora.planning.base_parts import count_parts
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.planning.memory import count_base, memory_limit
+from tlora.planning.memory import ACTIVATION_RANK, count_base, memory_limit
 from tlora.progress.cluster import ClusterProgress
 from tlora.progress.view import JobProgress, ProgressView, logged_values
 from tlora.protocol import (
@@ -57,9 +58,11 @@ from tlora.report.rows import read_rows
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.gpu_files import speed_here
-from tlora.shape.hardware import live_cost_model, nearest_base
+from tlora.shape.cost import CostModel
+from tlora.shape.gpu_files import slowest_here, speed_here
+from tlora.shape.hardware import nearest_base
 from tlora.shape.memory import BaseMemory, least_gpus
+from tlora.shape.predicted_constants import is_predicted, live_constants
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
@@ -175,9 +178,7 @@ class _Run:
         profiled = self._profile()
         for name, job in profiled.items():
             self._cluster.view.advance(name, total_steps=job.profile.steps)
-        cost = live_cost_model({_BASE: self._base.num_bytes}, self._speed())
-        cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
-        scheduler = Scheduler(LIVE_POLICIES[self._policy](), cost, self._see_fault)
+        scheduler = Scheduler(LIVE_POLICIES[self._policy](), self._costs(), self._see_fault)
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
@@ -246,17 +247,21 @@ class _Run:
                 self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
         return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 
-    def _speed(self) -> float:
-        """Of training on the GPUs here against an H200."""
-        kind, like, speed = self._places[0].partition(":")[0], nearest_base(self._base.num_bytes), 1.0
-        if kind == "cuda":
-            known = list_gpus()
-            speed, told = speed_here(known[number].name for number in self._numbers if number in known)
-            for line in told:
-                self._watcher.note(line)
-        scaled = "" if speed == 1.0 else f" on an H200, times {speed:.2f}"
-        self._watcher.note(f"{self._policy} on {len(self._places)} x {kind}; speeds as measured, until then those of {like}{scaled}")
-        return speed
+    def _costs(self) -> CostModel:
+        """Seconds and bytes of the base, as predicted for the slowest GPU here until workers have measured them."""
+        place, base = torch.device(self._places[0]), self._base
+        known = list_gpus() if place.type == "cuda" else {}
+        names = [known[number].name for number in self._numbers if number in known]
+        speed, told = speed_here(names)
+        parts = count_parts(SuperModel(base), place, ACTIVATION_RANK) if place.type == "cuda" else None
+        constants = live_constants(base.num_bytes, parts, slowest_here(names))
+        like = f"those of {nearest_base(base.num_bytes)}" + ("" if speed == 1.0 else f" on an H200, times {speed:.2f}")
+        until = "what `tlora plan` predicts" if is_predicted(constants) else like
+        for line in (*told, f"{self._policy} on {len(self._places)} x {place.type}; speeds as measured, until then {until}"):
+            self._watcher.note(line)
+        cost = CostModel({_BASE: constants}, speed=speed)
+        cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
+        return cost
 
     @property
     def _numbers(self) -> tuple[int, ...]:

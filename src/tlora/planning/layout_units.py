@@ -11,7 +11,6 @@ from typing import Protocol
 
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
-from tlora.kernels.cards import class_of_capability
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import counting_jobs, multiply_adds
 from tlora.planning.micro_batches import (
@@ -21,14 +20,13 @@ from tlora.planning.micro_batches import (
     in_stages,
     largest_micro_batch,
     sample_lengths,
-    token_cost_on,
 )
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import cut_layers
-from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers
+from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers, token_cost_on
 from tlora.wording.numbers import gib
 
 
@@ -51,7 +49,7 @@ class Device:
         return 2 * self.parts.timed_weights / self.rate
 
     def cost(self, memory: MemoryModel, link_tokens: float = 0.0) -> TokenCost:
-        return token_cost_on("cuda", class_of_capability(self.gpu.capability), memory, link_tokens, self.gpu.fixed_work)
+        return token_cost_on("cuda", self.gpu.smallest_rows, memory, link_tokens, self.gpu.fixed_work)
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,9 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import row_tokens
 from tlora.data.prepare import Prepared
 from tlora.job import JobSpec, RunSpec
-from tlora.kernels.cards import HOPPER, CardClass
 from tlora.shape.memory import Adapter, MemoryModel
 from tlora.shape.token_cost import HIDES_LAUNCHES, TokenCost, fixed_depth
-from tlora.shape.work import FEATURE_WEIGHTS, LAYER_OF_8B
 
-CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/adr/016-memory-is-counted.md)
-# Tokens of an 8B's layer that a micro-batch costs each layer of any base besides its own, for each row of the smallest tile: half a tile's
-# rows are empty at its end, and the last turn of all processors is not full. Llama-3-8B on one H200, tiles down to 64 rows: 216 tokens
-# (2,048 against 8,192; bench/results/h200_memory.json). With sm_80's, of 128 rows, 400 to 456: so much longer than 30 of 8,026 tokens took
-# 171 micro-batches of 1,457 (bench/results/h100_1125f50_small_card_8b.json).
-_FIXED_TOKENS = 216 / 64
 _UNFILLED = 0.9, 0.25  # of `_filled`: samples of 128 to 2,048 tokens, and mostly short ones, of four jobs in budgets of 1,024 to 4,096
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
@@ -78,19 +70,6 @@ def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
     parts = [tokens * counts / (tokens * counts).sum() / len(found) for tokens, counts in found]
     tokens, places = np.unique(np.concatenate([tokens for tokens, _ in found]), return_inverse=True)
     return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
-
-
-def token_cost_on(
-    device_type: str, card: CardClass | None, memory: MemoryModel, link_tokens: float = 0.0, fixed_work: float | None = None
-) -> TokenCost:
-    """Of the base of `memory` on a GPU of class `card`, or a CPU. `link_tokens`: of one that is streamed. `fixed_work`: tokens times
-    weights (with those of features) of a layer that each layer costs besides, where that was measured.
-    """
-    full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device_type == "cuda" else CPU_BUDGET_CAP
-    (weights, features), each = LAYER_OF_8B, FEATURE_WEIGHTS if device_type == "cuda" else 0
-    ordinary = _FIXED_TOKENS * (card or HOPPER).smallest_rows * (weights + each * features)
-    layer = max(memory.layer_weights + each * memory.layer_features, 1)
-    return TokenCost(full, memory.num_layers, (ordinary if fixed_work is None else fixed_work) / layer, link_tokens)
 
 
 def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob]) -> TokenCost:

@@ -12,8 +12,8 @@ import torch
 
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
-from tlora.planning.micro_batches import CPU_BUDGET_CAP
 from tlora.planning.plan import RunPlan
+from tlora.shape.token_cost import CPU_BUDGET_CAP
 
 # About 5 ms of one core. With less, threads on a busy machine wait for each other longer than they compute: on 2 cores with 15 busy
 # processes, a product of 17 million took two threads 236 ms and one 14 ms; from 600 million on, two were the faster

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from tlora.kernels.cards import HOPPER
 from tlora.kernels.device import can_be_asked, capability_of, card_of, fixed_work_elsewhere, is_elsewhere, is_forced, name_of, planned_card
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import multiply_adds
-from tlora.planning.micro_batches import token_cost_on
 from tlora.shape.gpu_files import GpuHere, gpu_here
 from tlora.shape.gpu_models import gpu_called
 from tlora.shape.memory import MemoryModel
-from tlora.shape.token_cost import TokenCost
+from tlora.shape.token_cost import TokenCost, token_cost_on
 from tlora.shape.work import TrainingRate
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.multiply_adds import timed_weights, width_of_layers
@@ -64,4 +64,4 @@ def _fixed_work(device: torch.device) -> float | None:
 
 def token_cost(memory: MemoryModel, device: torch.device, link_tokens: float = 0.0) -> TokenCost:
     """Of the base of `memory` on `device`. `link_tokens`: of one that is streamed."""
-    return token_cost_on(device.type, planned_card(device), memory, link_tokens, _fixed_work(device))
+    return token_cost_on(device.type, (planned_card(device) or HOPPER).smallest_rows, memory, link_tokens, _fixed_work(device))

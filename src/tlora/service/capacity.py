@@ -9,6 +9,7 @@ from tlora.service.base_shapes import adapter_parameters, known_outline, precisi
 from tlora.service.config import ServerConfig
 from tlora.service.machine import Devices
 from tlora.service.problems import RefusedError
+from tlora.shape.base_parts import BaseParts
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, least_gpus
 
@@ -49,6 +50,11 @@ class Capacity:
         """What is known of the base's bytes."""
         outline = self._outlines.get(name)
         return None if outline is None else outline.memory.recomputing(self._recompute)
+
+    def parts_of(self, name: str) -> BaseParts | None:
+        """What is known of what its layers compute."""
+        outline = self._outlines.get(name)
+        return None if outline is None else outline.parts
 
     def check(self, order: OrderSpec) -> None:
         """Raises RefusedError for targets that the base has not, and for an adapter that fits beside it on no GPU."""

@@ -41,7 +41,7 @@ from tlora.service.storage import Storage
 from tlora.service.usage import Usage
 from tlora.service.waiting_queue import WaitingQueue
 from tlora.shape.cost import CostModel
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.predicted_constants import live_constants
 
 T = TypeVar("T")
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
@@ -328,12 +328,8 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._backend_factory.make(self._bases)
-            scheduler = Scheduler(
-                LIVE_POLICIES[self._config.policy](),
-                live_cost_model({}, self._backend_factory.places.speed),
-                self._see_fault,
-                self._usage.tenants,
-            )
+            begins = CostModel({}, speed=self._backend_factory.places.speed)
+            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._see_fault, self._usage.tenants)
             try:
                 self._events.begin(cluster.began_at_seconds)
                 self._wait_for_store("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))
@@ -376,9 +372,9 @@ class Controller:
                 self._base_heard.wait(left)
 
     def _learn(self, cost: CostModel, name: str, now: float) -> None:
-        """The base gets the speeds of the measured one that is nearest in size, and what was observed of itself."""
+        """The base gets the speeds that are predicted of it on the GPUs here, and what was observed of itself."""
         if name not in cost.constants:
-            cost.add(name, live_cost_model({name: self._sizes[name]}, self._backend_factory.places.speed).constants[name])
+            cost.add(name, live_constants(self._sizes[name], self._capacity.parts_of(name), self._backend_factory.places.model))
             if (memory := self._capacity.memory_of(name)) is not None:
                 cost.memory[name] = memory
             self._learned.teach(cost, name, learned_of(self._bases[name], self._backend_factory.places.device, self._config.recompute), now)

@@ -9,7 +9,8 @@ from typing import Literal
 from tlora.cluster.gpus import host_room, list_gpus, room_of, visible
 from tlora.errors import ConfigError
 from tlora.service.config import ServerConfig
-from tlora.shape.gpu_files import speed_here
+from tlora.shape.gpu_files import slowest_here, speed_here
+from tlora.shape.gpu_models import GpuModel, find_gpu
 
 NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # one place of a device, and several
 
@@ -28,6 +29,13 @@ class Devices:
     speed: float = 1.0
     told: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> GpuModel | None:
+        """The GPU that speeds are predicted for until workers have measured: the slowest of those here, an H200 where only other hosts
+        train; None for a CPU, and where nothing is known of one.
+        """
+        return None if self.device == "cpu" else slowest_here(self.kinds) if self.gpus else find_gpu("h200")
 
 
 def find_places(config: ServerConfig) -> Devices:

@@ -64,16 +64,21 @@ def training_speed(name: str) -> float:
     return model.flops / usual if model is not None and model.flops and usual else 1.0
 
 
+def slowest_here(names: Iterable[str]) -> GpuModel | None:
+    """Of GPUs that their driver calls so, the slowest; None where there are none, or nothing is known of one."""
+    models = [gpu_here(name).model for name in dict.fromkeys(names)]
+    known = [(model.flops, model) for model in models if model is not None and model.flops is not None]
+    return min(known, key=lambda each: each[0])[1] if known and len(known) == len(models) else None
+
+
 def speed_here(names: Iterable[str]) -> tuple[float, tuple[str, ...]]:
     """Of training on the slowest of the GPUs that their driver calls so, against an H200; 1 where nothing is known of one. With the lines
     that `gpu_here` tells of them.
     """
-    here = [gpu_here(name) for name in dict.fromkeys(names)]
-    flops = [known.model.flops if known.model is not None else None for known in here]
-    rates = [each for each in flops if each is not None]
-    usual = find_gpu("h200").flops
-    speed = min(rates) / usual if usual and rates and len(rates) == len(here) else 1.0
-    return speed, tuple([known.told for known in here if known.told])
+    names = tuple(dict.fromkeys(names))
+    slowest, usual = slowest_here(names), find_gpu("h200").flops
+    speed = slowest.flops / usual if slowest is not None and slowest.flops and usual else 1.0
+    return speed, tuple([told for name in names if (told := gpu_here(name).told)])
 
 
 @functools.lru_cache(maxsize=32)

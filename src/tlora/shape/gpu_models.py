@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tlora.byte_size import Bytes
 from tlora.errors import ConfigError, cut
 from tlora.json_file import read_object
-from tlora.kernels.cards import CardClass, class_of_capability
+from tlora.kernels.cards import HOPPER, CardClass, class_of_capability
 from tlora.shape import GPU_SHARE
 from tlora.shape.work import FP8_GAIN, WITH_FEATURES, TrainingRate
 
@@ -69,6 +69,11 @@ class GpuModel:
         own = class_of_capability(self.capability)
         older = own is not None and own.loads == "descriptor" and card.loads == "pointers"
         return _SHARES[card.loads] * self.tflops * 1e12 * (_OLDER_INSTRUCTIONS if older else 1.0)
+
+    @property
+    def smallest_rows(self) -> int:
+        """Of a tile of its kernels; a Hopper card's on the plain path."""
+        return (class_of_capability(self.capability) or HOPPER).smallest_rows
 
     @property
     def rate(self) -> TrainingRate:

@@ -6,10 +6,16 @@ The one rule for this: the planner chooses by it, `tlora check` predicts with it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tlora.job import Recompute
+from tlora.shape.work import FEATURE_WEIGHTS, LAYER_OF_8B
+
+if TYPE_CHECKING:
+    from tlora.shape.memory import MemoryModel
 
 # Of all layers, that which no backward reads left out. Llama-3-8B on one H200: 0.43 with the last linear of each layer, 27 % of its weights
 # (bench/results/h200_memory.json), which is no longer computed again: 0.31. On an H100 the rows of
@@ -18,6 +24,14 @@ RECOMPUTE_SHARE = 0.31
 HIDES_LAUNCHES = 4.2 / 5.9 * 8192 * 50e6
 """Work of a micro-batch, in tokens times weights of a layer, from which on the GPU takes longer than Python does to launch it: 4.2 ms a
 layer, as 1.7B takes 5.9 ms a layer for 8,192 tokens (one H200 and its host). Of weights alone, without features, on both sides."""
+
+
+CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/adr/016-memory-is-counted.md)
+# Tokens of an 8B's layer that a micro-batch costs each layer of any base besides its own, for each row of the smallest tile: half a tile's
+# rows are empty at its end, and the last turn of all processors is not full. Llama-3-8B on one H200, tiles down to 64 rows: 216 tokens
+# (2,048 against 8,192; bench/results/h200_memory.json). With sm_80's, of 128 rows, 400 to 456: so much longer than 30 of 8,026 tokens took
+# 171 micro-batches of 1,457 (bench/results/h100_1125f50_small_card_8b.json).
+_FIXED_TOKENS = 216 / 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +60,19 @@ class TokenCost:
         """Share of its time that a stage waits, with micro-batches of so many."""
         filled = min(tokens, sum(self.offered_tokens)) or 1.0
         return bubble(self.stages, [offered / filled for offered in self.offered_tokens])
+
+
+def token_cost_on(
+    device_type: str, smallest_rows: int, memory: MemoryModel, link_tokens: float = 0.0, fixed_work: float | None = None
+) -> TokenCost:
+    """Of the base of `memory` on a GPU whose smallest tile has so many rows, or a CPU. `link_tokens`: of one that is streamed.
+    `fixed_work`: tokens times weights (with those of features) of a layer that each layer costs besides, where that was measured.
+    """
+    full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device_type == "cuda" else CPU_BUDGET_CAP
+    (weights, features), each = LAYER_OF_8B, FEATURE_WEIGHTS if device_type == "cuda" else 0
+    ordinary = _FIXED_TOKENS * smallest_rows * (weights + each * features)
+    layer = max(memory.layer_weights + each * memory.layer_features, 1)
+    return TokenCost(full, memory.num_layers, (ordinary if fixed_work is None else fixed_work) / layer, link_tokens)
 
 
 def bubble(stages: int, micro_batches: Sequence[float]) -> float:

@@ -1,0 +1,53 @@
+"""The planner's seconds of a base on a GPU, as constants of a scheduler's cost model: worked out once for a base, not at each decision.
+
+A micro-batch of T tokens takes (T + fixed) times the seconds of a token, as `tlora plan` has it: so the constants of
+t = launch + T / P are P, tokens a second, and launch = fixed / P. What plans do not count (members, exchanges) is as of a measured base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tlora.shape.base_parts import BaseParts
+from tlora.shape.cost import BaseConstants, scaled_constants
+from tlora.shape.gpu_models import GpuModel, find_gpu
+from tlora.shape.hardware import EXTRAPOLATED, LIVE_GPU, cost_model, nearest_of
+from tlora.shape.token_cost import token_cost_on
+from tlora.shape.work import sample_work
+
+SAMPLE_TOKENS = 512  # of the samples whose attention is counted: jobs come later
+_PLANNERS = "as tlora plan predicts for"
+_SAME_BYTES = 0.01  # relative: of a base that is one of those with constants
+
+
+def live_constants(base_bytes: float, parts: BaseParts | None, gpu: GpuModel | None) -> BaseConstants:
+    """What a live scheduler begins with for a base of so many bytes on GPUs of a model: the constants that were fitted to measurements of
+    that base on an H200, where both are those; else what the planner predicts. `gpu` None, or without a known speed, is a CPU or a GPU of
+    which nothing is known: the constants of the measured base that is nearest in size, as are those of a base of which only bytes are.
+    """
+    measured = cost_model(LIVE_GPU).constants
+    like = measured[nearest_of(measured, base_bytes)]
+    usual = find_gpu("h200").flops
+    if gpu is None or gpu.flops is None or usual is None:
+        return like
+    if parts is None or (gpu.flops == usual and abs(math.log(like.base_bytes / base_bytes)) < _SAME_BYTES):
+        return scaled_constants(like, gpu.flops / usual) if gpu.flops != usual else like
+    return predicted_constants(parts, gpu, like)
+
+
+def is_predicted(constants: BaseConstants) -> bool:
+    """Whether they are the planner's, and none that were measured, or scaled from such."""
+    return _PLANNERS in constants.source["tokens_per_second"]
+
+
+def predicted_constants(parts: BaseParts, gpu: GpuModel, like: BaseConstants) -> BaseConstants:
+    """The planner's seconds on one `gpu`, and what it does not count as of `like`."""
+    rate = gpu.rate.multiply_adds_per_second("cuda", parts.in_8_bits)
+    cost = token_cost_on("cuda", gpu.smallest_rows, parts.memory, fixed_work=gpu.fixed_work)
+    token_seconds = sample_work(parts.timed_weights, parts.width, forwards=2).of(SAMPLE_TOKENS) / SAMPLE_TOKENS / rate
+    launch_seconds = cost.fixed_tokens * 2 * parts.timed_weights / rate
+    told = f"{EXTRAPOLATED}{_PLANNERS} {gpu.name} (docs/reference/layouts.md)"
+    source: Mapping[str, str] = {**like.source, **dict.fromkeys(("tokens_per_second", "launch_seconds", "floor_seconds"), told)}
+    return replace(like, tokens_per_second=1 / token_seconds, launch_seconds=launch_seconds, floor_seconds=0.0, source=source)
