@@ -75,6 +75,25 @@ def test_a_job_that_fits_on_large_cards_alone_gets_one(name: str) -> None:
     all_fit(scheduler)
 
 
+def test_one_more_gpu_with_the_memory_of_all_others_forgets_no_prediction() -> None:
+    """A thousand hosts come GPU by GPU while thousands of jobs wait. What jobs of several GPUs may hope for follows all the same."""
+    scheduler, mirror = Scheduler(LIVE_POLICIES["residual_capacity"](), costs()), Mirror()
+    tell(scheduler, mirror, NodeAdded("n", (0, 1, 2)), 0.0)
+    tell(scheduler, mirror, MemoryFound((0,), (80 * GB,)), 0.0)
+    for name, gpus in (("one", 1), ("two", 2), ("three", 3)):
+        tell(scheduler, mirror, small(name, gpus=gpus), 1.0)
+    state = scheduler.state
+    corrected = state.cost.times_corrected
+    for gpu in (1, 2):
+        tell(scheduler, mirror, MemoryFound((gpu,), (80 * GB,)), 2.0)
+        for job in state.jobs.values():
+            assert job.least_room == state.memory.least_room(state.cost, job.spec, state.most_gpus) == 0.0
+    assert state.cost.times_corrected == corrected
+    tell(scheduler, mirror, NodeAdded("m", (3,)), 3.0)
+    tell(scheduler, mirror, MemoryFound((3,), (24 * GB,)), 3.0)
+    assert state.cost.times_corrected > corrected, "another room"
+
+
 def test_small_jobs_leave_large_cards_to_others() -> None:
     scheduler, mirror = made(LIVE_POLICIES["residual_capacity"](), *CARDS)
     for index in range(3):

@@ -115,8 +115,19 @@ class ClusterState:
         self.node_size = max((len(node.gpus) for node in self.lasting_nodes.values()), default=0)
 
     def find_memory(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
-        """As `GpuMemory.find`; what was predicted with other memory is forgotten."""
-        return self.memory.find(gpus, memory_bytes) and self._predict_all()
+        """As `GpuMemory.find`; what was predicted with other memory is forgotten. Of one more GPU that has what all others have, that is
+        only which jobs of several GPUs there are enough of them for.
+        """
+        before = self.memory.rooms
+        if not self.memory.find(gpus, memory_bytes):
+            return False
+        if self.memory.is_uneven or self.memory.rooms != before:
+            return self._predict_all()
+        changed = False
+        for job in self.jobs.values():
+            if job.spec.gpus > 1 and (room := self.memory.least_room(self.cost, job.spec, self.most_gpus)) != job.least_room:
+                job.least_room, changed = room, True
+        return changed and self._predict_all()
 
     def find_kinds(self, gpus: Sequence[int], kinds: Sequence[str], speeds: Sequence[float]) -> bool:
         """As `GpuKinds.find`."""
