@@ -349,7 +349,7 @@ class WorkerPool:
     def _watch(self) -> None:
         """Kill workers that are silent, or without progress, for too long; `listen` reports their ends."""
         now = time.monotonic()
-        if now - self._watched < _WATCH_SECONDS / 4:
+        if now - self._watched < max(_WATCH_SECONDS / 4, 1e-4 * len(self.workers)):  # a look at 8,000 takes 12 ms
             return
         late, self._watched = now - self._watched > 5 * _WATCH_SECONDS, now
         for refusals in (self._of_strangers, self._of_workers):
