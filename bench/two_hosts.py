@@ -23,12 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.fidelity_work import SIZES, Order, Work, make_work
 from bench.growth import Reports
-from bench.machine import facts, write
-from bench.shapes import DEMO_BASE, SHAPES, write_base
+from bench.worker_options import find_base, make_parser, write_result
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Listen, SetGpus, SetPlan, Stop
 from tlora.engine.ranks.lending import Lender
@@ -45,8 +42,10 @@ BUDGET = 4096  # tokens of a micro-batch on a GPU
 def lend(orders: str) -> None:
     """The second process: its GPU works for the first one's worker until that lets it go."""
     told = json.loads(orders)
-    lending = Lending(told["address"], told["fingerprint"], told["key"], {LENT: 0})
-    Lender(Load(**told["load"]), (0,), lending, lambda join: join).run(queue.SimpleQueue())
+    load = Load(**told["load"])
+    own = 1 if load.device == "cuda" else 0  # as CUDA_VISIBLE_DEVICES names it
+    lending = Lending(told["address"], told["fingerprint"], told["key"], {LENT: own})
+    Lender(load, (own,), lending, lambda join: join).run(queue.SimpleQueue())
 
 
 def train(work: Work, load: Load, gpus: tuple[int, ...], address: str = "") -> dict[str, Any]:
@@ -109,16 +108,9 @@ def measure(base: Path, device: str, rank: int, steps: int, address: str, direct
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    base = parser.add_mutually_exclusive_group()
-    base.add_argument("--shape", choices=sorted(SHAPES), help="of a base that is made here; the demo's base without it")
-    base.add_argument("--base", type=Path, default=DEMO_BASE, help="a directory")
-    parser.add_argument("--rank", type=int, default=16)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--address", default="127.0.0.1", help="of this host, where the second process finds the first")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--commit")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--lend", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.lend:
@@ -128,13 +120,12 @@ def main() -> None:
         os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
         if args.device == "cpu":
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
-        base = write_base(args.shape, Path(name) / "base", torch.device(args.device)) if args.shape else args.base
+        base = find_base(args, Path(name))
         found = measure(base, args.device, args.rank, args.steps, args.address, Path(name))
     for arm, result in found["arms"].items():
         print(f"{arm}: {1e3 * result['step_seconds']:.1f} ms a step; adapter of {result['adapter_bytes'] / 1e6:.1f} MB")
     print("the same bytes" if found["same_bytes"] else "OTHER BYTES")
-    settings = {key: str(value) for key, value in vars(args).items()}
-    write(args.json, facts(torch.device(args.device), args.commit) | {"settings": settings} | found)
+    write_result(args, found)
 
 
 if __name__ == "__main__":
