@@ -72,4 +72,4 @@ def test_layers_tell_what_they_ask_of_attention(family: str, windows: list[int],
     make_model(family).save_pretrained(tmp_path)
     found = find_attentions(outline(str(tmp_path), "auto", None))
     assert [tuple(q.shape) for q, *_ in found] == [(2, 4, 16)] * 2 and [tuple(k.shape) for _, k, *_ in found] == [(2, 2, 16)] * 2
-    assert [window for *_, window, _, _ in found] == windows and [softcap > 0 for *_, softcap, _ in found] == [capped] * 2
+    assert [window for *_, window, _, _, _ in found] == windows and [softcap > 0 for *_, softcap, _, _ in found] == [capped] * 2
