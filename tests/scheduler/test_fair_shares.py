@@ -131,7 +131,7 @@ def test_a_long_job_is_not_stopped_for_a_tenant_that_has_had_more() -> None:
     assert timeline.ended_at["b"] - timeline.started_at["b"] < 15_100.0 and "b" not in timeline.moves
 
 
-@pytest.mark.parametrize("lengths", in_every_run([(300.0, 300.0), (300.0, 3000.0), (3000.0, 300.0)], 1))
+@pytest.mark.parametrize("lengths", in_every_run([((300.0, 300.0),), ((300.0, 3000.0),), ((3000.0, 300.0),)], 1))
 def test_tenants_whose_jobs_wait_get_equal_gpu_time_whatever_these_last(lengths: tuple[float, float]) -> None:
     timeline = made_timeline(2, settings=LIVE)
     timeline.tell(
