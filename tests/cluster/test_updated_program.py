@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,46 @@ from tests.engine.tiny_runs import job, train, write_rows
 from tlora.cluster import worker_pool
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.local import LocalBackend, LocalMachine
-from tlora.protocol import Event, GroupLost, JobFinished
+from tlora.protocol import Event, GroupLost, JobFinished, StepsDone
 from tlora.version import __version__
+
+
+class KilledError(Exception):
+    """The controller is gone, as after a SIGKILL: its workers train on."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("real_start")
+def test_the_next_version_goes_on_where_old_workers_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of an old controller are refused, save their jobs and end; those of the new version go on at that step. Nothing but
+    what the refusal saves could: the job writes no checkpoint by itself.
+    """
+    base = save_base(tmp_path / "base")
+    write_rows(tmp_path / "a.jsonl", 12, 0, high=20)
+    world = World(base, [job("a", str(tmp_path / "a.jsonl"), max_steps=400, save_steps=100_000)], tmp_path / "whole")
+    train(base, world.whole, world.orders, deterministic=True)
+
+    def leave(event: Event, script: Script) -> tuple[int, ...]:
+        if isinstance(event, StepsDone) and event.steps >= 20:
+            assert script.backend is not None
+            script.backend.abandon()
+            raise KilledError
+        return script.gpus
+
+    old, new, notes = Script((0,), leave), Script((0,), lambda _, script: script.gpus), list[str]()
+    with pytest.raises(KilledError):
+        run_script(world, tmp_path / "out", old, gpus=(0,))
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next" / "sitecustomize.py").write_text('import tlora.version\ntlora.version.__version__ = "9.9.9"\n')
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'next'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(worker_pool, "__version__", "9.9.9")
+    (tmp_path / "out" / "events.jsonl").unlink()
+    run_script(world, tmp_path / "out", new, gpus=(0,), note=notes.append)
+    assert any(f"is of tlora {__version__}, and this is 9.9.9" in note for note in notes), notes
+    assert not any("it is killed" in note for note in notes), notes
+    assert new.steps("a")[0] > old.steps("a")[-1] >= 20, "no step was taken twice"
+    world.same_bytes(tmp_path / "out")
 
 
 @pytest.mark.slow
