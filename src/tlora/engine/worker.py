@@ -218,7 +218,6 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
     worker.dialer.drain(_DRAIN_SECONDS)
     worker.check_refusal()
     worker.dialer.close()
-    alone &= not worker.is_stopped
     anew = worker.begins_anew or (alone and host is not None)
     return 128 + received[0] if received else _ANEW if anew else int(alone)
 
@@ -235,22 +234,28 @@ def _compute(worker: Worker, load: Load, gpus: tuple[int, ...], store: RemoteSto
         worker.heartbeat.begin("waiting")
         bring = store.bring if store is not None else lambda join: join
         try:
-            worker.end(Lender(load, gpus, lending, bring).run(inbox))
+            reason = Lender(load, gpus, lending, bring).run(inbox)
         except ConfigError as error:
+            reason = str(error)
             worker.heartbeat.ending.wait(_AGAIN_SECONDS)  # the leader may have ended meanwhile, or a network is mended
-            worker.end(str(error))
-        return True
+        return _end_alone(worker, reason)
     group = WorkerGroup(load, gpus, inbox, report, worker.heartbeat, lambda: worker.expected)
     show_stacks_when_asked(lambda: group.rank_pids)
     try:
         group.go_on()
     except LostLenderError as error:
-        worker.end(str(error))
-        return True
+        return _end_alone(worker, str(error))
     except RankError:  # what its ranks have said before says which job may have ended them
         worker.dialer.drain(_DRAIN_SECONDS)
         raise
     return False
+
+
+def _end_alone(worker: Worker, reason: str) -> bool:
+    """Whether it ends for that reason, and not as it was told to: a controller that hears of the end may say so too, which is too late."""
+    is_told = worker.is_stopped
+    worker.end(reason)
+    return not is_told
 
 
 def open_trainer(
