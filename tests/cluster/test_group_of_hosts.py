@@ -26,7 +26,7 @@ from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.protocol import Action, Event, GroupLost, GroupReady, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone
+from tlora.protocol import Action, Event, GpusLost, GroupReady, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.shape.hardware import live_cost_model
@@ -132,7 +132,7 @@ def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace:
     with cluster(tmp_path, STEPS, (0,), namespace) as there:
         there.train("b")
         there.check()
-        assert there.spans() == [(0, STRIDE)] and not any(isinstance(item, GroupLost) for item in there.told)
+        assert there.spans() == [(0, STRIDE)] and not any(isinstance(item, GpusLost) for item in there.told)
         assert len(lent_trees(tmp_path / "b")) == 2, "the base and the training set lie on the host that computes a part"
         assert not list((tmp_path / "b" / "cache" / "hosts" / "workers").glob("*/jobs/*/checkpoint*"))
 
@@ -142,7 +142,7 @@ def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace:
 @needs_namespaces
 @pytest.mark.parametrize("killed", ["lender", "leader"])
 def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str) -> None:
-    """A controller without GPUs, and two hosts. With either the group is lost; it goes on at a checkpoint, at last with a new host."""
+    """A controller without GPUs, and two hosts. With either the job waits; it goes on at a checkpoint, at last with a new host."""
     with cluster(tmp_path, 2 * STEPS, (), True) as there:
         first: list[str] = []
 
@@ -157,5 +157,5 @@ def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str) -> None:
         there.act = act
         there.train("b", "c")
         there.check()
-        assert any(isinstance(item, GroupLost) for item in there.told)
+        assert any(isinstance(item, GpusLost) for item in there.told)
         assert there.spans()[0] == (STRIDE, 2 * STRIDE) and len(there.spans()) >= 2, there.spans()
