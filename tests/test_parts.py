@@ -21,7 +21,9 @@ import bitsandbytes, torch
 
 torch.cuda.is_available = lambda: True
 torch.cuda.get_device_capability = lambda *_: (9, 0)
-torch.cuda.get_device_properties = lambda *_: SimpleNamespace(shared_memory_per_block_optin=232448, multi_processor_count=132)
+H100 = {"name": "NVIDIA H100 80GB HBM3", "total_memory": 85_000_000_000, "multi_processor_count": 132}
+torch.cuda.get_device_properties = lambda *_: SimpleNamespace(shared_memory_per_block_optin=232448, **H100)
+torch.cuda.get_device_name = lambda *_: H100["name"]
 """
 
 
