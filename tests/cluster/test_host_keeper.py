@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tlora.cluster.engine_hosts import Demand
 from tlora.cluster.host_engine import (
     ENGINE_MESSAGES,
     AgentReport,
@@ -17,7 +18,7 @@ from tlora.cluster.host_engine import (
     WorkerEnd,
     WorkerOrder,
 )
-from tlora.cluster.host_keeper import Demand, HostKeeper, HostLimits, choose_hosts
+from tlora.cluster.host_keeper import HostKeeper, HostLimits, choose_hosts
 
 ORDER = WorkerOrder("tcp://127.0.0.1:1", "sha256:00", "tlw-secret", "cpu")
 

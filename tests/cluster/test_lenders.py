@@ -117,7 +117,6 @@ def test_a_base_in_parts_stays_on_one_host(backend: LocalBackend) -> None:
 
 def test_a_job_that_fits_one_host_spans_none(backend: LocalBackend) -> None:
     come(backend)
-    backend.poll()
     backend.execute(StartGroup(replace(SPANNING, gpus=(1, STRIDE), job_ids=("b",))))
     assert backend.reconciler.groups["g"].gpus == (1,)
     kept = next(event for event in backend.poll() if isinstance(event, GroupKept))

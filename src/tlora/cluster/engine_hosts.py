@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from tlora.cluster.host_keeper import Demand, HostKeeper, Prove
 from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.remote_hosts import ProvenEnd
 from tlora.cluster.worker_pool import WorkerPool
@@ -24,7 +25,31 @@ from tlora.protocol import (
     StopGroup,
 )
 
-OpenKeeper = Callable[[Prove], HostKeeper]
+Prove = Callable[[str, int | None, str], None]
+"""A host, the pid of a process there or None for all of them, and how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the cluster needs: hosts with workers that have something to do, and the GPUs that waiting jobs ask for. `workers`: the pids of
+    those that it believes to be alive, by host.
+    """
+
+    busy: frozenset[str] = frozenset()
+    waiting: int = 0
+    workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+
+class Keeper(Protocol):
+    """Of an engine's hosts (`host_keeper.py`, which only a controller with an engine imports)."""
+
+    def start(self) -> None: ...
+    def want(self, demand: Demand) -> None: ...
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
+OpenKeeper = Callable[[Prove], Keeper]
 
 
 class QueueDemand:

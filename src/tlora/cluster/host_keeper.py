@@ -9,8 +9,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from tlora.cluster.engine_hosts import Demand, Prove
 from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
 
 SYNC_SECONDS = 1.0
@@ -18,9 +19,6 @@ _LEAVE_SECONDS = 30.0  # for agents to end
 _LOOK_SECONDS = 0.5
 _AGAIN_SECONDS = 10.0  # before a lost engine is tried again
 _MOURNED_SECONDS = 600.0  # for which a dead host's workers are declared dead: one whose line stands is not, until that ends too
-
-Prove = Callable[[str, int | None, str], None]
-"""A host, the pid of a process there or None for all of them, and how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +30,6 @@ class HostLimits:
     min_hosts: int = 0
     max_hosts: int | None = None
     idle_seconds: float = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What the cluster needs: hosts with workers that have something to do, and the GPUs that waiting jobs ask for. `workers`: the pids of
-    those that it believes to be alive, by host.
-    """
-
-    busy: frozenset[str] = frozenset()
-    waiting: int = 0
-    workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 @dataclass(frozen=True, slots=True)

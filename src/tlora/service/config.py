@@ -6,19 +6,20 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tlora.byte_size import Bytes
-from tlora.cluster.host_keeper import HostLimits
-from tlora.cluster.ray_keeper import RayOptions
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute, UnusedWeights, WorkerLayout
 from tlora.jobs_file import suggest
 from tlora.link.address import tcp_place
 from tlora.server_directory import default_directory
+
+if TYPE_CHECKING:
+    from tlora.cluster.ray_keeper import RayOptions
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -180,6 +181,9 @@ class ServerConfig(BaseModel):
 
     @property
     def ray_options(self) -> RayOptions:
+        from tlora.cluster.host_keeper import HostLimits  # only a server with an engine waits for these
+        from tlora.cluster.ray_keeper import RayOptions
+
         limits = HostLimits(self.min_hosts, self.max_hosts, self.host_idle_seconds)
         return RayOptions(self.ray_address or "", self.worker_listen, limits)
 

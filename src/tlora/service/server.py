@@ -24,7 +24,6 @@ from tlora import durable
 from tlora.cache_directory import open_caches
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
-from tlora.cluster.ray_keeper import open_ray
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_place
 from tlora.server_directory import ADDRESS, FIRST_KEY
@@ -135,6 +134,8 @@ def local_hall(config: ServerConfig) -> BackendFactory:
     for line in places.told:
         warn(line)
     if config.backend == "ray":
+        from tlora.cluster.ray_keeper import open_ray
+
         listener, keeper = open_ray(config.ray_options, places.device, places.gpus, config.directory, warn)
         places = replace(places, gpus=(), memory_bytes=None, room_bytes=(), kinds=())
     else:
