@@ -13,6 +13,7 @@ from tlora.service import config as config_module
 from tlora.service import machine
 from tlora.service.config import ConnectionLimits, Limits, ServerConfig, default_directory, read_config
 from tlora.service.machine import Devices, find_places
+from tlora.service.server import missing_bases
 
 
 def test_nothing_has_to_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,3 +128,10 @@ def test_hosts_of_an_engine_and_a_server_without_gpus_of_its_own() -> None:
         None, {"backend": "ray", "ray_address": "head:6379", "worker_listen": "tcp://10.0.0.1:8322", "device": "cpu", "max_hosts": 4}
     )
     assert find_places(ray) == Devices("cpu", ()) and ray.ray_options.limits.max_hosts == 4
+
+
+def test_a_base_that_is_not_where_it_should_be_is_told_of(tmp_path: Path) -> None:
+    """The server starts: it may come yet, and others are there."""
+    (tmp_path / "config.json").write_text("{}")
+    lines = missing_bases({"there": str(tmp_path), "hub": "org/name", "gone": f"{tmp_path}/gone"})
+    assert lines == [f"base model gone: {tmp_path}/gone has no config.json, and its jobs fail until it has. Correct the path"]

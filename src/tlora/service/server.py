@@ -131,7 +131,7 @@ def local_hall(config: ServerConfig) -> BackendFactory:
     """This machine's GPUs, or its CPU. Raises ConfigError."""
     places, keeper = find_places(config), None
     warn = logging.getLogger(__name__).warning
-    for line in places.told:
+    for line in (*places.told, *missing_bases(config.base_models)):
         warn(line)
     if config.backend == "ray":
         from tlora.cluster.ray_keeper import open_ray
@@ -149,6 +149,15 @@ def local_hall(config: ServerConfig) -> BackendFactory:
         return LocalBackend(machine, warn, listener, open_keeper=keeper)
 
     return BackendFactory(places, make)
+
+
+def missing_bases(base_models: Mapping[str, str]) -> list[str]:
+    """A line on each that is a directory's path and no base lies there: it may come yet."""
+    paths = {name: Path(base) for name, base in base_models.items() if base.startswith(("/", "."))}
+    gone = {name: path for name, path in paths.items() if not (path / "config.json").is_file()}
+    return [
+        f"base model {name}: {path} has no config.json, and its jobs fail until it has. Correct the path" for name, path in gone.items()
+    ]
 
 
 def _stored_bases(engine: Engine) -> dict[str, str]:
