@@ -126,7 +126,7 @@ def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
 def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, JobView]) -> None:
     """Groups on their GPUs, then the queue. `running`: those of the caller's jobs by id; others in a group wait to be let in."""
     waiting = {one.job: one.name for one in cluster.waiting}
-    place = "GPU" if cluster.device == "cuda" else "process"
+    place, places = ("GPU", "GPUs") if cluster.device == "cuda" else ("process", "processes")
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     table = open_table()
     table.add_column(place, no_wrap=True)
@@ -149,7 +149,7 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
     console.print(table)
     if len(cluster.hosts) > 1 or leaving:
         console.print()
-        console.print(_hosts_table(cluster.hosts, place))
+        console.print(_hosts_table(cluster.hosts, places))
     console.print()
     if cluster.waiting:
         queue = open_table()
@@ -166,9 +166,9 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         console.print(Text("the server is drained: it accepts no new jobs", style="yellow"))
 
 
-def _hosts_table(hosts: Sequence[HostView], place: str) -> Table:
+def _hosts_table(hosts: Sequence[HostView], places: str) -> Table:
     table = open_table()
-    for name in ("host", "fails with", f"{place}s", "in use", ""):
+    for name in ("host", "fails with", places, "in use", ""):
         table.add_column(name, overflow="fold")
     for host in hosts:
         state = "" if not host.draining else "drained" if not host.in_use else "drains"

@@ -62,6 +62,7 @@ def show_cluster(request: Request) -> ClusterView:
 
 
 def _host_views(snapshot: ClusterSnapshot) -> list[HostView]:
+    """Without this machine where only other hosts train."""
     used = {gpu for group in snapshot.groups for gpu in group.gpus}
     return [
         HostView(
@@ -73,6 +74,7 @@ def _host_views(snapshot: ClusterSnapshot) -> list[HostView]:
             draining=host.draining,
         )
         for host in snapshot.hosts
+        if host.gpus or host.draining
     ]
 
 
