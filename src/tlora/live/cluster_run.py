@@ -20,7 +20,7 @@ from tlora.cache_directory import open_caches
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.engine_hosts import OpenKeeper
 from tlora.cluster.event_log import EventLog
-from tlora.cluster.gpus import host_room, list_gpus, numbers_of, room_of
+from tlora.cluster.gpus import Gpu, host_room, list_gpus, numbers_of, room_of
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
@@ -250,8 +250,7 @@ class _Run:
     def _costs(self) -> CostModel:
         """Seconds and bytes of the base, as predicted for the slowest GPU here until workers have measured them."""
         place, base = torch.device(self._places[0]), self._base
-        known = list_gpus() if place.type == "cuda" else {}
-        names = [known[number].name for number in self._numbers if number in known]
+        names = [self._known[number].name for number in self._numbers if number in self._known]
         speed, told = speed_here(names)
         parts = count_parts(SuperModel(base), place, ACTIVATION_RANK) if place.type == "cuda" else None
         constants = live_constants(base.num_bytes, parts, slowest_here(names))
@@ -263,6 +262,11 @@ class _Run:
         cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
         return cost
 
+    @cached_property
+    def _known(self) -> Mapping[int, Gpu]:
+        """What the driver says of this machine's GPUs, which it is asked once; nothing where processes on a CPU train."""
+        return list_gpus() if self._places[0].partition(":")[0] == "cuda" else {}
+
     @property
     def _numbers(self) -> tuple[int, ...]:
         """Of the GPUs, as nvidia-smi has them; of processes on a CPU."""
@@ -273,9 +277,8 @@ class _Run:
         numbers = self._numbers if self._open_keeper is None else ()
         kinds: tuple[str, ...] = ()
         if kind == "cuda":
-            known = list_gpus()
-            room = room_of(numbers, known, run.memory_limit)
-            named = tuple(known[number].name if number in known else "" for number in numbers)
+            room = room_of(numbers, self._known, run.memory_limit)
+            named = tuple(self._known[number].name if number in self._known else "" for number in numbers)
             kinds = named if all(named) else ()
         else:
             room = (host_room(len(self._places), run.memory_limit),) * len(numbers)
