@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,7 +32,9 @@ from tlora.group.stream import Stream
 from tlora.job import JobSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
+from tlora.planning.memory import measure
 from tlora.planning.plan import MemoryBound
+from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
@@ -157,6 +162,33 @@ def test_a_memory_limit_counts_the_replicas_of_a_job(base: Path) -> None:
     for job in (fits, does_not):
         alone.check(job, NONE)
     assert not fits.problems and "needs" in does_not.problems[0]
+
+
+def test_jobs_that_are_opened_at_the_same_time_are_counted_in_turn(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each count joins an adapter to the same outline of the base."""
+    together, both = list[int](), threading.Barrier(2)
+
+    def count(*arguments: Any) -> MemoryModel:
+        together.append(1)
+        time.sleep(0.05)
+        found = measure(*arguments)
+        assert sum(together) == 1, "two threads count at the same time"
+        together.clear()
+        return found
+
+    monkeypatch.setattr("tlora.planning.plan.measure", count)
+    bound, layout_of = bound_of(base, 10**12), SuperModel(outline(str(base))).layout
+    specs = [JobSpec.model_validate({"name": f"r{rank}", "data": "d", "r": rank}) for rank in (96, 128)]
+    jobs = [PlannedJob(spec, layout=layout_of(spec)) for spec in specs]
+
+    def check(job: PlannedJob) -> None:
+        both.wait(60)
+        bound.check(job, NONE)
+
+    with ThreadPoolExecutor(2) as threads:
+        for checked in [threads.submit(check, job) for job in jobs]:
+            checked.result(60)
+    assert not any(job.problems for job in jobs)
 
 
 def test_a_memory_limit_lowers_the_budget(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ job by itself is in `job_plan.py`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -330,13 +331,14 @@ def describe_plan(plan: RunPlan) -> str:
 
 
 class MemoryBound:
-    """`memory_limit` on one device, for jobs that come and go."""
+    """`memory_limit` on one device, for jobs that come and go. Threads that open jobs may ask at the same time."""
 
     def __init__(self, outlined: SuperModel, base_bytes: int, device: torch.device, limit_bytes: int) -> None:
         """`outlined` lies on the meta device; `base_bytes` are what the base takes on `device`. Raises CapacityError for one that does not
         fit below the limit.
         """
-        self._measure = cache(partial(measure, outlined, base_bytes, device))
+        self._counted = cache(partial(measure, outlined, base_bytes, device))
+        self._lock = threading.Lock()  # counting joins an adapter to `outlined`
         self._rank, self._device = ACTIVATION_RANK, device
         self._plan = RunPlan((), 1, RecomputePlan(), self._measure(self._rank), limit_bytes, 1, {})
         self.limit_bytes = limit_bytes
@@ -375,6 +377,10 @@ class MemoryBound:
     def _largest_rank(self, jobs: Sequence[PlannedJob]) -> int:
         """Of `jobs` and of all that were here, as wide as the kernels make it."""
         return max(self._rank, *(rank_width(job.layout.largest_rank) for job in jobs if job.layout is not None), ACTIVATION_RANK)
+
+    def _measure(self, rank: int, adapts_experts: bool = False) -> MemoryModel:
+        with self._lock:
+            return self._counted(rank, adapts_experts)
 
     def _memory(self, jobs: Sequence[PlannedJob]) -> MemoryModel:
         return counting_jobs(

@@ -19,10 +19,14 @@ import pytest
 from tests.engine.ranks.test_group_changes import Worker, World
 from tests.engine.tiny_runs import job, write_rows
 from tlora.engine.messages import Listen, SetGpus, SetPlan, Stop
+from tlora.engine.ranks import lending, lent_ranks
 from tlora.engine.ranks.lending import Lender
 from tlora.engine.ranks.lending_line import LENDING, Lent
+from tlora.engine.ranks.lent_ranks import LentRanks
+from tlora.engine.ranks.rank_group import RankGroup
 from tlora.engine.ranks.worker_group import LostLenderError
 from tlora.errors import ConfigError
+from tlora.link.keyed_listener import KeyedListener, dial_keyed
 from tlora.worker_protocol import GpusChanged, Joined, Lending, Listening, Load
 
 LENT = 1000
@@ -134,6 +138,45 @@ def test_a_host_that_stops_while_it_joins_changes_nothing(world: World, tmp_path
     host.thread.join(60)
     assert host.ended == "it was told to stop"
     world.finish(worker, tmp_path)
+
+
+def test_a_lender_that_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended process keeps its line, and its host's kernel answers for it."""
+    monkeypatch.setattr(lent_ranks, "CUT_SECONDS", 0.5)
+    lost: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    ranks = LentRanks("127.0.0.1", tmp_path, lambda rank, said: lost.put((rank, said)))
+    rank, there = ranks.add(1, LENT), ranks.listening
+    line = dial_keyed(there.address, there.fingerprint, there.key)
+    for _ in range(8):
+        line.send(LENDING.encode(Lent("b", 7, (LENT,))))
+        time.sleep(0.1)
+    assert lost.empty() and not rank.why_lost(), "0.8 s in which it says something"
+    assert lost.get(timeout=60) == (1, None)
+    assert rank.why_lost() == "host b, which has lent its GPU, is gone or cut off"
+    line.close()
+    ranks.close()
+
+
+def test_a_lender_says_that_it_is_still_there(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "BEAT_SECONDS", 0.05)
+    said: queue.SimpleQueue[object] = queue.SimpleQueue()
+    listener = KeyedListener("127.0.0.1", tmp_path, lambda line: [said.put(LENDING.decode(each)) for each in line.lines()])
+    host = Host(world, tmp_path, Lending(listener.address, listener.fingerprint, listener.key, {LENT: 0}))
+    first = said.get(timeout=60)
+    assert isinstance(first, Lent) and said.get(timeout=60) == first == said.get(timeout=60)
+    host.commands.put(Stop())
+    host.thread.join(60)
+    listener.close()
+
+
+def test_nobody_waits_for_the_end_of_a_lent_rank(tmp_path: Path) -> None:
+    group = RankGroup(0, own=[])
+    group.let_lend("127.0.0.1")
+    group.going.add(group.add_lent(LENT))  # its lender does not come
+    assert group.living == [0] and not group.lives_here
+    began = time.monotonic()
+    group.close()
+    assert time.monotonic() - began < 20
 
 
 def test_a_lenders_messages_are_lines() -> None:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tlora.engine.messages import FROM_RANK, TO_RANK, Enter, Faulty, Leave, Sending, Spread, Stop, ToRank
-from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, Lent, RankEnded, StartRank, read_frame
+from tlora.engine.messages import FROM_RANK, TO_RANK, Enter, Faulty, FromRank, Leave, Sending, Spread, Stop, ToRank
+from tlora.engine.ranks.lending_line import BEAT_SECONDS, LENDING, Frame, KillRank, Lent, RankEnded, StartRank, read_frame
 from tlora.engine.ranks.link import Meeting, encode
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER
 from tlora.engine.ranks.worker_group import worker_device
@@ -44,12 +44,16 @@ class Lender:
         """Until the leader lets it go, is gone, or a `Stop` comes. Returns why. Raises ConfigError where the leader cannot be reached."""
         lending = self._lending
         line = dial_keyed(lending.address, lending.fingerprint, lending.key)
-        line.send(LENDING.encode(Lent(platform.node(), os.getpid(), tuple(lending.gpus))))
+        lent = LENDING.encode(Lent(platform.node(), os.getpid(), tuple(lending.gpus)))
+        line.send(lent)
         reasons: list[str] = []
         threading.Thread(target=self._obey, args=(line, reasons), name="leader", daemon=True).start()
         threading.Thread(target=self._await_stop, args=(line, commands, reasons), name="commands", daemon=True).start()
         try:
-            while (item := self._meeting.inbox.get()) is not None:
+            while (item := self._next()) is not None:
+                if not item:
+                    line.send(lent)
+                    continue
                 rank, report = item
                 if report is None:
                     self._end_rank(line, rank)
@@ -61,6 +65,13 @@ class Lender:
                 process.kill(_GONE_SECONDS)
             self._meeting.close(keep_logs=False)
         return reasons[0] if reasons else "its GPUs are needed by the other host no more, or that one is gone"
+
+    def _next(self) -> tuple[int, FromRank | Sending | None] | tuple[()] | None:
+        """What a rank has said; () where none has said anything for a while."""
+        try:
+            return self._meeting.inbox.get(timeout=BEAT_SECONDS)
+        except queue.Empty:
+            return ()
 
     def _send(self, line: Line, rank: int, message: bytes) -> None:
         line.send(LENDING.encode(Frame(rank, len(message))) + message)

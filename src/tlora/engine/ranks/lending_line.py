@@ -8,18 +8,19 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tlora.engine.messages import Sending, Written
+from tlora.link.keyed_listener import CUT_SECONDS
 from tlora.link.lines import LONGEST_LINE, Line
 from tlora.link.transfer import PIECE_BYTES
 from tlora.message_codec import Codec, message
 
 T = TypeVar("T")
-_CONTENT_SECONDS = 60.0
+BEAT_SECONDS = CUT_SECONDS / 6  # in which a lender says something
 _MOST_BYTES = LONGEST_LINE + PIECE_BYTES
 
 
 @message
 class Lent:
-    """The first message, of the worker that lends: its host, its process, and what the leader calls its GPUs."""
+    """Of the worker that lends: its host, its process, and what the leader calls its GPUs. Said first, and again after a silence."""
 
     host: str
     pid: int
@@ -65,7 +66,7 @@ def read_frame(line: Line, frame: Frame, decode: Callable[[bytes], T]) -> T | Se
     """The message in a frame. Raises ValueError, OSError."""
     if not 0 < frame.size <= _MOST_BYTES:
         raise ValueError(f"a frame of {frame.size} bytes")
-    content = line.read_bytes(frame.size, _CONTENT_SECONDS)
+    content = line.read_bytes(frame.size, CUT_SECONDS)
     head = content.find(b"\n") + 1
     said = decode(content[:head])
     if not isinstance(said, Written):

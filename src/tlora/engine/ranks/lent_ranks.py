@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tlora.engine.messages import FROM_RANK, FromRank, Sending
 from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, LendingMessage, Lent, RankEnded, StartRank, read_frame
-from tlora.link.keyed_listener import ADMIT_SECONDS, KeyedListener
+from tlora.link.keyed_listener import ADMIT_SECONDS, CUT_SECONDS, KeyedListener
 from tlora.link.lines import Line
 from tlora.worker_protocol import Listening
 
@@ -153,8 +153,11 @@ class LentRanks:
         return lender
 
     def _read(self, line: Line, lender: _Lender) -> None:
-        for received in line.lines():
+        """Until the line ends. Raises ValueError, and TimeoutError for a lender that is silent: its host's kernel may still answer."""
+        while (received := line.read_line(CUT_SECONDS)) is not None:
             said: LendingMessage = LENDING.decode(received)
+            if isinstance(said, Lent):  # it is still there
+                continue
             own = {rank.rank: rank for rank in lender.ranks}
             rank = own.get(said.rank) if isinstance(said, Frame | RankEnded) else None
             if rank is None:

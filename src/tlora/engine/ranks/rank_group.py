@@ -152,6 +152,11 @@ class RankGroup:
         self._processes[rank].kill()
 
     @property
+    def lives_here(self) -> bool:
+        """Whether a rank of this host has not ended. Others have nothing to save."""
+        return any(not self.is_lent(rank) for rank in self.living)
+
+    @property
     def living(self) -> list[int]:
         return [rank for rank in range(self.count) if rank not in self.lost and rank not in self._out]
 
@@ -242,7 +247,7 @@ class RankGroup:
             self.lost[rank] = Lost(reason)
             return [(rank, self.lost[rank])]
         if not reason:
-            process.wait(_GONE_SECONDS if rank in self._broken else 1.0)  # it is about to exit
+            process.wait(_GONE_SECONDS if rank in self._broken and not self.is_lent(rank) else 1.0)  # it is about to exit
             reason = process.how_it_ended()
         process.kill()
         if rank not in self.hellos and self._meeting.problem:
@@ -266,11 +271,11 @@ class RankGroup:
             process.kill()
 
     def close(self) -> None:
-        """May be called twice. Ranks that are still there save their jobs and end, and are waited for."""
+        """May be called twice. Ranks of this host that are still there save their jobs and end, and are waited for."""
         self.stop()
         self._meeting.end_lines()
-        for process in self._processes.values():
-            if not process.wait(_GONE_SECONDS):
+        for rank, process in sorted(self._processes.items(), key=lambda item: self.is_lent(item[0])):
+            if self.is_lent(rank) or not process.wait(_GONE_SECONDS):  # a lent one writes nothing
                 process.kill()
         if self._lenders is not None:
             self._lenders.close()

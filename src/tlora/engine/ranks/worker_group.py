@@ -115,7 +115,7 @@ class WorkerGroup:
         rank_group = self._rank_group
         try:
             rank_group.start()
-            while rank_group.living:
+            while rank_group.lives_here:
                 for rank, report in rank_group.listen(_LOOK_SECONDS):
                     self._hear(rank, report)
                 for rank in self._change.late(time.monotonic()):
