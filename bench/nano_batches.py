@@ -124,11 +124,11 @@ class LoneJob:
         self._nano.forget_time()
 
     def step(self) -> float:
-        """Seconds of a step, in proportion to a batch of average work."""
+        """Seconds of a step, in proportion to a batch of average work. The next batch is cut by what is chosen after it."""
         work = sum(self._sample.of(item.tokens) for item in self.run.flow.pending)
         before, begun = self.run.progress.step, time.perf_counter()
         while self.run.progress.step == before:
-            self.engine.run_micro_batch()
+            self.engine.run_micro_batch(packs=self.run.flow.runnable)
         return (time.perf_counter() - begun) * self._nano._all_work / work
 
     def search(self) -> tuple[SliceCount, int]:

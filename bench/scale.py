@@ -31,12 +31,13 @@ import numpy as np
 import torch
 
 from bench import machine
-from bench.scale_controller import Shape
+from bench.scale_controller import RACK_LOST, Shape
 from bench.scale_workers import GPUS_PER_HOST
 
 MOST_WORKERS_OF_A_PROCESS = 4000
 _ENOUGH = 0.99  # of the GPUs: at any moment a few wait for the next job
 _GIVEN_UP_SECONDS = 1200.0
+_COME = "a worker has come for "  # of which the log has a line for each worker, as of each whose rack is lost
 
 
 class Controller:
@@ -112,7 +113,8 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
         print(f"{hosts} hosts: all train after {row['first_start_seconds']:.1f} s", flush=True)
         first.wait(lambda status: status["submitted"] == jobs, "the submission of all jobs")
         before = first.last
-        time.sleep(seconds)
+        heard = lambda status: status["seconds"] >= before["seconds"] + seconds and status["messages"] > before["messages"]  # noqa: E731
+        first.wait(heard, "messages of workers")
         after = first.last
         span = after["seconds"] - before["seconds"]
         row["messages_per_second"] = (after["messages"] - before["messages"]) / span
@@ -136,7 +138,8 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
         for name in ("decided", "answered"):
             both = [spans for one in controllers for spans in getattr(one, name)]
             row[name] = {kind: spread([span[place] for span in both]) for place, kind in enumerate(("clock", "processor"))}
-        row["log"] = (directory / "controller.log").read_text().splitlines()[-5:]
+        lines = (directory / "controller.log").read_text().splitlines()
+        row["log"] = [line for line in lines if not line.startswith(_COME) and not line.endswith(RACK_LOST)][-5:]
     finally:
         for one in controllers:
             one.kill()

@@ -33,6 +33,7 @@ from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.shape.hardware import live_cost_model
 
+RACK_LOST = "is on a rack that is lost"
 BASE, BASE_BYTES = "llama-3-8b", 16.06e9
 _STATUS_SECONDS = 0.25
 
@@ -61,7 +62,7 @@ def watch_fleet(pool: WorkerPool, pid: int, first: int, last: int) -> None:
         identity.wait(None)
     while True:
         for host in range(first, last + 1):
-            pool.inbox.put(ProvenEnd(host_name(host), None, "is on a rack that is lost"))
+            pool.inbox.put(ProvenEnd(host_name(host), None, RACK_LOST))
         pool.wake()
         time.sleep(_REPEATED_SECONDS)
 

@@ -250,6 +250,7 @@ def test_a_process_that_is_not_here_is_of_another_host(station: TcpStation, chan
     """It has shown that it reads and writes the store: its GPU gets a number and its host a node; its lease, no pid, says when it ended."""
     line = station.enter_as(change)
     line.send(worker_line(REMOTE))
+    station.do(lambda: station.worker_pool.listen(3600))  # which returns when a host has come
     assert b'"ack"' in (line.read_line(60) or b"")
     (worker,) = station.worker_pool.workers.values()
     assert worker.gpus == (STRIDE,) and worker.process.identity is None and worker.display_name == "GPU 0 of host b"

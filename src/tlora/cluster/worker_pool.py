@@ -181,12 +181,13 @@ class WorkerPool:
         self.inbox.put(None)
 
     def listen(self, timeout_seconds: float) -> list[tuple[RemoteWorker, Report | None]]:
-        """The workers' reports since the last call, waiting at most `timeout_seconds` for one. None: the worker has ended."""
+        """The workers' reports since the last call, waiting at most `timeout_seconds` for one, or for a host that comes or goes. None: the
+        worker has ended.
+        """
         unheard, self._unheard = self._unheard, []
         found = [report for heard in unheard for report in self._hear(heard)]
-        deadline = time.monotonic() + timeout_seconds
-        woken = False
-        while not (found or woken):
+        deadline, woken = time.monotonic() + (0.0 if found else timeout_seconds), False
+        while True:
             left = deadline - time.monotonic()
             with contextlib.suppress(queue.Empty):
                 heard = self.inbox.get(timeout=max(0.0, min(left, _WATCH_SECONDS)))
@@ -198,9 +199,8 @@ class WorkerPool:
                     heard = self.inbox.get(timeout=0.0)
             self._watch()
             self._stop_revoked()
-            if left <= 0:
-                break
-        return found
+            if found or woken or self.remote_hosts.events or left <= 0:
+                return found
 
     def acknowledge(self) -> None:
         """The consequences of all that `listen` has returned so far are recorded."""
