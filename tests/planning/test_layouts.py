@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,14 @@ def run(layered: Path, data: Path, tmp_path: Path) -> RunSpec:
 
 
 def shape_of(run: RunSpec, gpu: GpuModel) -> BaseShape:
+    return counted(run.base_model, run.dtype, gpu, max(spec.largest_rank for spec in run.jobs))
+
+
+@cache
+def counted(base_model: str, dtype: str, gpu: GpuModel, rank: int) -> BaseShape:
+    """Once for this file's tests."""
     with as_if_on(gpu.name, gpu.capability):
-        rank = max(spec.largest_rank for spec in run.jobs)
-        found = describe_base(run.base_model, run.dtype, run.base_precision, "cuda", rank=rank)
-    return parse_shape(found.to_json())
+        return parse_shape(describe_base(base_model, dtype, None, "cuda", rank=rank).to_json())
 
 
 def devices_of(run: RunSpec, *gpus: GpuModel) -> list[Device]:
@@ -250,12 +255,16 @@ def test_too_little_for_one_layer_says_what_would_fit(run: RunSpec) -> None:
 def test_one_small_gpu_is_told_of_more(run: RunSpec) -> None:
     jobs, one = sketched(run), devices_of(run, RTX_4090)
     least = min(each.least_bytes for each in plan_layouts(run, jobs, limited(one, 1)).refused)
-    for limit in (round(least * 1.25**step) for step in range(20)):
+    remedies: list[int] = []
+    for limit in (round(least * 40 / 1.1**step) for step in range(40)):  # from more than it needs to less than any count helps
         tight = limited(one, limit)
         plans = plan_layouts(run, jobs, tight)
         if plans.feasible:
-            break
+            continue
         told = str(no_layout(run, jobs, tight, plans))
-        if "--gpus" in told:
-            count = int(told.split("--gpus ")[1].split(",")[0])
-            assert plan_layouts(run, jobs, tight * count).feasible, "the remedy"
+        if "--gpus" not in told:
+            break
+        remedies.append(int(told.split("--gpus ")[1].split(",")[0]))
+        assert plan_layouts(run, jobs, tight * remedies[-1]).feasible, "the remedy"
+    assert len(remedies) >= 3 and remedies == sorted(remedies) and limit > least, remedies
+    assert "--gpus" not in str(no_layout(run, jobs, limited(one, least), plan_layouts(run, jobs, limited(one, least))))
