@@ -72,6 +72,23 @@ def test_a_base_as_it_was_saved_leaves_nothing_out(family: str, kind: str, tmp_p
     assert check_unused(base, load_config(base), "refuse") == []
 
 
+def test_files_that_have_changed_are_compared_anew(tmp_path: Path) -> None:
+    base = save(tmp_path, "llama", [])
+    assert check_weights(base, load_config(base)) is None
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors | {"model.morn.weight": norm}, path, {"format": "pt"})  # as large as before
+    with pytest.raises(ModelError, match=r"1 tensors are missing or of another shape, model\.norm\.weight first"):
+        check_weights(base, load_config(base))
+    save_file(tensors | {"model.norm.weight": norm}, path, {"format": "pt"})
+    config = load_config(base)
+    assert check_unused(base, config, "refuse") == []
+    config.num_hidden_layers -= 1
+    with pytest.raises(ModelError, match="tensors of its files are not used"):
+        check_unused(base, config, "refuse")
+
+
 @pytest.mark.parametrize(
     ("family", "more"),
     [

@@ -31,6 +31,7 @@ from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = INTERPRETED_ALONE
 LORA = {"a": LoraConfig(r=4, lora_dropout=0.2), "b": LoraConfig(r=20, target_modules=["q_proj", "down_proj"])}
+FEW_LINEARS = LORA | {"a": LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "o_proj", "up_proj"])}
 TRAIN = {name: TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=clip) for name, clip in (("a", 1.0), ("b", 0.0))}
 Back = Callable[[Tensor], object]
 
@@ -69,9 +70,9 @@ def load(path: Path, fast: bool, layers: LayerRange | None, **options: str) -> S
     return model
 
 
-def states_of(model: SuperModel) -> dict[str, AdapterState]:
+def states_of(model: SuperModel, loras: dict[str, LoraConfig] = LORA) -> dict[str, AdapterState]:
     states: dict[str, AdapterState] = {}
-    for job_id, lora in LORA.items():
+    for job_id, lora in loras.items():
         state = init_state(model.layout(lora), ord(job_id), torch.float32)
         noise = torch.randn(state.params.shape, generator=torch.Generator().manual_seed(ord(job_id)))
         states[job_id] = replace(state, params=state.params + 0.05 * noise)
@@ -140,20 +141,20 @@ def chain(stages: Sequence[SuperModel]) -> list[Before]:
     [
         pytest.param("llama", 3, False, marks=pytest.mark.slow),
         *((family, 3, False) for family in ("llama-tied", "gemma2")),
-        ("llama", 2, True),  # interpreted kernels take a minute for three layers
+        ("llama", 2, True),  # of one head and few linears: interpreted kernels take a minute for three whole layers
         *(pytest.param(family, 3, True, marks=pytest.mark.slow) for family in ("llama", "llama-tied", "gemma2")),
     ],
 )
 def test_stages_compute_the_bits_of_the_whole_base(family: str, layers: int, fast: bool, tmp_path: Path) -> None:
     types = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} if family == "gemma2" else {}
     small = layers == 2
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if small else {}
+    heads, loras = ({"num_attention_heads": 1, "num_key_value_heads": 1}, FEW_LINEARS) if small else ({}, LORA)
     make_model(family, num_hidden_layers=layers, **types, **heads).save_pretrained(tmp_path)
     whole = load(tmp_path, fast, None)
     stages = [load(tmp_path, fast, LayerRange(first, first + 1, layers)) for first in range(layers)]
     links = chain(stages)
-    states = states_of(whole)
-    for job_id, lora in LORA.items():
+    states = states_of(whole, loras)
+    for job_id, lora in loras.items():
         whole.join(job_id, lora, TRAIN[job_id], state=states[job_id].clone())
         for rank, stage in enumerate(stages):
             stage.join(job_id, lora, TRAIN[job_id], state=cut_of(states[job_id], stages).state(rank, states[job_id]))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
+from tlora.file_identity import FileIdentity, identity_of
 from tlora.job import UnusedWeights, split_revision
 from tlora.supermodel.packed_format import format_of, without_packing
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
@@ -40,7 +44,7 @@ def check_weights(base_model: str, config: Any) -> str | None:
         if is_local:
             raise
         return f"the weights of {base_model} are not in the hub's cache: they are checked when they have been downloaded"
-    _compare(_plain_headers(files, config, base_model), config, base_model)
+    _compare(_files_now(files, config, base_model))
     return None
 
 
@@ -57,9 +61,8 @@ def check_unused(
         files = _weight_files(directory, base_model)
     except ModelError:
         return []  # of a directory, `check_weights` says it
-    tensors = _plain_headers(files, config, base_model)
-    model, loading_info = _compare(tensors, config, base_model)
-    beyond, text = {str(name) for name in loading_info["unexpected_keys"] if not _BUFFER.search(name)}, config.get_text_config()
+    found, text = _compare(_files_now(files, config, base_model)), config.get_text_config()
+    beyond = {name for name in found.unexpected if not _BUFFER.search(name)}
     layers = getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", 0) or 0
     strange = sorted(name for name in beyond if not _is_left_out(name, *layers))
     if strange and unused != "ignore":
@@ -69,9 +72,8 @@ def check_unused(
             f"base_model {base_model}: {len(strange)} tensors of its files are not used, {strange[0]} first: {kept}, and another model "
             f"than the files hold would be used. Compare config.json with the original's, or {remedy} if this is meant"
         )
-    ignored = tensors.keys() - model.state_dict().keys() - set(loading_info["unexpected_keys"])
-    ignored = {name for name in ignored if _matches(model._keys_to_ignore_on_load_unexpected, name) and not _BUFFER.search(name)}
-    left = sorted(beyond | ignored | set(other_parameters(model)))
+    ignored = {name for name in found.nowhere if _matches(found.may_be_ignored, name) and not _BUFFER.search(name)}
+    left = sorted(beyond | ignored | set(found.other_modalities))
     return [f"{len(left)} tensors of {base_model} are not part of the model that is used, {left[0]} first"] if left else []
 
 
@@ -88,8 +90,8 @@ def _is_left_out(name: str, num_layers: int, predicting: int) -> bool:
     return _ELSEWHERE.search(name) is not None or (layer is not None and num_layers <= int(layer[1]) < num_layers + predicting)
 
 
-def _matches(patterns: Any, name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns or ())
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def find_safetensors(name: str, revision: str | None) -> list[Path]:
@@ -186,10 +188,36 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     }
 
 
-def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[Any, dict[str, Any]]:
-    """The model on the meta device, and what transformers reports of its load: its own matching of names knows what a family renames, ties
-    and fuses.
-    """
+@dataclass(frozen=True)
+class _Files:
+    """A base's weight files as they are now. A fact about them holds as long as they are equal (`file_identity.py`)."""
+
+    base_model: str
+    paths: tuple[Path, ...]
+    identities: tuple[FileIdentity, ...]
+    config_text: str
+    config: Any = field(compare=False)
+
+
+def _files_now(paths: list[Path], config: Any, base_model: str) -> _Files:
+    return _Files(base_model, tuple(paths), tuple(identity_of(path.stat()) for path in paths), repr(config), config)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Names of tensors. `unexpected`: as transformers reports them; `nowhere`: in the files, and neither in the model nor reported."""
+
+    unexpected: frozenset[str]
+    nowhere: frozenset[str]
+    may_be_ignored: tuple[str, ...]  # patterns
+    other_modalities: tuple[str, ...]
+
+
+@lru_cache(8)  # a run compares before it plans and before it loads
+def _compare(files: _Files) -> _Comparison:
+    """What transformers reports of a load on the meta device: its own matching of names knows what a family renames, ties and fuses."""
+    config, base_model = files.config, files.base_model
+    tensors = _plain_headers(list(files.paths), config, base_model)
     try:
         model, loading_info = model_class(config).from_pretrained(
             None,
@@ -209,7 +237,9 @@ def _compare(tensors: dict[str, Tensor], config: Any, base_model: str) -> tuple[
             f"base_model {base_model}: {len(quantized)} tensors are no plain numbers of 16 bits or more, {quantized[0]} first. "
             "Use the original, unquantised model"
         )
-    return model, loading_info
+    unexpected = frozenset(map(str, loading_info["unexpected_keys"]))
+    nowhere = frozenset(tensors.keys() - model.state_dict().keys() - unexpected)
+    return _Comparison(unexpected, nowhere, tuple(model._keys_to_ignore_on_load_unexpected or ()), tuple(other_parameters(model)))
 
 
 def refuse_incomplete(found: dict[str, Any], base_model: str) -> None:
