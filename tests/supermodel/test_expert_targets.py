@@ -309,14 +309,14 @@ def test_a_tie_between_experts_falls_alike_together_and_alone() -> None:
     assert ties > 10, "no row had to choose between the two"
 
 
-def packed_gradient(shared: SuperModel, neighbour_token: int) -> Tensor:
+def packed_gradient(shared: SuperModel, neighbour_token: int, job_ids: str = "abc") -> Tensor:
     """Of the first job, in one pass with all others."""
     with torch.no_grad():
         shared.model.get_input_embeddings().weight[130] = torch.nan
-    join(shared, "abc")
-    shared.forward_backward(batch_of("abc", 0, neighbour_token))
-    gradient = shared.gradient("a")
-    for job_id in "abc":
+    join(shared, job_ids)
+    shared.forward_backward(batch_of(job_ids, 0, neighbour_token))
+    gradient = shared.gradient(job_ids[0])
+    for job_id in job_ids:
         shared.leave(job_id)
     return gradient
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.engine.tiny_runs import save_base
+from tests.supermodel.mxfp4_bases import pack
 from tests.supermodel.test_experts import FAMILIES
 from tests.supermodel.test_stage import TRAIN, batch_of, chain, check_steps, cut_of, load
 from tlora.adapters.state import init_state
@@ -18,6 +19,7 @@ from tlora.planning.base_placement import choose_form
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_by_gpus, can_be_cut
 from tlora.shape.stages import LayerRange
+from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.load import outline
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
@@ -36,10 +38,18 @@ def save(family: str, directory: Path) -> Path:
     return directory
 
 
-def test_stages_compute_the_bits_of_the_whole_base(tmp_path: Path) -> None:
-    save("gpt-oss", tmp_path)
-    whole = load(tmp_path, False, None)
-    stages = [load(tmp_path, False, LayerRange(first, first + 1, 2)) for first in range(2)]
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "mxfp4"])
+def test_stages_compute_the_bits_of_the_whole_base(packed: bool, tmp_path: Path) -> None:
+    base = save("gpt-oss", tmp_path / "plain")
+    if packed:
+        base = tmp_path / "packed"
+        pack(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), tmp_path / "plain", base)
+    whole = load(base, False, None)
+    stages = [load(base, False, LayerRange(first, first + 1, 2)) for first in range(2)]
+    if packed:
+        for number, stage in enumerate(stages):
+            held = [name for name, module in stage.model.named_modules() if isinstance(module, HeldExperts)]
+            assert held == [f"model.layers.{number}.mlp.experts.{end}" for end in ("gate_up_proj", "down_proj")]
     links, states = chain(stages), {}
     for job_id, lora in LORA.items():
         state = states[job_id] = init_state(whole.layout(lora), ord(job_id), torch.float32)
@@ -77,7 +87,9 @@ def test_a_mixture_is_shared_by_no_plan_and_cut_where_its_files_allow(tmp_path: 
         assert formed(base, LORA["a"], 1 << 40) == "whole"
         with pytest.raises(ModelError, match="mixture of experts, which cannot be shared or streamed. Load it whole, or in stages"):
             formed(base, LORA["a"], 1 << 40, layout="shared")
-    assert why_no_stages(outline(str(fused))) == "" and why_no_stages(outline(str(apart))) == "its files have each expert by itself"
+    assert (
+        why_no_stages(outline(str(fused)), CPU) == "" and why_no_stages(outline(str(apart)), CPU) == "its files have each expert by itself"
+    )
     small = SuperModel(outline(str(fused), "float32")).base.num_bytes * 7 // 8
     assert formed(fused, LORA["a"], small) == "stages", "one layer of two fits with its adapter"
     with pytest.raises(ModelError, match="cannot be cut into stages: its files have each expert by itself"):

@@ -140,7 +140,7 @@ def test_what_does_not_fit_together_is_one_message(damage: str, plain: Path, tmp
     ("settings", "part"),
     [
         ({"quant_method": "hqq", "bits": 4}, "its weights are quantised (hqq)"),
-        ({"quant_method": "mxfp4"}, "its weights are quantised (mxfp4)"),
+        ({"quant_method": "quanto"}, "its weights are quantised (quanto)"),
         ({"bits": 4}, "its weights are quantised (unknown method)"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes has packed its weights in 8 bits"),
     ],

@@ -212,4 +212,4 @@ def test_a_base_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=99)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"cannot be cut into stages: .*Load it whole, shared or streamed"):
-        check_stages(outline(str(tmp_path)))
+        check_stages(outline(str(tmp_path)), torch.device("cpu"))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -130,25 +131,32 @@ def _add_slots(values_SH: Tensor, slots: int) -> Tensor:
     return total_TH
 
 
+class Matrices(Protocol):
+    """A tensor [E, A, B], or what is indexed like one by an expert's number: each time it may make the matrix anew."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def __getitem__(self, expert: int, /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class ExpertWeights:
     """A frozen parameter of all experts: [E, N, K], or [E, K, N] where `transposed`; `bias_EN` [E, N] or none."""
 
-    weight: Tensor
+    weight: Matrices
     bias_EN: Tensor | None
     transposed: bool
 
-    def linear(self, x_sK: Tensor, expert: int) -> Tensor:
-        """x @ weight.T + bias of one expert."""
-        return linear(x_sK, self._matrix(expert), None if self.bias_EN is None else self.bias_EN[expert])
-
-    def back(self, dy_sN: Tensor, expert: int) -> Tensor:
-        """dy @ weight of one expert."""
-        return linear(dy_sN, self._matrix(expert).t())
-
-    def _matrix(self, expert: int) -> Tensor:
+    def matrix(self, expert: int) -> Tensor:
         """[N, K]."""
-        return self.weight[expert].t() if self.transposed else self.weight[expert]
+        matrix = self.weight[expert]
+        return matrix.t() if self.transposed else matrix
+
+    def bias(self, expert: int) -> Tensor | None:
+        """[N]."""
+        return None if self.bias_EN is None else self.bias_EN[expert]
 
     @property
     def out_features(self) -> int:
@@ -172,6 +180,10 @@ def expert_linear(
     return _ExpertLinear.apply(x_SK, base, routing, adapters, anchor)  # type: ignore[no-any-return]
 
 
+def _expert_of(run: ExpertRun) -> int:
+    return run.expert
+
+
 class _ExpertLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -184,8 +196,10 @@ class _ExpertLinear(torch.autograd.Function):
     ) -> Tensor:
         frozen = base()
         y_SN = x_SK.new_empty(x_SK.shape[0], frozen.out_features)
-        for run in routing.runs:
-            y_SN[run.s0 : run.s1] = frozen.linear(x_SK[run.s0 : run.s1], run.expert)
+        for expert, runs in groupby(routing.runs, _expert_of):
+            weight_NK, bias_N = frozen.matrix(expert), frozen.bias(expert)
+            for run in runs:
+                y_SN[run.s0 : run.s1] = linear(x_SK[run.s0 : run.s1], weight_NK, bias_N)
         shrunk: list[Tensor] = []
         if adapters is not None:
             shrunk = lora_forward_(y_SN, x_SK, adapters.weights.a_RK, adapters.weights.b_RN, adapters.segments)
@@ -200,7 +214,10 @@ class _ExpertLinear(torch.autograd.Function):
         dx_SK = None
         if ctx.needs_input_grad[0]:
             frozen: ExpertWeights = ctx.base()
-            parts = [frozen.back(dy_SN[run.s0 : run.s1], run.expert) for run in ctx.routing.runs]
+            parts = list[Tensor]()
+            for expert, runs in groupby(ctx.routing.runs, _expert_of):
+                weight_KN = frozen.matrix(expert).t()
+                parts += [linear(dy_SN[run.s0 : run.s1], weight_KN) for run in runs]
             dx_SK = torch.cat(parts)
         if adapters is not None:
             x_SK, *shrunk = ctx.saved_tensors

@@ -9,7 +9,7 @@ numbers is exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from tlora.kernels.device import runs_kernels
 
+E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""The numbers of 4 bits in FP4 formats, by their codes."""
 _AT_ONCE = 1 << 20  # bytes of nibbles that torch unpacks at a time: 8 MiB of fp32 besides the result
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """`weight`: uint8 [ceil(N * K / 2)], the earlier number in the high nibble. `scale`: fp32 [ceil(N * K / group)]. `table`: 16 numbers
-    that fp32 has. `zero`: uint8, one for each scale, or none.
+    """`weight`: uint8 [ceil(N * K / 2)], the earlier number in the high nibble. `scale`: [ceil(N * K / group)] in fp32, or in uint8 as the
+    exponents of `powers_of_two`. `table`: 16 numbers that fp32 has. `zero`: uint8, one for each scale, or none.
 
     `value_dtype`: of the checkpoint that the weight stands for. `dtype`: in which products compute, at least as wide.
     """
@@ -45,6 +47,10 @@ class PackedWeight:
         """What is held of rows [first, last), flat, where a row is whole groups."""
         return {name: tensor.view(self.shape[0], -1)[first:last].flatten() for name, tensor in self.tensors.items()}
 
+    def cut(self, first: int, last: int) -> PackedWeight:
+        """Rows [first, last), where a row is whole groups; nothing is copied."""
+        return replace(self, shape=(last - first, self.shape[1]), **self.rows(first, last))
+
     def operand(self) -> Tensor:
         return self.dense(self.dtype)
 
@@ -58,6 +64,8 @@ class PackedWeight:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
     def dense(self, dtype: torch.dtype) -> Tensor:
+        if self.scale.dtype == torch.uint8:
+            return replace(self, scale=powers_of_two(self.scale)).dense(dtype)
         device = self.weight.device
         if device.type != "cuda" or not runs_kernels(device):
             return dequantize_in_torch(self, dtype)
@@ -67,12 +75,18 @@ class PackedWeight:
 
 
 def without_numbers(
-    shape: tuple[int, int], group: int, table: tuple[float, ...], value_dtype: torch.dtype, dtype: torch.dtype, has_zero: bool
+    shape: tuple[int, int],
+    group: int,
+    table: tuple[float, ...],
+    value_dtype: torch.dtype,
+    dtype: torch.dtype,
+    has_zero: bool,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> PackedWeight:
     """A weight on the meta device, for products in `dtype`, of values in `value_dtype` as `rounded_to` takes it."""
     count = shape[0] * shape[1]
     nibbles = torch.empty(-(-count // 2), dtype=torch.uint8, device="meta")
-    scale = torch.empty(-(-count // group), device="meta")
+    scale = torch.empty(-(-count // group), dtype=scale_dtype, device="meta")
     zero = torch.empty_like(scale, dtype=torch.uint8) if has_zero else None
     return PackedWeight(nibbles, scale, table, shape, group, rounded_to(value_dtype, dtype), dtype, zero)
 
@@ -88,6 +102,11 @@ def rounded_to(checkpoint: torch.dtype, products: torch.dtype) -> torch.dtype:
     checkpoint in float16 is rounded to it, and then to bfloat16, as its plain form would be.
     """
     return checkpoint if checkpoint.itemsize <= products.itemsize else products
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """fp32 scales of MX formats: 2 ** (exponent - 127) of uint8, of which 0 is a number below fp32's normal ones, and 255 infinity."""
+    return torch.where(exponents == 0, 1 << 22, exponents.int() << 23).view(torch.float32)
 
 
 def dequantize_in_torch(packed: PackedWeight, dtype: torch.dtype) -> Tensor:

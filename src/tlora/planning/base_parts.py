@@ -45,7 +45,7 @@ def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts
         in_8_bits=any(isinstance(m, LoraLinear) and m.form.dtype.itemsize == 1 for m in model.model.modules()),
         shared_bytes=tuple(bytes_when_shared(model, base_bytes, count) for count in range(1, MOST_GPUS + 1)) if cut else (),
         streamed=bytes_when_streamed(model, base_bytes, device) if cut else None,
-        no_stages=why_no_stages(base),
+        no_stages=why_no_stages(base, device),
         precision_bytes={precision: bytes_in(precision, model, base_bytes) for precision in others},
     )
 

@@ -70,7 +70,7 @@ def choose_form(
         return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
     unshared = "" if can_be_cut(model) else "the base cannot be shared"
     if gpus > 1 and run.layout != "shared" and (unshared := unshared or ("" if reads_peers else "GPUs cannot read each other's memory")):
-        if fits_whole and (rows_trained(jobs) or why_no_stages(model.base)):
+        if fits_whole and (rows_trained(jobs) or why_no_stages(model.base, device)):
             return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
         return _in_stages(run, jobs, model, device, limits, speeds, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
@@ -134,7 +134,7 @@ def _in_stages(
     """Raises ModelError for a base that cannot be cut into stages, ConfigError for jobs that cannot be trained so, and CapacityError where
     a stage does not fit.
     """
-    check_stages(model.base)
+    check_stages(model.base, device)
     if rows := rows_trained(jobs):
         raise ConfigError(
             f"{rows[0]} has trainable_token_indices, which needs embedding and head in one place, and the base would be in stages "

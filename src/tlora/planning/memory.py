@@ -29,6 +29,7 @@ from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_attention, fit_kernels
+from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import quantized
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
@@ -96,7 +97,7 @@ def takes_fast_path(model: SuperModel) -> bool:
 
 
 def _is_compiled(base: Base) -> bool:
-    return fit_attention(base) and not base.recurrent
+    return fit_attention(base) and not base.recurrent and not held_experts(base.model)
 
 
 def _recurrence_bytes(model: SuperModel) -> int:
@@ -132,8 +133,9 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
 
 
 def _scratch_bytes(model: SuperModel) -> int:
-    """What products over one group of linears need beyond the weights that are held (gate and up are the widest group, two)."""
-    return 2 * max((w.scratch_bytes for w in _weights(model)), default=0)
+    """What products over one group of linears (gate and up are the widest, two), or one expert, need beyond the weights that are held."""
+    linears = 2 * max((w.scratch_bytes for w in _weights(model)), default=0)
+    return max(linears, *(held.scratch_bytes for held in held_experts(model.model)), 0)
 
 
 def _weights(model: SuperModel) -> list[FrozenWeight]:

@@ -12,8 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from tlora.errors import ModelError
 from tlora.job import split_revision
-from tlora.supermodel.held_linear import HeldLinear
+from tlora.supermodel.experts import expert_parameters, hold_experts
+from tlora.supermodel.held_experts import HeldExperts
+from tlora.supermodel.held_linear import HeldLinear, hold_packed
 from tlora.supermodel.inject import find_linears
+from tlora.supermodel.mxfp4_format import packed_form
 from tlora.supermodel.packed_format import Format, PackedTensor, without_packing
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
 from tlora.supermodel.text_model import leave_out_other_modalities, model_class
@@ -46,9 +49,9 @@ def _assemble_whole(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tenso
 
 @torch.no_grad()
 def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, device: torch.device) -> Any:
-    """The model in `dtype` with its packed linears on `device`, read one after another; all else lies in mapped files. Raises ModelError.
+    """The model in `dtype` with its packed weights on `device`, read one after another; all else lies in mapped files. Raises ModelError.
 
-    transformers matches names: stand-ins for the packed weights show which linear each belongs to.
+    transformers matches names: stand-ins for the packed weights show which linear or parameter of experts each belongs to.
     """
     stored = find_tensors(find_safetensors(*split_revision(base_model)), ANY_DTYPE)
     packed = form.find(stored)
@@ -57,9 +60,9 @@ def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, 
     plain = {name: tensor.map() for name, tensor in stored.items() if name not in taken}
     model = _assemble_whole(config, dtype, plain | stand_ins, base_model)
     keys = {tensor.data_ptr(): key for key, tensor in stand_ins.items()}
-    found = {name: keys.pop(linear.weight.data_ptr(), None) for name, linear in find_linears(model).items()}  # type: ignore[union-attr]
+    found = {name: keys.pop(weight.data_ptr(), None) for name, weight in _packable(model).items()}
     leave_out_other_modalities(model)
-    for name in find_linears(model):
+    for name in _packable(model):
         if (key := found[name]) is not None:
             hold_tensor(model, name, packed[key], dtype, device)
     if keys:
@@ -70,13 +73,31 @@ def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, 
     return model
 
 
+def _packable(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of linears by these' names, and parameters of experts."""
+    return {name: linear.weight for name, linear in find_linears(model).items()} | expert_parameters(model)  # type: ignore[return-value]
+
+
 def hold_tensor(model: nn.Module, name: str, tensor: PackedTensor, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace the linear `name` of `model` by one that holds `tensor`, read onto `device`."""
+    """Replace the linear or the parameter of experts `name` of `model` by one that holds `tensor`, read onto `device`."""
     weight = tensor.read(dtype)
     weight = replace(weight, **{part: values.to(device) for part, values in weight.tensors.items()})
-    bias: Tensor | None = model.get_submodule(name).bias  # type: ignore[assignment]
     parent, _, child = name.rpartition(".")
+    if len(tensor.shape) == 3:
+        hold_experts(model, name, HeldExperts(weight, tensor.shape, transposed=True))
+        return
+    bias: Tensor | None = model.get_submodule(name).bias  # type: ignore[assignment]
     setattr(model.get_submodule(parent), child, HeldLinear(weight, None if bias is None else bias.detach()))
+
+
+def hold_outlined(model: nn.Module, form: Format, value_dtype: torch.dtype) -> None:
+    """On the meta device: the same for all that files of `form` hold packed, whose plain weights would be in `value_dtype`."""
+    hold_packed(model, [name for name in find_linears(model) if form.packs(name)], form.group, value_dtype, form.has_zero)
+    for name, weight in expert_parameters(model).items():
+        if form.packs_experts(name):
+            experts, inputs, outputs = weight.shape
+            packed = packed_form(experts, inputs, outputs, weight.dtype)
+            hold_experts(model, name, HeldExperts(packed, (experts, inputs, outputs), transposed=True))
 
 
 _GROUPED = getattr(torch, "_grouped_mm", None)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from tlora.errors import ModelError
-from tlora.kernels.packed_weight import unpack_low_first
+from tlora.kernels.packed_weight import E2M1, powers_of_two, unpack_low_first
 from tlora.supermodel.packed_format import Format, PackedTensor, find_packed
 from tlora.supermodel.tensor_files import StoredTensor
 
 INT4, NVFP4, MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-_E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 _ENDS = {INT4: ("_packed", "_scale", "_shape"), NVFP4: ("_packed", "_scale", "_global_scale"), MXFP4: ("_packed", "_scale")}
 _SCALES = {INT4: (torch.bfloat16, torch.float16, torch.float32), NVFP4: (torch.float8_e4m3fn,), MXFP4: (torch.uint8,)}
 
@@ -87,12 +86,12 @@ class _Parts:
     @property
     def table(self) -> tuple[float, ...]:
         middle = 0 if self.scheme.has_zero else 8  # zero points count from the lowest code
-        return tuple(float(code - middle) for code in range(16)) if self.scheme.layout == INT4 else _E2M1
+        return tuple(float(code - middle) for code in range(16)) if self.scheme.layout == INT4 else E2M1
 
     def _scales(self) -> Tensor:
         scales = self.tensors["_scale"].whole().flatten()
-        if self.scheme.layout == MXFP4:  # the exponent's bits of fp32, of which 0 means a number below the normal ones
-            return torch.where(scales == 0, 1 << 22, scales.int() << 23).view(torch.float32)
+        if self.scheme.layout == MXFP4:
+            return powers_of_two(scales)
         scales = scales.float()
         return scales / self.tensors["_global_scale"].whole() if self.scheme.layout == NVFP4 else scales
 

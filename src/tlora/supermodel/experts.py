@@ -21,6 +21,7 @@ from tlora.adapters.state import AdapterLayout
 from tlora.kernels.experts import ExpertAdapters, ExpertWeights, combine, dispatch, expert_linear, route
 from tlora.kernels.multi_lora import LoraWeights
 from tlora.kernels.reference import Segment
+from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.lora_linear import ActiveBatch, Context
 
 NAME = "tlora_experts"
@@ -58,7 +59,13 @@ class ExpertBlock:
 
     @property
     def parameters(self) -> list[str]:
-        return [name for name, _ in self.module.named_parameters(recurse=False) if name in (self.up, "down_proj")]
+        names = [name for name, _ in (*self.module.named_parameters(recurse=False), *self.module.named_children())]
+        return [name for name in names if name in (self.up, "down_proj")]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has weights that are no plain parameters: then no other code than ours computes with them in training."""
+        return any(isinstance(getattr(self.module, name), HeldExperts) for name in self.parameters)
 
     def size(self, parameter: str) -> ExpertSize:
         experts, rows, columns = getattr(self.module, parameter).shape
@@ -90,6 +97,27 @@ class ExpertBlock:
         return combine(y_SH, weights_TK, routing).to(x_TH.dtype)
 
 
+def hold_experts(model: nn.Module, name: str, held: HeldExperts) -> None:
+    """Put `held` in the place of the parameter `name` of experts of `model`, whose module asks us from now on."""
+    path, _, parameter = name.rpartition(".")
+    module: Any = model.get_submodule(path)
+    assert tuple(getattr(module, parameter).shape) == held.shape, f"{name}: {held.shape}"
+    delattr(module, parameter)
+    setattr(module, parameter, held)
+    module.tlora_block = ExpertBlock(path, module, "eager")
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
+    module.config._experts_implementation = NAME
+
+
+def expert_parameters(model: nn.Module) -> dict[str, Any]:
+    """All parameters [E, A, B] of experts that can be adapted, by their dotted names."""
+    return {
+        f"{name}.{parameter}": getattr(module, parameter)
+        for name, module in _adaptable(model)
+        for parameter in ExpertBlock(name, module, "").parameters
+    }
+
+
 def _per_token(config: Any) -> int:
     """To how many experts a token goes; 0 where the config does not say, or not for all layers alike."""
     found = (getattr(config, key, None) for key in _PER_TOKEN)
@@ -110,11 +138,17 @@ def _adapters(rows: JobRows | None, routing: Any, experts: int) -> ExpertAdapter
     return ExpertAdapters(rows.weights, tuple(segments))
 
 
+def _block_of(name: str, module: Any) -> ExpertBlock:
+    """What there is of it; in a base of which other layers' experts alone are held, its own code computed it."""
+    before = module.config._experts_implementation
+    return getattr(module, "tlora_block", None) or ExpertBlock(name, module, "eager" if before == NAME else before)
+
+
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The implementation that transformers calls by `NAME`."""
-    block: ExpertBlock = module.tlora_block
+    block = _block_of("", module)
     jobs = {name: block.source(f"{block.name}.{name}") for name in block.parameters} if block.source is not None else {}
-    if all(rows is None for rows in jobs.values()):
+    if all(rows is None for rows in jobs.values()) and not block.is_held:
         return block.frozen(hidden_states, top_k_index, top_k_weights)
     return block.run(hidden_states, top_k_index, top_k_weights, jobs)
 
@@ -126,10 +160,7 @@ class Experts:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = [
-            getattr(module, "tlora_block", None) or ExpertBlock(name, module, module.config._experts_implementation)
-            for name, module in _adaptable(model)
-        ]
+        self.blocks = [_block_of(name, module) for name, module in _adaptable(model)]
         self.why_not = _why_not(self.blocks)
         self._dtype = self.blocks[0].module.down_proj.dtype if self.blocks else torch.float32
         usable = [] if self.why_not else self.blocks
@@ -156,8 +187,9 @@ class Experts:
 
     def take_over(self, ours: bool) -> None:
         """Whether transformers asks us from now on, or what it asked before."""
+        always = any(block.is_held for block in self.blocks)  # layers share one config
         for block in self.blocks:
-            block.module.config._experts_implementation = NAME if ours else block.before
+            block.module.config._experts_implementation = NAME if ours or always else block.before
 
     @contextmanager
     def adapted(self, layout: AdapterLayout, params_P: Tensor) -> Iterator[None]:
@@ -195,20 +227,20 @@ def _adaptable(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if not all(hasattr(found, key) for key in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "config")):
             continue
         parameters = [getattr(found, key, None) for key in ("gate_up_proj" if found.has_gate else "up_proj", "down_proj")]
-        if all(isinstance(p, nn.Parameter) and p.ndim == 3 and p.shape[0] > 1 for p in parameters):
+        if all(isinstance(p, nn.Parameter | HeldExperts) and len(p.shape) == 3 and p.shape[0] > 1 for p in parameters):
             yield name, found
 
 
 @torch.no_grad()
 def _why_not(blocks: list[ExpertBlock]) -> str | None:
     """The proof, by the first module of each class; none of a model without numbers."""
-    here = [block for block in blocks if not block.module.down_proj.is_meta]  # other stages' are not
+    here = [block for block in blocks if not block.module.down_proj[0].is_meta]  # other stages' are not
     for block in {type(block.module): block for block in reversed(here)}.values():
-        weight = getattr(block.module, block.up)
+        size, weight = block.size(block.up), getattr(block.module, block.up)[0]
         generator = torch.Generator().manual_seed(0)
-        tokens, slots = 7, min(2, weight.shape[0])
-        x_TH = torch.randn(tokens, block.size(block.up).in_features, generator=generator).to(weight)
-        experts_TK = torch.stack([torch.randperm(weight.shape[0], generator=generator)[:slots] for _ in range(tokens)]).to(weight.device)
+        tokens, slots = 7, min(2, size.experts)
+        x_TH = torch.randn(tokens, size.in_features, generator=generator).to(weight)
+        experts_TK = torch.stack([torch.randperm(size.experts, generator=generator)[:slots] for _ in range(tokens)]).to(weight.device)
         weights_TK = torch.rand(tokens, slots, generator=generator).to(weight)
         eager: Any = type(block.module).forward.__wrapped__  # type: ignore[attr-defined]
         try:

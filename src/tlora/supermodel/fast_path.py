@@ -32,6 +32,7 @@ from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel.attention import chunk_of
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, CudaGraphs, Shape
+from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
@@ -55,6 +56,8 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.d
         return why
     if base.recurrent:
         return "layers that carry something along a sample run in PyTorch's own operations"
+    if held_experts(base.model):
+        return "experts that are packed, shared or streamed run in PyTorch's own operations"
     if not fit_kernels(base.head.weight_VH.dtype, ()):
         return f"the base is in {str(base.head.weight_VH.dtype).removeprefix('torch.')}"
     for name, linear in linears.items():

@@ -25,9 +25,10 @@ from tlora.kernels.transfer import upload
 from tlora.libraries import no_collection
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
-from tlora.supermodel.assembly import OutlinedExperts, load_packed
+from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
 from tlora.supermodel.base_config import refuse_strange_config
-from tlora.supermodel.held_linear import HeldLinear, check_precision, hold, hold_packed
+from tlora.supermodel.held_experts import HeldExperts
+from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
@@ -70,9 +71,9 @@ class Base:
     @property
     def num_parameters(self) -> int:
         """Numbers that the weights stand for, counted alike for plain and packed forms."""
-        held = [m for m in self.model.modules() if isinstance(m, HeldLinear)]
-        packed = sum(sum(p.numel() for name, p in m.named_parameters() if name != "bias") for m in held)
-        return sum(p.numel() for p in self.model.parameters()) - packed + sum(m.in_features * m.out_features for m in held)
+        held = (m for m in self.model.modules() if isinstance(m, HeldLinear | HeldExperts))
+        more = sum(m.form.shape[0] * m.form.shape[1] - sum(p.numel() for name, p in m.named_parameters() if name != "bias") for m in held)
+        return sum(p.numel() for p in self.model.parameters()) + more
 
 
 def check_path(base_model: str) -> None:
@@ -185,10 +186,7 @@ def _prepare_libraries(place: torch.device, dtype: torch.dtype) -> None:
 
 
 def load_weights(base_model: str, dtype: str = "auto", device: torch.device | None = None) -> Any:
-    """The transformers model, whole: a tensor that is missing would be drawn at random. Packed linears are on `device`.
-
-    Raises ModelError.
-    """
+    """The transformers model, whole: a missing tensor would be drawn at random. Packed weights are on `device`. Raises ModelError."""
     config = load_config(base_model)
     computes = pick_dtype(config, dtype, base_model)
     check_weights(base_model, config)
@@ -254,7 +252,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     check_unpacked(form, base_precision, base_model)
     if form is not None:
         model.config.quantization_config = config.quantization_config  # by which the files are read
-        hold_packed(model, [name for name in find_linears(model) if form.packs(name)], form.group, stored, form.has_zero)
+        hold_outlined(model, form, stored)
     elif base_precision is not None:
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     model.requires_grad_(False).eval()

@@ -25,21 +25,30 @@ _AGAIN = "Copy the model again, or use the original"
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A packed weight [N, K] in a base's files: the tensors that it takes there, by `names`, the dtype that it stands for, and what a
+    """A packed weight in a base's files: the tensors that it takes there, by `names`, the dtype that it stands for, and what a
     `PackedWeight` knows of it. `parts` reads what that holds.
+
+    `shape`: of the plain weight, [N, K] of a linear, [E, K, N] of experts, which are packed as one matrix of E * N rows.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     value_dtype: torch.dtype
     names: frozenset[str]
     group: int
     table: tuple[float, ...]
     has_zero: bool
     parts: Callable[[], Mapping[str, Tensor]]
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape of what is packed."""
+        experts, (rows, columns) = self.shape[:-2], self.shape[-2:]
+        return (experts[0] * columns, rows) if experts else (rows, columns)
 
     def form(self, dtype: torch.dtype) -> PackedWeight:
         """On the meta device, for products in `dtype`."""
-        return without_numbers(self.shape, self.group, self.table, self.value_dtype, dtype, self.has_zero)
+        return without_numbers(self.matrix, self.group, self.table, self.value_dtype, dtype, self.has_zero, self.scale_dtype)
 
     def read(self, dtype: torch.dtype) -> PackedWeight:
         """In memory, for products in `dtype`."""
@@ -49,7 +58,8 @@ class PackedTensor:
 @dataclass(frozen=True)
 class Format:
     """How a base's files are packed. `group`: numbers of a scale, None for a whole row, and `packs`: whether that linear is packed, both by
-    config.json alone, where the files are not here yet. `has_zero`: whether a scale comes with a zero point.
+    config.json alone, where the files are not here yet. `has_zero`: whether a scale comes with a zero point. `packs_experts`: as `packs`,
+    of parameters of experts, in MXFP4.
 
     `find` gives, of all tensors of the files, the packed ones by the name that the plain weight would have; raises ModelError.
     """
@@ -60,6 +70,7 @@ class Format:
     packs: Callable[[str], bool]
     find: Callable[[Mapping[str, StoredTensor]], dict[str, PackedTensor]]
     has_zero: bool = False
+    packs_experts: Callable[[str], bool] = lambda _: False
 
 
 def format_of(config: Any, base_model: str) -> Format | None:
@@ -114,13 +125,14 @@ def packs_others(kept: tuple[str, ...], linear: str) -> bool:
 
 
 def _readers() -> dict[str, Callable[[Mapping[str, Any], str], Format]]:
-    from tlora.supermodel import awq_format, bitsandbytes_format, compressed_tensors_format, gptq_format
+    from tlora.supermodel import awq_format, bitsandbytes_format, compressed_tensors_format, gptq_format, mxfp4_format
 
     return {
         "bitsandbytes": bitsandbytes_format.open_format,
         "compressed-tensors": compressed_tensors_format.open_format,
         "gptq": gptq_format.open_format,
         "awq": awq_format.open_format,
+        "mxfp4": mxfp4_format.open_format,
     }
 
 

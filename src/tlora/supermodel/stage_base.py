@@ -14,6 +14,8 @@ from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.shape.stages import LayerRange
 from tlora.supermodel.assembly import assemble, hold_tensor, stand_in
+from tlora.supermodel.experts import expert_parameters
+from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import check_precision, hold
 from tlora.supermodel.inject import expert_modules, find_linears
 from tlora.supermodel.load import Base, decoder_of, hidden_states, layers_of, load_config, make_base, outline, pick_dtype
@@ -37,12 +39,12 @@ def load_stage(base_model: str, dtype: str, device: torch.device, base_precision
     if form is None:
         check_precision(base_precision, device, wanted)
     check_weights(base_model, config)
-    check_stages(outline(base_model, dtype, base_precision))
+    check_stages(outline(base_model, dtype, base_precision), device)
     stored = find_tensors(find_safetensors(*split_revision(base_model)), PLAIN_DTYPES if form is None else ANY_DTYPE)
     packed = {} if form is None else form.find(stored)
     model, tensors = _with_own_weights(base_model, config, wanted, stored, packed, layers)
     own = _own_linears(model, base_model, layers)
-    for name in own if form is not None else ():
+    for name in (*own, *expert_parameters(model)) if form is not None else ():
         if isinstance(tensor := tensors.get(name), PackedTensor):
             hold_tensor(model, name, tensor, wanted, device)
     stage = _cut(model, base_model, layers, wanted, device)
@@ -52,16 +54,19 @@ def load_stage(base_model: str, dtype: str, device: torch.device, base_precision
     return make_base(model, base_model, stage=stage)
 
 
-def check_stages(base: Base) -> None:
-    """Raise ModelError for a base (on the meta device) that cannot be cut into stages, as `why_no_stages` says."""
-    if why := why_no_stages(base):
+def check_stages(base: Base, device: torch.device) -> None:
+    """Raise ModelError for a base (on the meta device) that cannot be cut into stages on a `device`, as `why_no_stages` says."""
+    if why := why_no_stages(base, device):
         raise ModelError(f"base_model {base.name}: {type(base.model).__name__} cannot be cut into stages: {why}. {_WHOLE}")
 
 
-def why_no_stages(base: Base) -> str:
-    """Why a base (on the meta device) cannot be cut: layers that read more than the hidden states of the layer before, anything but layers
-    between embedding and norm, or files with each expert by itself, which transformers puts together of all layers. Nothing: it can.
+def why_no_stages(base: Base, device: torch.device) -> str:
+    """Why a base (on the meta device) cannot be cut on a `device`: layers that read more than the hidden states of the layer before,
+    anything but layers between embedding and norm, files with each expert by itself, which transformers puts together of all layers, or on
+    a GPU packed experts. Nothing: it can.
     """
+    if device.type == "cuda" and held_experts(base.model):
+        return "its experts are packed, which the kernels that stages run on do not take"
     if _merged_experts(base.model):
         return "its files have each expert by itself"
     if sum(isinstance(module, nn.Embedding) for module in base.decoder.modules()) != 1:
