@@ -5,7 +5,7 @@ A kernel is interpreted when `TRITON_INTERPRET` was set as it was defined, and s
 super-model would then take its GPU path on the CPU; a test module wraps its imports of kernels in `interpreted`.
 
 Nine tenths of the interpreter's time goes to the types of small tensors. Four of its functions are replaced by ones that remember, by
-shape or by element type, what those give.
+shape or by element type, what those give, and three of the language's by ones that first look whether there is anything to convert.
 
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
 that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine. Nor does the
@@ -129,12 +129,18 @@ def _create_dot(_: Any, a: Any, b: Any, d: Any, precision: Any, _max_imprecise: 
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+_modules_of: dict[Any, list[Any]] = {}
+
+
 def _call_from_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
     """As Triton's, which looks through all of `triton.language` for what to replace at each call, though the kernel's launch did."""
     from triton import language
     from triton.runtime import interpreter
 
-    used = [value for value in function.fn.__globals__.values() if value is language or value is language.core]
+    used = _modules_of.get(function.fn)
+    if used is None:
+        used = [value for value in function.fn.__globals__.values() if value is language or value is language.core]
+        _modules_of[function.fn] = used
     if any(language.core.is_builtin(module.load) for module in used):
         interpreter._patch_lang(function.fn)
     return function.rewrite()(*args, **kwargs)
@@ -181,7 +187,7 @@ def _remember_types() -> None:
         known = block_types.get(key)
         if known is None:
             make_new(self, element, shape)
-            self.of_tensors = shape_and_numel(sizes)
+            self.of_tensors, self.sizes = shape_and_numel(sizes), sizes
             block_types[key] = dict(vars(self))
         else:
             vars(self).update(known)
@@ -196,6 +202,39 @@ def _remember_types() -> None:
     interpreter._get_np_dtype = numpy_type
 
 
+def _convert_what_differs() -> None:
+    """Most operands are tensors of one type and one shape, and most arguments are neither constants nor lists of these."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    check_types, broadcast, unwrap = (
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic.broadcast_impl_value,
+        core._unwrap_if_constexpr,
+    )
+    plain = {bool, int, float, str, type(None), core.tensor, core.dtype}
+
+    def check_types_that_differ(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        divides = len(args) > 3 or kwargs.get("div_or_mod")  # types may change then
+        if type(lhs) is type(rhs) is core.tensor and not divides:
+            left, right = lhs.dtype, rhs.dtype
+            if type(left) is type(right) is core.dtype and left.name == right.name:  # no pointers
+                return self.broadcast_impl_value(lhs, rhs)
+        return check_types(self, lhs, rhs, *args, **kwargs)
+
+    def broadcast_shapes_that_differ(self: Any, lhs: Any, rhs: Any) -> Any:
+        if getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ()):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def unwrap_what_is_wrapped(value: Any) -> Any:
+        return value if type(value) in plain else value.value if type(value) is core.constexpr else unwrap(value)
+
+    TritonSemantic.binary_op_type_checking_impl = check_types_that_differ
+    TritonSemantic.broadcast_impl_value = broadcast_shapes_that_differ
+    core._unwrap_if_constexpr = unwrap_what_is_wrapped
+
+
 if find_spec("triton") is not None:
     assert "triton" not in sys.modules or _VARIABLE in os.environ or DEVICE.type == "cuda", "triton was imported before tests/conftest.py"
     with interpreted():
@@ -206,6 +245,7 @@ if find_spec("triton") is not None:
         InterpretedFunction.__call__ = _call_from_kernel
         _read_one_element_as_index()
         _remember_types()
+        _convert_what_differs()
         # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
         precisions = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")
         interpreter_builder.options = InterpreterOptions(sanitize_overflow=False, allowed_dot_input_precisions=precisions)
