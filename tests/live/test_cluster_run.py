@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ class World:
     base: Path
     data: Path
     orders: list[dict[str, Any]]
-    whole: Path
+
+    @cached_property
+    def whole(self) -> Path:
+        train(self.base, self.data / "whole", self.orders, deterministic=True)
+        return self.data / "whole"
 
     def train(self, out: Path, orders: list[dict[str, Any]] | None = None, **options: Any) -> Results:
         return train_on_cluster(run_spec(self.base, out, orders or self.orders, deterministic=True), gpus=2, device="cpu", **options)
@@ -60,8 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     ]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        train(base, directory / "whole", orders, deterministic=True)
-        yield World(base, directory, orders, directory / "whole")
+        yield World(base, directory, orders)
 
 
 @pytest.mark.slow
@@ -180,7 +184,7 @@ if "tlora.engine.ranks.rank" in sys.orig_argv:
 def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     """Killed at random moments, before and after it has found its workers: none ends or begins a job again, no step is done twice."""
     chance, allowed = random.Random(kills), tmp_path / "allowed"
-    longer = [{**order, "max_steps": (1 + kills) * order["max_steps"] // 2} for order in world.orders if order["name"] != "brief"]
+    longer = [{**order, "max_steps": (1 + kills) * order["max_steps"] // 3} for order in world.orders if order["name"] != "brief"]
     train(world.base, tmp_path / "whole", longer, deterministic=True)
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
