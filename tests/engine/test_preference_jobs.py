@@ -106,7 +106,7 @@ def orders(data: Path, pairs: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("answers")
 def test_alone_is_together_and_what_is_resumed(wide_base: Path, data: Path, pairs: Path, tmp_path: Path) -> None:
-    jobs = [{**order, "lr_scheduler_type": "constant"} for order in orders(data, pairs)]
+    jobs = [{**order, "lr_scheduler_type": "constant", "max_steps": 4} for order in orders(data, pairs)]
     alone: dict[str, str] = {}
     for order in jobs:
         train(wide_base, tmp_path / order["name"], [order], deterministic=True)
@@ -114,7 +114,7 @@ def test_alone_is_together_and_what_is_resumed(wide_base: Path, data: Path, pair
     train(wide_base, tmp_path / "together", jobs[::-1], deterministic=True, token_budget=96)
     assert {name: sha256(tmp_path / "together" / name) for name in alone} == alone
     out = tmp_path / "resumed"
-    train(wide_base, out, [{**order, "max_steps": 3} for order in jobs], deterministic=True)
+    train(wide_base, out, [{**order, "max_steps": 2} for order in jobs], deterministic=True)
     train(wide_base, out, jobs, deterministic=True, resume=True)
     assert {name: sha256(out / name) for name in alone} == alone
 

@@ -4,7 +4,7 @@ A kernel is interpreted when `TRITON_INTERPRET` was set as it was defined, and s
 `tests/conftest.py` imports this before anything that imports triton (transformers does). The variable does not stay set, since the
 super-model would then take its GPU path on the CPU; a test module wraps its imports of kernels in `interpreted`.
 
-Nine tenths of the interpreter's time goes to the types of small tensors. Four of its functions are replaced by ones that remember, by
+Nine tenths of the interpreter's time goes to the types of small tensors. Five of its functions are replaced by ones that remember, by
 shape or by element type, what those give, and three of the language's by ones that first look whether there is anything to convert.
 
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
@@ -159,6 +159,14 @@ def _read_one_element_as_index() -> None:
     interpreter._patch_lang_tensor = patch_tensor
 
 
+def _patch_attr(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """As Triton's, without a dictionary of its own at each call."""
+    from triton.runtime import interpreter
+
+    semantic = interpreter.TritonSemantic(builder)
+    scope.set_attr(module, name, lambda *args, _semantic=None, **kwargs: member(*args, **kwargs, _semantic=semantic))
+
+
 def _remember_types() -> None:
     """Types of shapes and of blocks, the shapes of tensors, and numpy's names for element types are made once each."""
     from triton.language import core
@@ -166,6 +174,7 @@ def _remember_types() -> None:
 
     make_tuple_type, find_numpy_type = core._type_for_tuple_values, cache(interpreter._get_np_dtype)
     make_new, block_types, pointer = core.block_type.__init__, dict[Any, dict[str, Any]](), np.dtype(np.uint64)
+    make_with_element, with_elements = core.block_type.with_element_ty, dict[Any, Any]()
     type_of_sizes = cache(lambda sizes: make_tuple_type(list(sizes)))
 
     def shape_and_numel(sizes: tuple[int, ...]) -> tuple[Any, Any]:
@@ -192,12 +201,21 @@ def _remember_types() -> None:
         else:
             vars(self).update(known)
 
+    def with_element_type(self: Any, element: Any) -> Any:
+        if type(element) is not core.dtype:  # a pointer
+            return make_with_element(self, element)
+        key = (element.name, self.sizes)
+        if key not in with_elements:
+            with_elements[key] = make_with_element(self, element)
+        return with_elements[key]
+
     def numpy_type(kind: Any) -> np.dtype:
         return pointer if kind.scalar.is_ptr() else find_numpy_type(kind.scalar)
 
     core._type_for_tuple_values = type_for_tuple_values
     of_scalars = shape_and_numel(())
     core.block_type.__init__ = make_block_type
+    core.block_type.with_element_ty = with_element_type
     core.tensor.__init__ = make_tensor
     interpreter._get_np_dtype = numpy_type
 
@@ -239,10 +257,12 @@ if find_spec("triton") is not None:
     assert "triton" not in sys.modules or _VARIABLE in os.environ or DEVICE.type == "cuda", "triton was imported before tests/conftest.py"
     with interpreted():
         import triton.experimental.gluon  # noqa: F401  (its first use, by the interpreter, would define things late)
+        from triton.runtime import interpreter as tritons
         from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, interpreter_builder
 
         InterpreterBuilder.create_dot = _create_dot
         InterpretedFunction.__call__ = _call_from_kernel
+        tritons._patch_attr = _patch_attr
         _read_one_element_as_index()
         _remember_types()
         _convert_what_differs()
