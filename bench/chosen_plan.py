@@ -3,14 +3,16 @@
     python -m bench.chosen_plan --gpus 2 --points llama-3-8b:8,qwen3-1.7b:2 --base-dir DIRECTORY --json FILE
     python -m bench.chosen_plan --gpus 2 --points tiny:3 --device cpu --steps 6 --set dtype=float32
 
-A point is SHAPE:JOBS, so many of the first jobs of bench/real_jobs.yaml. Each is launched with `layout: auto`, then with each layout pinned
-(`whole`, `shared`, `stages` on all GPUs, `streamed` on one), as `bench.real_jobs` launches. A layout that is refused is no candidate, and
-its reason is kept. `chosen_over_best` is the steady tokens a second of auto over those of the fastest of all; the aim is 0.95 or more.
+A point is SHAPE:JOBS, so many of the first jobs of bench/real_jobs.yaml. Each is launched with `layout: auto`, then with each other layout
+pinned (`whole`, `shared`, `stages` on all GPUs, `streamed` on one), as `bench.real_jobs` launches. A layout that is refused is no
+candidate, and its reason is kept. Caches of compiled kernels and tokenized data that lie in --caches already are taken, and no launch is
+cold. `chosen_over_best` is the steady tokens a second of auto over those of the fastest of all; the aim is 0.95 or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,12 @@ from bench import machine, real_jobs
 from bench.shapes import SHAPES
 
 TOGETHER, ALONE = ("whole", "shared", "stages"), "streamed"  # on all GPUs, and on one
+# What a run on several GPUs says of its layout.
+_SAID = {
+    "whole": r"each GPU holds the whole base",
+    "shared": r" of the base's .* on each of \d+ GPUs",
+    "stages": r"GPU 0: layers \d+ to \d+, ",
+}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -32,6 +40,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept; default: a temporary directory")
+    parser.add_argument("--caches", type=Path, help="are kept, so that a later point begins warm; default: temporary ones")
     parser.add_argument("--commit", help="what to call this code where there is no git")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -48,15 +57,27 @@ def _point(text: str, parser: argparse.ArgumentParser) -> tuple[str, int]:
 
 def measure(shape: str, jobs: int, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """All launches of a point, and how the chosen one compares."""
-    base_dir = options.base_dir or directory / "bases"
+    base_dir, caches = options.base_dir or directory / "bases", options.caches or directory / "caches"
     order = ["--shape", shape, "--jobs", str(jobs), "--steps", str(options.steps), "--device", options.device]
-    order += ["--base-dir", str(base_dir), "--caches", str(directory / "caches"), "--commit", options.commit or "unknown"]
+    order += ["--base-dir", str(base_dir), "--caches", str(caches), "--commit", options.commit or "unknown"]
     order += [part for setting in options.settings for part in ("--set", setting)]
-    together = ",".join(["plain:cold", *(f"{form}:warm" for form in TOGETHER)])
-    rows: list[dict[str, Any]] = []
-    for launches in (["--launches", together, "--gpus", str(options.gpus)], ["--launches", f"{ALONE}:warm"]):
-        rows += real_jobs.run_benchmark(real_jobs.read_options([*order, *launches]))["launches"]
-    return {"shape": shape, "jobs": jobs, **compare(rows)}
+
+    def launch(cases: Sequence[str], *more: str) -> list[dict[str, Any]]:
+        launches = ",".join(f"{case}:{'warm' if caches.is_dir() or number else 'cold'}" for number, case in enumerate(cases))
+        found: list[dict[str, Any]] = real_jobs.run_benchmark(real_jobs.read_options([*order, "--launches", launches, *more]))["launches"]
+        return found
+
+    on_all = "--gpus", str(options.gpus)
+    (auto,) = launch(["plain"], *on_all)
+    taken = taken_layout(auto)
+    rows = [auto, *launch([form for form in TOGETHER if form != taken], *on_all), *launch([ALONE])]
+    return {"shape": shape, "jobs": jobs, "taken": taken, **compare(rows)}
+
+
+def taken_layout(row: dict[str, Any]) -> str | None:
+    """The layout of a launch with `layout: auto` on several GPUs, by what it said; it need not be launched once more."""
+    said = [line for _, line in row.get("notes", ())]
+    return next((form for form, pattern in _SAID.items() if any(re.search(pattern, line) for line in said)), None)
 
 
 def compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -81,9 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine.write(options.json, found)
         shown = ", ".join(f"{'auto' if case == 'plain' else case} {rate:,.0f}" for case, rate in point["tokens_per_second"].items())
         ratio = point["chosen_over_best"]
-        print(
-            f"{shape}, {jobs} jobs: {shown} tokens/s; chosen over best: {'not measured' if ratio is None else f'{ratio:.3f}'}", flush=True
-        )
+        chosen = "not measured" if ratio is None else f"{ratio:.3f}"
+        print(f"{shape}, {jobs} jobs: auto takes {point['taken']}; {shown} tokens/s; chosen over best: {chosen}", flush=True)
     return 0 if all(point["chosen_over_best"] is not None for point in found["points"]) else 1
 
 

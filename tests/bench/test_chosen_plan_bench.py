@@ -12,8 +12,8 @@ import pytest
 from bench import chosen_plan, real_jobs
 
 
-def row(case: str, rate: float | None, *errors: str) -> dict[str, Any]:
-    return {"case": case, "errors": list(errors), "steady_tokens_per_second": rate}
+def row(case: str, rate: float | None, *errors: str, said: str = "") -> dict[str, Any]:
+    return {"case": case, "errors": list(errors), "steady_tokens_per_second": rate, "notes": [(0.0, said)]}
 
 
 def test_refused_layouts_are_no_candidates() -> None:
@@ -24,22 +24,37 @@ def test_refused_layouts_are_no_candidates() -> None:
     assert chosen_plan.compare([row("plain", 1.0, "failed"), row("whole", 2.0)])["chosen_over_best"] is None
 
 
-def test_each_layout_is_launched_once_by_the_same_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [
+        ("whole", "each GPU holds the whole base, 14.96 GiB"),
+        ("shared", "the base does not fit on one GPU (12 GiB): 8.0 GiB of the base's 15 GiB on each of 2 GPUs"),
+        ("stages", "1.33 times as fast, by prediction, as whole on 2 GPUs: GPU 0: layers 0 to 16, 8 GiB; GPU 1: layers 17 to 31, 8 GiB"),
+        (None, "starting 2 ranks"),
+    ],
+)
+def test_each_layout_is_launched_once_by_the_same_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: str | None, said: str
+) -> None:
     launched: list[tuple[str, str | None]] = []
+    kinds: list[str] = []
 
     def run(options: argparse.Namespace) -> dict[str, Any]:
         launched.extend((order.case, options.gpus) for order in options.orders)
+        kinds.extend(order.kind for order in options.orders)
         (options.caches).mkdir(parents=True, exist_ok=True)
         assert (options.shape, options.jobs.count(",") + 1, options.settings) == ("tiny", 2, ["dtype=float32"])
-        return {"launches": [row(order.case, 50.0 if order.case == "plain" else 40.0) for order in options.orders]}
+        return {"launches": [row(order.case, 50.0 if order.case == "plain" else 40.0, said=said) for order in options.orders]}
 
     monkeypatch.setattr(real_jobs, "run_benchmark", run)
     file = tmp_path / "out.json"
     order = ["--points", "tiny:2", "--device", "cpu", "--set", "dtype=float32", "--commit", "abc", "--json", str(file)]
     assert chosen_plan.main(order) == 0
-    assert launched == [("plain", "2"), ("whole", "2"), ("shared", "2"), ("stages", "2"), ("streamed", None)]
+    forms = [form for form in ("whole", "shared", "stages") if form != taken]
+    assert launched == [("plain", "2"), *((form, "2") for form in forms), ("streamed", None)]
+    assert kinds == ["cold", *("warm" for _ in launched[1:])]
     (point,) = json.loads(file.read_text())["points"]
-    assert point["chosen_over_best"] == 1.0 and point["best"] == "plain"
+    assert point["chosen_over_best"] == 1.0 and point["best"] == "plain" and point["taken"] == taken
 
 
 def test_an_unknown_point_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import JobSketch
+from tlora.planning.layout_choice import LEAST_GAIN, LayoutChoice, choose_form
 from tlora.planning.layout_units import Device
 from tlora.planning.layouts import LayoutPlan, LayoutPlans
 from tlora.shape.gpu_models import speeds_of
@@ -44,12 +45,25 @@ def print_plan(
         console.print(table)
         exposed = "Exposed: seconds of a full micro-batch in which a GPU waits for a link or for work."
         console.print(Text(f"{exposed} {_rated(devices)}"), soft_wrap=True)
+    if (taken := choose_form(found.feasible, len(devices))) is not None:
+        console.print(Text(_told(taken, found)), soft_wrap=True)
     if not explain:
         return
     for each in found.feasible:
         console.print(Text(f"{each.layout}: {explained(each, found.feasible[0], devices)}"), soft_wrap=True)
     for refused in found.refused:
         console.print(Text(f"{refused.name}: not feasible: {refused.why}"), soft_wrap=True)
+
+
+def _told(taken: LayoutChoice, found: LayoutPlans) -> str:
+    """Which of them `tlora train` takes on these GPUs, and why where that is not the fastest or not the simplest."""
+    if taken.why or taken.plan is found.feasible[0]:
+        return f"tlora train takes {taken.plan.layout}{f': {taken.why}' if taken.why else ''}"
+    return f"tlora train takes {taken.plan.layout}: no other that it can have on all of these GPUs gains {_margins()}"
+
+
+def _margins() -> str:
+    return ", ".join(f"{gain} x ({form})" for form, gain in LEAST_GAIN.items() if form != "whole")
 
 
 def explained(each: LayoutPlan, best: LayoutPlan, devices: Sequence[Device]) -> str:
@@ -71,12 +85,13 @@ def _rated(devices: Sequence[Device]) -> str:
 
 
 def plan_json(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], found: LayoutPlans) -> str:
-    """One object: the run, its GPUs, `layouts` (the fastest first) and `refused`."""
+    """One object: the run, its GPUs, `layouts` (the fastest first), `taken` (that of a run on all of them) and `refused`."""
     content: dict[str, Any] = {
         "base_model": run.base_model,
         "jobs": [job.name for job in jobs],
         "gpus": [device.gpu.name for device in devices],
         "layouts": [_layout_json(each, found.feasible[0], devices) for each in found.feasible],
+        "taken": str(taken.plan.layout) if (taken := choose_form(found.feasible, len(devices))) is not None else None,
         "refused": [{"layout": each.name, "why": each.why} for each in found.refused],
     }
     return json.dumps(content, indent=2, ensure_ascii=True)

@@ -113,7 +113,9 @@ def check_gpus(
     unlike = len(gpus.kinds) > 1
     try:
         limits = gpus.limits if unlike else [plan.limit_bytes] * where.count
-        form = choose_form(run, plan.jobs, model, model.base.num_bytes, where.place, limits, speeds=gpus.speeds if unlike else ())
+        speeds = gpus.speeds if unlike else ()
+        models = where.elsewhere or gpus.models
+        form = choose_form(run, plan.jobs, model, model.base.num_bytes, where.place, limits, run.links != "host", speeds, models)
     except (CapacityError, ConfigError, ModelError) as error:
         problems.append(str(error))
         return {}

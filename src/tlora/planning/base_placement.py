@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from tlora.errors import CapacityError, ConfigError
-from tlora.job import RunSpec
+from tlora.job import LayoutSetting, RunSpec
 from tlora.planning.base_parts import count_parts
 from tlora.planning.job_plan import PlannedJob
+from tlora.planning.layout_here import predict_here, without_peers
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.plan import RunPlan, plan_memory
+from tlora.shape.gpu_models import GpuModel
+from tlora.shape.layout import Form
 from tlora.shape.stages import LayerRange, cut_layers
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.stage_base import check_stages, why_no_stages
@@ -47,17 +50,18 @@ def choose_form(
     limits: Sequence[int],
     reads_peers: bool = True,
     speeds: Sequence[float] = (),
+    models: Sequence[GpuModel] = (),
+    before: Form | None = None,
 ) -> BasePlacement:
-    """Whole, unless a shared base lets more jobs run: fetching costs some hundredths of the speed, and a lost GPU ends all. Where GPUs
-    cannot read each other's memory, stages in place of a shared base. Jobs that fit in none get a problem. `limits`: bytes of each GPU;
-    `reads_peers`: whether GPUs read each other's memory; `speeds`: of GPUs that differ. Raises CapacityError for a base that does not fit
-    at all, ModelError for one that does not fit whole and cannot be cut, and ConfigError where it shall be streamed.
+    """Whole, unless a shared base lets more jobs run, or another form is predicted to be so much faster that it is taken
+    (`layout_choice.py`). Where GPUs cannot read each other's memory, stages in place of a shared base. Jobs that fit in none get a problem.
+    `limits`: bytes of each GPU; `reads_peers`: whether GPUs read each other's memory; `speeds`: of GPUs that differ; `models`: of each
+    GPU, left out where nothing is known of one; `before`: the form of the run that is resumed. Raises CapacityError for a base that does
+    not fit at all, ModelError for one that does not fit whole and cannot be cut, and ConfigError where it shall be streamed.
     """
     gpus, limit = len(limits), min(limits)
     if run.layout == "streamed":
         raise ConfigError(f"layout: streamed is for one GPU, and these are {gpus}, which can hold a base in parts. Take it out, or --gpus")
-    if run.layout == "stages" and gpus > 1:
-        return _in_stages(run, jobs, model, device, limits, speeds, "layout: stages")
     whole = plan_memory(run, jobs, model, base_bytes, device, limit)
     refused_whole = _refused(whole)
     fits_whole = whole.memory.base_bytes <= limit
@@ -65,11 +69,20 @@ def choose_form(
         if (larger := _on_some(run, jobs, model, base_bytes, device, limits)) is not None:
             return larger
         whole = plan_memory(run, jobs, model, base_bytes, device, limit)
+    wanted: LayoutSetting = run.layout
+    why = f"layout: {wanted}"
+    if wanted == "auto" and gpus > 1 and models:
+        known = models if reads_peers else list(map(without_peers, models))
+        taken = predict_here(run, jobs, model, known, limits, before)
+        if taken is not None and (taken.why or (taken.form == "stages" and reads_peers and can_be_cut(model))):
+            wanted, why = taken.form, taken.why or "base and jobs fit in no other form"
+    if wanted == "stages" and gpus > 1:
+        return _in_stages(run, jobs, model, device, limits, speeds, why)
     is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
-    if run.layout == "whole" or (fits_whole and is_enough and run.layout != "shared"):
+    if wanted == "whole" or (fits_whole and is_enough and wanted != "shared"):
         return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
     unshared = "" if can_be_cut(model) else "the base cannot be shared"
-    if gpus > 1 and run.layout != "shared" and (unshared := unshared or ("" if reads_peers else "GPUs cannot read each other's memory")):
+    if gpus > 1 and wanted != "shared" and (unshared := unshared or ("" if reads_peers else "GPUs cannot read each other's memory")):
         if fits_whole and (rows_trained(jobs) or why_no_stages(model.base, device)):
             return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
         return _in_stages(run, jobs, model, device, limits, speeds, unshared)
@@ -78,8 +91,8 @@ def choose_form(
     parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} GPUs"
     if shared_bytes > limit:
         raise CapacityError(_no_form(whole, base_bytes, shared_bytes, limit, gpus, model))
-    if run.layout == "shared" and gpus > 1:
-        return BasePlacement(True, f"layout: shared: {parts}", shared)
+    if wanted == "shared" and gpus > 1:
+        return BasePlacement(True, f"{why}: {parts}", shared)
     if not fits_whole:
         return BasePlacement(True, f"the base does not fit on one GPU ({gib(limit)}): {parts}", shared)
     if len(_refused(shared)) < len(refused_whole):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tlora.batching.placement import Placement, place
@@ -11,8 +11,7 @@ from tlora.job import RunSpec
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
-from tlora.shape.base_parts import BaseParts
-from tlora.shape.layout import Form, Layout
+from tlora.shape.layout import FORMS, Form, Layout
 from tlora.shape.memory import MOST_GPUS
 from tlora.wording.numbers import gib
 
@@ -51,17 +50,32 @@ class LayoutPlans:
     refused: tuple[RefusedLayout, ...]
 
 
-def plan_layouts(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device]) -> LayoutPlans:
-    """For a run of `jobs`, none of which has problems, on `devices`, in their order."""
+def is_trained(layout: Layout, gpus: int) -> bool:
+    """Whether a run on so many GPUs can have it: it has one pipeline, through all of them, and streams to one GPU only."""
+    return layout.gpus == gpus and (layout.form != "stages" or layout.replicas == 1)
+
+
+def plan_layouts(
+    run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], forms: Collection[Form] = FORMS, trained: bool = False
+) -> LayoutPlans:
+    """For a run of `jobs`, none of which has problems, on `devices`, in their order. `forms`: that are looked at; `trained`: of these the
+    layouts alone that a run on all `devices` can have.
+    """
     assert devices and not any(job.problems for job in jobs), [job.problems for job in jobs]
-    found = list(_tried(run, jobs, tuple(devices)))
+    if run.links == "host":
+        devices = [replace(device, gpu=replace(device.gpu, peer_gb_per_second=0.0)) for device in devices]
+    found = list(_tried(run, jobs, tuple(devices), forms, trained))
     feasible = [each for each in found if isinstance(each, LayoutPlan)]
     feasible.sort(key=lambda found: (-found.tokens_per_second, found.layout.gpus))  # stable: of equals the simplest form
     return LayoutPlans(tuple(feasible), tuple(each for each in found if isinstance(each, RefusedLayout)))
 
 
-def _tried(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> Iterator[LayoutPlan | RefusedLayout]:
-    for form, layout, units, why_not in _candidates(jobs, devices):
+def _tried(
+    run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...], forms: Collection[Form] = FORMS, trained: bool = False
+) -> Iterator[LayoutPlan | RefusedLayout]:
+    for form, layout, units, why_not in _candidates(run, jobs, devices):
+        if form not in forms or (trained and not is_trained(layout, len(devices))):
+            continue
         if why_not is None and run.layout not in ("auto", form):
             why_not = f"the jobs file orders layout: {run.layout}"
         if why_not is not None:
@@ -73,19 +87,21 @@ def _tried(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...])
             yield RefusedLayout(str(layout), str(error), error.least_bytes)
 
 
-def _candidates(jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> Iterator[tuple[Form, Layout, tuple[Unit, ...], str | None]]:
+def _candidates(
+    run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]
+) -> Iterator[tuple[Form, Layout, tuple[Unit, ...], str | None]]:
     """Each layout with its units, or why there is none."""
     count, parts = len(devices), devices[0].parts
     whole = tuple(OneGpu(device, device.parts.memory.base_bytes) for device in devices)
     yield "whole", _weighted("whole", whole), whole, None
     if count > 1:
-        why_not = _why_not_shared(devices)
+        why_not = _why_not_shared(run, devices)
         shared = () if why_not else _shared(devices)
         yield "shared", _weighted("shared", shared) if shared else Layout("shared", count), shared, why_not
     fastest = max(devices, key=lambda device: device.rate)
     why_not = None if fastest.parts.streamed is not None else _NOT_BY_ROWS
     yield "streamed", Layout("streamed"), (Streamed(fastest),), why_not
-    why_no_stages = _why_no_stages(jobs, parts)
+    why_no_stages = _why_no_stages(run, jobs, devices)
     for stages in range(2, count + 1):
         replicas = count // stages
         if why_no_stages:
@@ -98,19 +114,24 @@ def _candidates(jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> Itera
         yield "stages", _weighted("stages", pipelines, stages), pipelines, None
 
 
-def _why_not_shared(devices: tuple[Device, ...]) -> str | None:
+def _why_not_shared(run: RunSpec, devices: tuple[Device, ...]) -> str | None:
     apart = next((device.gpu for device in devices if not device.gpu.peer_gb_per_second), None)
     if not devices[0].parts.shared_bytes:
         return _NOT_BY_ROWS
+    if apart is not None and run.links == "host":
+        return "the jobs file orders links: host"
     return None if apart is None else f"{apart.name}s cannot read each other's memory"
 
 
-def _why_no_stages(jobs: Sequence[JobSketch], parts: BaseParts) -> str:
-    """As a run in stages refuses base or jobs."""
+def _why_no_stages(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> str:
+    """As a run in stages refuses base, jobs or GPUs."""
+    kinds = dict.fromkeys(device.gpu.name for device in devices)
+    if run.deterministic and len(kinds) > 1:
+        return f"deterministic: {' and '.join(kinds)} give other last bits, and each job is computed by all stages"
     rows = [job.name for job in jobs if job.layout is not None and any(shape.out_features == 0 for shape in job.layout.shapes)]
     if rows:
         return f"{rows[0]} trains rows of the embedding, which needs embedding and head in one place"
-    return parts.no_stages
+    return devices[0].parts.no_stages
 
 
 def _shared(devices: tuple[Device, ...]) -> tuple[OneGpu, ...]:

@@ -15,6 +15,7 @@ import torch
 from tlora.errors import CapacityError, ModelError
 from tlora.job import DataConfig, JobSpec, LayoutSetting, RunSpec
 from tlora.planning.job_plan import PlannedJob
+from tlora.planning.layout_choice import pays
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, fit, fitted_jobs, is_sound, plan_memory, settle
@@ -31,7 +32,6 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Load
 
-_LEAST_GAIN = 1.1  # times as fast as with the whole base on the device, by prediction, so that one that fits there is streamed
 _JOBS_TO_COME, _TOKENS_TO_COME = 4, 8192  # what a worker keeps room for: jobs of the default rank, in micro-batches of so many tokens
 
 
@@ -144,7 +144,7 @@ def choose_layout(
 def _gains_from_room(run: RunSpec, plan: RunPlan, device: torch.device) -> bool:
     """Whether a streamed base, which takes nearly no room, could be faster at all."""
     roomy = fit(run, replace(plan, limit_bytes=1 << 60), plan.memory, device)
-    return _cost(run, plan, device) >= _LEAST_GAIN * _cost(run, roomy, device)
+    return pays("streamed", _cost(run, roomy, device), _cost(run, plan, device))
 
 
 def _why_streamed(run: RunSpec, whole: RunPlan, streamed: RunPlan, device: torch.device) -> str | None:
@@ -154,9 +154,10 @@ def _why_streamed(run: RunSpec, whole: RunPlan, streamed: RunPlan, device: torch
     refused, still = _refused(whole), _refused(streamed)
     if len(still) < len(refused):
         return f"with the whole base on the device {refused[0]} does not fit"
-    gain = _cost(run, whole, device) / _cost(run, streamed, device)
-    if refused or gain < _LEAST_GAIN:
+    cost, standing = _cost(run, streamed, device), _cost(run, whole, device)
+    if refused or not pays("streamed", cost, standing):
         return None
+    gain = standing / cost
     return f"{gain:.2f} times as fast, by prediction, as with the whole base on the device, which leaves little room for micro-batches"
 
 

@@ -37,7 +37,7 @@ from tlora.engine.messages import (
 from tlora.engine.ranks.alike import check_alike
 from tlora.engine.ranks.checked_run import CheckedRun
 from tlora.engine.ranks.dispatcher import Dispatcher
-from tlora.engine.ranks.kinds import Gpus, check_stages_alike, earlier_kinds, gpus_of, place_on
+from tlora.engine.ranks.kinds import Gpus, check_stages_alike, earlier_form, earlier_kinds, gpus_of, place_on
 from tlora.engine.ranks.progress_aggregator import ProgressAggregator
 from tlora.engine.ranks.rank_group import Lost, RankGroup
 from tlora.engine.results import Results, all_results
@@ -158,7 +158,9 @@ class Coordinator:
             self._raise_all_lost()
         gpus = self._gpus = gpus_of(self._rank_group.memory, self._rank_group.count)
         base_bytes, reads_peers = model.base.num_bytes, all(each.reads_peers for each in self._rank_group.memory.values())
-        form = choose_form(self.run, planned, model, base_bytes, torch.device(self._devices[0]), gpus.limits, reads_peers, gpus.speeds)
+        place, before = torch.device(self._devices[0]), earlier_form(self.run) if self._order.resume else None
+        here = gpus.limits, reads_peers, gpus.speeds, gpus.models
+        form = choose_form(self.run, planned, model, base_bytes, place, *here, before=before)
         self._holds = dict(form.holds)
         for line in gpus.describe():
             self._order.watcher.note(line)

@@ -10,12 +10,15 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tlora.batching.placement import Placement, place
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
 from tlora.json_file import read_object
 from tlora.shape.gpu_files import gpu_here
+from tlora.shape.gpu_models import GpuModel
+from tlora.shape.layout import Form
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Memory
 
@@ -33,6 +36,13 @@ class Gpus:
     def kinds(self) -> tuple[str, ...]:
         """Different names."""
         return tuple(dict.fromkeys(self.names))
+
+    @property
+    def models(self) -> tuple[GpuModel, ...]:
+        """By what was measured or the table has; none where nothing is known of one, as of CPUs."""
+        found = [gpu_here(name).model for name in self.names]
+        known = tuple(model for model in found if model is not None)
+        return known if len(known) == len(found) and len({model.flops is None for model in known}) == 1 else ()
 
     def of_kind(self, kind: str) -> tuple[int, ...]:
         return tuple(rank for rank, name in enumerate(self.names) if name == kind)
@@ -108,8 +118,19 @@ def place_on(
 
 def earlier_kinds(run: RunSpec) -> dict[str, str]:
     """By job, as `run.json` keeps them; none where there is no such run."""
+    found = _earlier(run).get("kinds")
+    return {str(job): str(kind) for job, kind in found.items()} if isinstance(found, dict) else {}
+
+
+def earlier_form(run: RunSpec) -> Form | None:
+    """Of the base, as `run.json` keeps it; None where there is no such run on several GPUs."""
+    found = _earlier(run)
+    if "base_shared" not in found:
+        return None
+    return "stages" if found.get("stages") else "shared" if found["base_shared"] else "whole"
+
+
+def _earlier(run: RunSpec) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        found = read_object(Path(run.output_dir) / "run.json").get("kinds")
-        if isinstance(found, dict):
-            return {str(job): str(kind) for job, kind in found.items()}
+        return dict(read_object(Path(run.output_dir) / "run.json"))
     return {}
