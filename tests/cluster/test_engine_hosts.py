@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests.cluster.test_listeners import TcpStation, wait_for
 from tests.cluster.test_worker_pool import HELLO
-from tlora.cluster.engine_hosts import QueueDemand
+from tlora.cluster.engine_hosts import TELL_SECONDS, Demand, EngineHosts, QueueDemand
 from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.remote_hosts import ProvenEnd
 from tlora.cluster.worker_pool import WorkerPool
@@ -114,5 +115,31 @@ def test_all_workers_of_a_controller_without_gpus_are_hosts_and_end_by_an_engine
         pool.inbox.put(ProvenEnd("one", None, "is on a host that Ray has lost"))
         assert process.wait(60) and process.how_it_ended() == "is on a host that Ray has lost"
         lines["other"].close()
+    finally:
+        station.close()
+
+
+def test_a_keeper_hears_of_the_last_change_soon_and_not_of_each(tmp_path: Path) -> None:
+    heard: list[Demand] = []
+
+    class Listener:
+        want = staticmethod(heard.append)
+
+        def start(self) -> None: ...
+        def drain(self) -> None: ...
+        def close(self) -> None: ...
+
+    station = TcpStation(tmp_path)
+    try:
+        hosts = EngineHosts(station.worker_pool, lambda _: Listener())
+        hosts.tell()
+        assert [demand.waiting for demand in heard] == [0] and hosts.due_in_seconds == math.inf
+        for count in range(1, 100):
+            hosts.see(job(f"{count}"))
+            hosts.tell()
+        assert hosts.due_in_seconds <= TELL_SECONDS and len(heard) < 20, "a look at all workers is not for each"
+        wait_for(lambda: hosts.due_in_seconds <= 0)
+        hosts.tell()
+        assert [demand.waiting for demand in heard][-1:] == [99] and hosts.due_in_seconds == math.inf
     finally:
         station.close()

@@ -18,8 +18,9 @@ from tlora.cluster.hosts import STRIDE, Hosts
 from tlora.cluster.leases import Leases
 from tlora.link.dialer import NOTICE_SECONDS, Dialer, _now
 from tlora.link.lines import Line
+from tlora.link.versions import versions
 from tlora.protocol import GpusLost, GroupKept, JobGroup, ParallelPlan, StartGroup
-from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, Farewell, HeldJob, Join, Load, worker_line
+from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, Farewell, HeldJob, Join, Left, Load, worker_line
 
 LEASE = 1.0
 
@@ -110,6 +111,31 @@ def test_one_that_hangs_is_answered_no_more(station: TcpStation) -> None:
     assert worker.process.wait(60) and "its lease of 1 s has ended" in worker.process.how_it_ended()
     with pytest.raises(TimeoutError):
         line.read_line(0.1)
+
+
+@pytest.mark.parametrize("change", [{"tlora": "0.0.1"}, {"torch": "1.0"}])
+def test_one_of_another_version_saves_its_jobs_first_and_they_are_free_at_its_last_word(
+    station: TcpStation, change: dict[str, str]
+) -> None:
+    """As after an upgrade: they would wait for its lease else. Its GPUs are not used. A cut line changes nothing."""
+    held, old = (HeldJob("a", 7, 3, True),), versions() | change
+    Leases(station.directory).grant("of b", {"a": 7}, LEASE)
+    line, answer = come(station, jobs=held, versions=old)
+    (worker,) = station.worker_pool.workers.values()
+    assert answer["kind"] == "desiredstate" and answer["stop"] and not answer["begins_anew"] and worker.holds("a", 7)
+    (note,) = station.notes
+    assert "saves its jobs and ends" in note and f"{next(iter(change))} {next(iter(change.values()))}, and this is" in note
+    line.send(worker_line(Envelope(1, 0, Left("a", 9, "steps/9", 7))))
+    wait_for(lambda: bool(station.reports))
+    line.end()
+    line, answer = come(station, versions=old, last_seq=1)
+    assert answer["kind"] == "desiredstate" and answer["stop"], "it may dial again, without jobs too"
+    line.send(worker_line(Envelope(2, 0, Farewell())))
+    wait_for(lambda: (worker, None) in station.reports)
+    assert worker.process.how_it_ended() == "has ended by itself" and not station.worker_pool.remote_hosts.events
+    del station.worker_pool.workers[worker.gpu]  # as the reconciler does
+    _, answer = come(station, versions=old, incarnation="started again")
+    assert answer["kind"] == "refusal", "without jobs it has nothing to save"
 
 
 def test_what_it_is_told_is_in_its_hosts_numbers_and_on_disk_first(station: TcpStation) -> None:

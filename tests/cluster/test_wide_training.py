@@ -19,6 +19,7 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, steps_taken, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.json_file import read_object
@@ -119,9 +120,15 @@ class Script:
 
 
 def run_script(
-    world: World, out: Path, script: Script, gpus: tuple[int, ...] = (0, 1), note: Callable[[str], None] = print, **machine: Any
+    world: World,
+    out: Path,
+    script: Script,
+    gpus: tuple[int, ...] = (0, 1),
+    note: Callable[[str], None] = print,
+    listener: TlsListener | None = None,
+    **machine: Any,
 ) -> None:
-    """`machine`: fields of `LocalMachine`."""
+    """`machine`: fields of `LocalMachine`. `listener`: for hosts to come."""
     spec = run_spec(world.base, out, world.orders)
     made = profile_jobs(spec)
     arrivals: list[tuple[float, JobSubmitted]] = []
@@ -132,7 +139,7 @@ def run_script(
         arrivals.append((0.0, JobSubmitted(order.name, "tiny", order.gpus, profiled.profile)))
         jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
     place = LocalMachine(gpus, world.device, {"tiny": str(world.base)}, out, deterministic=True, **machine)
-    with LocalBackend(place, note) as backend, closing(EventLog(out / "events.jsonl")) as log:
+    with LocalBackend(place, note, listener) as backend, closing(EventLog(out / "events.jsonl")) as log:
         script.backend = backend
         submit_all(backend, jobs, arrivals)
         run(script, backend, log.write)

@@ -114,6 +114,15 @@ def test_a_worker_that_was_asked_to_leave_has_not_failed() -> None:
     assert exit_codes == {"containerName": container["name"], "operator": "In", "values": [143]}
 
 
+def test_a_worker_needs_nothing_that_is_shared() -> None:
+    """A pod gets its data over the line: its volumes are its own. The server's claims are for one node."""
+    for _, pod in pods():
+        if "serve" not in pod["containers"][0]["args"]:
+            assert all("emptyDir" in volume for volume in pod["volumes"]), pod["volumes"]
+    claims = [one for one in manifests() if one["kind"] == "PersistentVolumeClaim"]
+    assert claims and all(claim["spec"]["accessModes"] == ["ReadWriteOnce"] for claim in claims)
+
+
 def test_the_workers_of_both_kinds_are_the_same() -> None:
     (job,) = [pod for kind, pod in pods() if kind == "Job"]
     assert {**job, "restartPolicy": None} == {**manifest("Deployment", "tlora-worker")["spec"]["template"]["spec"], "restartPolicy": None}

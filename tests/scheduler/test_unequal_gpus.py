@@ -10,6 +10,7 @@ import pytest
 
 from tests.scheduler.mirror import BASES, Mirror, made_cost, made_settings, made_spec, tell
 from tlora.protocol import Event, GroupLost, GroupReady, JobFinished, JobSubmitted, MemoryFound, NodeAdded, RejectJob, StartGroup, Tick
+from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
@@ -92,6 +93,39 @@ def test_one_more_gpu_with_the_memory_of_all_others_forgets_no_prediction() -> N
     tell(scheduler, mirror, NodeAdded("m", (3,)), 3.0)
     tell(scheduler, mirror, MemoryFound((3,), (24 * GB,)), 3.0)
     assert state.cost.times_corrected > corrected, "another room"
+
+
+def test_gpus_that_differ_by_some_bytes_count_as_one_kind_and_none_as_larger_than_it_is() -> None:
+    """As one model's do. A model of its own, and one that lost a third of its memory to others, are found all the same."""
+    draw = random.Random(7)
+    memory, found, changes = GpuMemory(), dict[int, int](), 0
+    for count in range(2000):
+        gpu = draw.randrange(400)
+        most = 24 * GB if gpu % 4 == 0 else 80 * GB
+        found[gpu] = most - draw.randrange(100_000_000) - (most // 3 if count % 500 == 499 else 0)
+        memory._most.pop(gpu, None)  # so that it may grow again
+        before = memory.rooms
+        memory.find((gpu,), (found[gpu],))
+        changes += memory.rooms != before
+        assert all(room <= found[known] <= room * 1.01 for known, room in memory.room_bytes.items())
+        assert set(memory.rooms) == set(memory.room_bytes.values()) <= set(found.values()), "each is what a GPU has"
+    assert memory.room_bytes.keys() == found.keys() and 2 <= len(memory.rooms) <= 6
+    assert changes < 60, "of 2,000: a new least, and one that goes"
+
+
+def test_a_job_waits_until_it_is_known_that_a_new_gpu_has_room_for_it() -> None:
+    """Of two kinds; one more of the smaller forgets no prediction."""
+    scheduler, mirror = made(LIVE_POLICIES["residual_capacity"](), 24 * GB, 80 * GB)
+    state = scheduler.state
+    for name in ("one", "two"):
+        tell(scheduler, mirror, small(name, longest=16384, tokens=16384.0, parameters=2 * 10**9), 1.0)
+    corrected = state.cost.times_corrected
+    for gpu, room in ((2, 24 * GB + 4096), (3, 80 * GB + 4096)):
+        assert len(state.pending) == 1 and state.cost.times_corrected == corrected, "it fits on large ones alone"
+        tell(scheduler, mirror, NodeAdded(f"m{gpu}", (gpu,)), 2.0)
+        tell(scheduler, mirror, MemoryFound((gpu,), (room,)), 2.0)
+    assert not state.pending and [state.memory.room_bytes[gpu] for gpu in (2, 3)] == [24 * GB, 80 * GB]
+    all_fit(scheduler)
 
 
 def test_small_jobs_leave_large_cards_to_others() -> None:

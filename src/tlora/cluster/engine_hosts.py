@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,6 +27,7 @@ from tlora.protocol import (
     StopGroup,
 )
 
+TELL_SECONDS = 0.5  # at least, between two looks at all workers; the keeper takes one a second
 Prove = Callable[[str, int | None, str], None]
 """A host, the pid of a process there or None for all of them, and how it ended."""
 
@@ -96,6 +99,7 @@ class EngineHosts:
 
     def __init__(self, worker_pool: WorkerPool, open_keeper: OpenKeeper | None) -> None:
         self._worker_pool, self._demand = worker_pool, QueueDemand()
+        self._told, self._due = 0.0, 0.0 if open_keeper is not None else math.inf  # of what the keeper hears, on the monotonic clock
         self._keeper = open_keeper(self._prove) if open_keeper is not None else None
         if self._keeper is not None:
             self._keeper.start()
@@ -107,10 +111,17 @@ class EngineHosts:
         if self._keeper is not None:
             for item in items:
                 self._demand.see(item)
+            self._due = min(self._due, self._told + TELL_SECONDS)
+
+    @property
+    def due_in_seconds(self) -> float:
+        """When `tell` has something to say. It is never long after what was seen last."""
+        return self._due - time.monotonic()
 
     def tell(self) -> None:
-        """Say what the queue needs now."""
-        if self._keeper is not None:
+        """Say what the queue needs now, if that is due: it looks at all workers, which takes some milliseconds for 8,000."""
+        if self._keeper is not None and self.due_in_seconds <= 0:
+            self._told, self._due = time.monotonic(), math.inf
             busy = self._demand.busy
             hosts, pids = set[str](), dict[str, tuple[int, ...]]()
             for worker in self._worker_pool.workers.values():

@@ -82,7 +82,7 @@ class FileService:
         self._bases: dict[str, Path] = {}  # by incarnation
         self._readable: dict[str, dict[str, dict[str, Path]]] = {}  # likewise: trees of jobs that others hold, by job and kind
         self._hashes: dict[FileIdentity, str] = {}
-        self._lock = threading.Lock()
+        self._lock, self._is_closed = threading.Lock(), False
 
     def grant(self, incarnation: str, base: str, jobs: Mapping[str, tuple[int, Join | None]]) -> None:
         """The worker may read the base, and have these attempts of jobs."""
@@ -125,6 +125,14 @@ class FileService:
             self._readable.pop(incarnation, None)
         shutil.rmtree(self._staging / incarnation, ignore_errors=True)
 
+    def close(self) -> None:
+        """When this returns, nothing more is written, and the next controller may. Connections end with their next request to write."""
+        self._is_closed = True
+        with self._lock:
+            grants, self._grants = list(self._grants.values()), {}
+        for grant in grants:
+            grant.end()
+
     # -- a connection --------------------------------------------------------------------------------------------------
 
     def serve(self, line: Line, opened: OpenStore) -> None:
@@ -141,6 +149,8 @@ class FileService:
             try:
                 answer, following = self._answer(opened.incarnation, request, content)
             except HeldError as error:
+                if self._is_closed:
+                    raise ConnectionError("this controller has ended, and the next one knows whose the job is") from None
                 answer, following = Denied(str(error)), b""
             except OSError as error:  # CheckpointError is one
                 answer, following = Denied(error.strerror or str(error), again=durable.is_full(error)), b""

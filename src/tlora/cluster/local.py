@@ -253,12 +253,12 @@ class LocalBackend:
         if self._found:
             self._found = False
             self._adopt()
-        self._engine_hosts.tell()
         while self._stopped or not self._events:
             if self._stopped or (self._sealed and not self._asked and not self.reconciler.open):
                 self.close()
                 return []
             self.worker_pool.acknowledge()  # the caller has got everything
+            self._engine_hosts.tell()
             self.advance()
         found, self._events = self._events, []
         self.reconciler.crash_attribution.keep(self._workers)
@@ -304,7 +304,7 @@ class LocalBackend:
         """Wait for a report, a user's request or the next tick; then take in all that has arrived."""
         with self._asking:
             due = min(self._next_tick, self._asked[0][0] if self._asked else math.inf)
-        for worker, report in self.worker_pool.listen(max(0.0, due - self.now())):
+        for worker, report in self.worker_pool.listen(max(0.0, min(due - self.now(), self._engine_hosts.due_in_seconds))):
             if report is None:
                 given_up = f"{worker.given_up}; " if worker.given_up else ""
                 self.reconciler.lose(worker, f"{given_up}the worker of {worker.display_name} {worker.process.how_it_ended()}")
@@ -320,6 +320,8 @@ class LocalBackend:
             early = {asked[2].job_id: asked for asked in self._asked if isinstance(asked[2], JobSubmitted)}
         arrived: set[int] = set()  # serials
         for worker in self.worker_pool.workers.values():
+            if worker.stopping:
+                continue
             found = worker.found
             known = found is not None and found.base_model in self._machine.base_models
             if found is None or not known or worker.load != self._load(self._machine.base_models[found.base_model]):

@@ -17,7 +17,7 @@ from tlora.cluster.leased_process import DRIFT_SECONDS, LeasedProcess
 from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import Peer
 from tlora.cluster.remote_worker import RemoteWorker
-from tlora.link.versions import versions
+from tlora.link.versions import unlike_tlora, unlike_torch
 from tlora.protocol import Event, GpusLost
 from tlora.worker_protocol import DesiredState, Hello, HostLabels
 
@@ -45,6 +45,7 @@ class RemoteHosts:
         self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
         self._outlived: set[str] = set()  # incarnations that were lost by their leases
         self.only_kind: str | None = None  # of GPUs, where all jobs stay on one: "" until the first has come
+        self._leaving: set[str] = set()  # incarnations that came to save their jobs and end: their GPUs are not used
         self._lost: list[str] = []  # incarnations whose jobs are not free yet
         self.files = FileService(directory.parent)
         self.events: list[Event] = []
@@ -72,9 +73,6 @@ class RemoteHosts:
             return "it says nothing of its host"
         if hello.incarnation in self._outlived:
             return "its lease has ended, and its jobs have gone on elsewhere. Start it again"
-        ours, theirs = versions().get("torch", ""), hello.versions.get("torch", "")
-        if ours and theirs.partition("+")[0] != ours.partition("+")[0]:
-            return f"it has torch {theirs or 'of no version'}, and this is {ours}: results would depend on the host. Install the same there"
         on_cpu = self._device() == "cpu"
         if any((device.kind == "cpu") != on_cpu for device in host.devices):
             return f"it has {host.devices[0].kind}, and this cluster trains on {'CPUs' if on_cpu else 'GPUs'}"
@@ -85,7 +83,7 @@ class RemoteHosts:
         return self.hosts.why_not(host, hello.gpus)
 
     def take_on(self, gpus: tuple[int, ...], hello: Hello, host: HostLabels, peer: Peer, epoch: int) -> RemoteWorker:
-        """A worker that has come; `gpus` are the cluster's numbers."""
+        """A worker that has come; `gpus` are the cluster's numbers. One of other versions is told to save its jobs and end."""
         process, number = LeasedProcess(host.name, peer.pid, self._lease_seconds), self.hosts.first_number(host)
         options = epoch, self._lease_seconds, host, number
         worker = RemoteWorker(gpus, hello.load, process, *options, files_by_line=not peer.shares_store)
@@ -97,8 +95,13 @@ class RemoteHosts:
         self._away.pop(gpus, None)
         if self.only_kind == "":
             self.only_kind = host.devices[0].kind
-        self.events += node_events(host, gpus)
-        self._note(f"a worker has come for {worker.display_name}")
+        if reason := why_unlike(hello):
+            self._note(f"the worker of {worker.display_name} saves its jobs and ends: it {reason}")
+            self._leaving.add(hello.incarnation)
+            worker.stop()
+        else:
+            self._note(f"a worker has come for {worker.display_name}")
+            self.events += node_events(host, gpus)
         return worker
 
     def _grant(self, incarnation: str, want: DesiredState, worker: RemoteWorker) -> None:
@@ -118,8 +121,9 @@ class RemoteHosts:
             self._note(f"the worker of {worker.display_name} {how}")
         if worker.begins_anew:
             self._away[worker.gpus] = time.monotonic() + AWAY_SECONDS
-        else:
+        elif worker.incarnation not in self._leaving:
             self.events.append(GpusLost(worker.gpus, how))
+        self._leaving.discard(worker.incarnation or "")
 
     def see_last_word(self, worker: RemoteWorker) -> None:
         """It has reported something: if that it writes nothing any more, that is proof."""
@@ -159,6 +163,14 @@ class RemoteHosts:
         for incarnation in self._lost:
             self._leases.keep(incarnation, ())
         self._lost.clear()
+
+
+def why_unlike(hello: Hello) -> str:
+    """Why a worker of another host may not train here, by its versions; "" if it may."""
+    if reason := unlike_tlora(hello.versions):
+        return f"{reason}. Start it with the same version"
+    reason = unlike_torch(hello.versions)
+    return f"{reason}. Install the same there" if reason else ""
 
 
 def _why_another_kind(host: HostLabels, only: str) -> str:

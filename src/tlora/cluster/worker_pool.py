@@ -21,7 +21,7 @@ from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.limits import Limits
 from tlora.cluster.listeners import Listener, UnixListener
 from tlora.cluster.refusals import Refusals
-from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts
+from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts, why_unlike
 from tlora.cluster.remote_worker import RemoteWorker, gpu_names
 from tlora.cluster.session import Arrived, Gone, Heard, Inbox, Session, Spoke, accept_from
 from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
@@ -30,7 +30,7 @@ from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
 from tlora.link.reactor import Reactor
 from tlora.link.supervisor import SupervisedProcess
-from tlora.version import __version__
+from tlora.link.versions import unlike_tlora
 from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Refusal, Report
 
 _FOUND_SECONDS = 30.0  # for workers of an earlier controller to dial again
@@ -146,10 +146,10 @@ class WorkerPool:
         """Leave all workers as they are: they train on for their lease, and the next controller finds them."""
         for listener in self._listeners:
             listener.close()
-        for heard in [*self.inbox.close(), *self._unheard]:
-            if isinstance(heard, Arrived):
-                heard.session.close()
+        for arrived in [heard for heard in (*self.inbox.close(), *self._unheard) if isinstance(heard, Arrived)]:
+            arrived.session.close()
         self._reactor.close()
+        self.remote_hosts.files.close()
         for refusals in (self._of_strangers, self._of_workers):
             refusals.tell_rest()
 
@@ -284,10 +284,11 @@ class WorkerPool:
         """Why a worker that sends Hello is refused; "" if it is accepted."""
         hello, pid, token, remote = arrived.hello, arrived.peer.pid, arrived.peer.token, arrived.peer.is_remote
         who = f"the worker that is process {pid}" + (f" of host {hello.host.name}" if remote and hello.host is not None else "")
-        if (version := hello.versions.get("tlora")) != __version__:
+        if remote and (reason := why_unlike(hello)) and not (hello.jobs or self._same(hello)):  # else it comes to save its jobs
+            return f"{who} {reason}"
+        if not remote and (reason := unlike_tlora(hello.versions)):
             updated = "The program was updated while this process ran: stop it and start it again. Jobs wait"
-            remedy = updated if not remote and self._started_here(pid) else "Start it with the same version"
-            return f"{who} is of tlora {version}, and this is {__version__}. {remedy}"
+            return f"{who} {reason}. {updated if self._started_here(pid) else 'Start it with the same version'}"
         if remote and (reason := self.remote_hosts.why_not(hello, arrived.peer, self._same(hello))):
             return f"{who}: {reason}"
         if not remote and (not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus)):
@@ -308,9 +309,8 @@ class WorkerPool:
 
     def _was_here(self, arrived: Arrived) -> bool:
         """Whether the worker was let in before."""
-        if arrived.peer.is_remote:
-            return self._same(arrived.hello) is not None
-        return read_records(self._directory).get(arrived.hello.gpus) == arrived.peer.identity
+        recorded = read_records(self._directory).get(arrived.hello.gpus)
+        return self._same(arrived.hello) is not None if arrived.peer.is_remote else recorded == arrived.peer.identity
 
     def _same(self, hello: Hello) -> RemoteWorker | None:
         """The worker that has said Hello before, which may have other GPUs by now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from tlora.version import __version__
@@ -19,3 +20,17 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def unlike_tlora(theirs: Mapping[str, str]) -> str:
+    """In what a process of these versions differs from this one, in words; "" if in nothing."""
+    version = theirs.get("tlora")
+    return "" if version == __version__ else f"is of tlora {version}, and this is {__version__}"
+
+
+def unlike_torch(theirs: Mapping[str, str]) -> str:
+    """Likewise. Builds of one release are alike, and a process without torch knows nothing of it."""
+    ours, other = versions().get("torch", ""), theirs.get("torch", "")
+    if not ours or other.partition("+")[0] == ours.partition("+")[0]:
+        return ""
+    return f"has torch {other or 'of no version'}, and this is {ours}: results would depend on the host"

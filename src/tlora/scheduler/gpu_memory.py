@@ -1,14 +1,22 @@
-"""How many bytes may be planned for on each GPU, where that is known, and on which of them a job has room. GPUs may be unequal."""
+"""How many bytes may be planned for on each GPU, where that is known, and on which of them a job has room. GPUs may be unequal.
+
+GPUs of one model differ by what their drivers hold, some megabytes of 80 GB. Each number of bytes by itself would cost a prediction of all
+jobs, so those within `_ALIKE` of the least count as that.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.job import Job
 from tlora.shape.cost import CostModel
+
+_ALIKE = 0.01  # of the least, which is what a GPU leaves unused at most
 
 
 @dataclass(slots=True)
@@ -20,6 +28,8 @@ class GpuMemory:
     room_bytes: dict[int, int] = field(default_factory=dict[int, int])
     rooms: list[int] = field(default_factory=list[int])
     _most: dict[int, int] = field(default_factory=dict[int, int])  # as found first
+    _found: dict[int, int] = field(default_factory=dict[int, int])  # as found last, and never more than that
+    _counts: Counter[int] = field(default_factory=Counter[int])  # of GPUs, by `_found`
 
     @property
     def is_uneven(self) -> bool:
@@ -27,18 +37,39 @@ class GpuMemory:
 
     def find(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
         """What was found last counts, but never more than what was found first. Whether anything is another than before."""
+        before = {gpu: self.room_bytes.get(gpu) for gpu in gpus}
+        gone = set[int]()
         for gpu, room in zip(gpus, memory_bytes, strict=True):
-            self._most.setdefault(gpu, room)
-        room_by_gpu = {gpu: min(self._most[gpu], room) for gpu, room in zip(gpus, memory_bytes, strict=True)}
-        if all(self.room_bytes.get(gpu) == room for gpu, room in room_by_gpu.items()):
-            return False
-        self.room_bytes |= room_by_gpu
-        self.rooms = sorted(set(self.room_bytes.values()))
-        return True
+            found = min(self._most.setdefault(gpu, room), room)
+            if (last := self._found.get(gpu)) is not None:
+                self._counts[last] -= 1
+                if not self._counts[last]:
+                    del self._counts[last]
+                    gone.add(last)
+            self._found[gpu] = found
+            self._counts[found] += 1
+        if gone.intersection(self.rooms) - self._counts.keys() or any(self._room_of(self._found[gpu]) is None for gpu in gpus):
+            self._divide()
+        else:
+            self.room_bytes |= {gpu: room for gpu in gpus if (room := self._room_of(self._found[gpu])) is not None}
+        return any(self.room_bytes[gpu] != room for gpu, room in before.items())
+
+    def _room_of(self, found: int) -> int | None:
+        """Which of `rooms` so many bytes count as."""
+        place = bisect_right(self.rooms, found) - 1
+        return self.rooms[place] if place >= 0 and found <= self.rooms[place] * (1 + _ALIKE) else None
+
+    def _divide(self) -> None:
+        """What was found into rooms, from the least on."""
+        self.rooms = []
+        for found in sorted(self._counts):
+            if self._room_of(found) is None:
+                self.rooms.append(found)
+        self.room_bytes = {gpu: room for gpu, found in self._found.items() if (room := self._room_of(found)) is not None}
 
     def has_room(self, gpu: int, least_room: float) -> bool:
-        """Where nothing is known of it, it has."""
-        return self.room_bytes.get(gpu, math.inf) >= least_room
+        """An unknown GPU counts as the smallest of those that are known; where nothing is known of any, it has."""
+        return self.room_bytes.get(gpu, self.rooms[0] if self.rooms else math.inf) >= least_room
 
     def of(self, gpus: Iterable[int]) -> int | None:
         """What each of them has at least; an unknown one no more than the smallest of those that are known. None: nothing is known."""

@@ -115,13 +115,14 @@ class ClusterState:
         self.node_size = max((len(node.gpus) for node in self.lasting_nodes.values()), default=0)
 
     def find_memory(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
-        """As `GpuMemory.find`; what was predicted with other memory is forgotten. Of one more GPU that has what all others have, that is
+        """As `GpuMemory.find`; what was predicted with other memory is forgotten. Of one more GPU that has what others have, that is
         only which jobs of several GPUs there are enough of them for.
         """
-        before = self.memory.rooms
+        rooms, before = self.memory.rooms, {gpu: self.memory.room_bytes.get(gpu) for gpu in gpus}
         if not self.memory.find(gpus, memory_bytes):
             return False
-        if self.memory.is_uneven or self.memory.rooms != before:
+        before = {gpu: rooms[0] if room is None and rooms else room for gpu, room in before.items()}  # as an unknown one counts
+        if self.memory.rooms != rooms or any(self.memory.room_bytes[gpu] != room for gpu, room in before.items()):
             return self._predict_all()
         changed = False
         for job in self.jobs.values():
