@@ -4,6 +4,7 @@ and is lost in all the ways in which hosts are.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -140,6 +141,10 @@ def test_a_job_goes_on_where_a_killed_host_left_it_and_no_bit_differs(cluster: C
     assert (there.job / "adapter_config.json").read_bytes() == (whole / "adapter_config.json").read_bytes()
     trees = [path for path in (there.root / "home" / "cache" / "hosts" / "trees").iterdir() if path.is_dir()]
     assert len(trees) == 3, "base, training and evaluation set, each once for both workers"
+    known = json.loads((max(there.job.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime) / "state.json").read_text())
+    join = there.made.join(NAME)
+    for path, key in ((join.train_set, "data"), (join.eval_set, "eval_data")):
+        assert known[key].partition("/")[0] == Path(path or "").name, "a worker that sees the store goes on from it too"
     second.stop()
     hear(there.pool, None)
     assert second.process.how_it_ended() == "has ended by itself"

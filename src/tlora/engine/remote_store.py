@@ -127,17 +127,21 @@ class RemoteStore:
         """What the job reads, with its paths here. Raises TransferError, ConnectionError, CheckpointError."""
         name = join.job.name
         train, evaluation, start = (
-            self._fetch(f"{kind}:{name}") if given else None
-            for kind, given in (("train", join.train_set), ("eval", join.eval_set), ("start", join.job.adapter_path))
+            self._fetch(f"{kind}:{name}", called) if given else None
+            for kind, given, called in (
+                ("train", join.train_set, _name_of(join.train_set)),  # a checkpoint says on which set it was trained
+                ("eval", join.eval_set, _name_of(join.eval_set)),
+                ("start", join.job.adapter_path, ""),
+            )
         )
         spec = join.job.model_copy(update={"adapter_path": str(start)}) if start else join.job
         return replace(join, job=spec, train_set=_text(train), eval_set=_text(evaluation))
 
-    def _fetch(self, tree: str) -> Path | None:
-        """One process of this host at a time; the others find it there."""
+    def _fetch(self, tree: str, name: str = "") -> Path | None:
+        """As `fetch_tree`. One process of this host at a time; the others find it there."""
         self._trees.mkdir(parents=True, exist_ok=True)
         with _locked(self._trees / f"{_LOCK}-{tree.partition(':')[0]}", self._gave_up):
-            return fetch_tree(self._client, tree, self._trees, self._gave_up, self._heartbeat.beat)
+            return fetch_tree(self._client, tree, self._trees, self._gave_up, self._heartbeat.beat, name)
 
     def _gave_up(self) -> bool:
         return self._heartbeat.ending.is_set()
@@ -179,6 +183,10 @@ class RemoteStore:
                 break
         copy.remove()
         self._send(copy.named_there(ended))
+
+
+def _name_of(path: str | None) -> str:
+    return Path(path).name if path is not None else ""
 
 
 def _text(path: Path | None) -> str | None:

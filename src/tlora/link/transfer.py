@@ -228,9 +228,11 @@ class StoreClient:
             self._line = None
 
 
-def fetch_tree(client: StoreClient, tree: str, place: Path, gave_up: Callable[[], bool], beat: Callable[[], object]) -> Path | None:
-    """The directory below `place` with the files of `tree`, named by their hashes: what is there already is not fetched again, and what
-    was cut goes on. None where there is no such tree. `beat` is called after each piece.
+def fetch_tree(
+    client: StoreClient, tree: str, place: Path, gave_up: Callable[[], bool], beat: Callable[[], object], name: str = ""
+) -> Path | None:
+    """The directory below `place` with the files of `tree`, named by their hashes, or `name` in that: what is there already is not fetched
+    again, and what was cut goes on. None where there is no such tree. `beat` is called after each piece.
 
     The caller lets one process at a time in. Raises TransferError, ConnectionError, CheckpointError (disk full).
     """
@@ -239,14 +241,15 @@ def fetch_tree(client: StoreClient, tree: str, place: Path, gave_up: Callable[[]
         return None
     _check_names(files)
     lines = [f"{facts.name} {facts.num_bytes} {facts.sha256}\n" for facts in sorted(files, key=lambda facts: facts.name)]
-    final = place / hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+    final = place / hashlib.sha256("".join(lines).encode()).hexdigest()[:32] / name
     if final.is_dir():
         return final
     partial = final.with_name(f"{final.name}.part")
     for facts in files:
         fetch_file(client, tree, facts, partial / facts.name, gave_up, beat)
     partial.rename(final)
-    durable.sync(place)
+    for directory in {place, final.parent}:
+        durable.sync(directory)
     return final
 
 
