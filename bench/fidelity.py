@@ -4,13 +4,13 @@
     python -m bench.fidelity --directory DIR --repeats 1 ...   # again there: the same base, kernels and calibration, one more repeat
 
 Real: workers (one-thread processes on a CPU, or one GPU each; a group that has grown has one for all its GPUs), a base, jobs that are
-trained to their adapters. Simulated: constants
-from a calibration with other jobs, before. Policies take turns within each repeat, so that a change of the machine's speed meets all.
-Jobs arrive three times as fast as they could be served one by one: then a queue stands from the first moments to the last, and what a
-job waits is a sum of others' times. At a load near 1 it is a small difference between large ones: 3 % in a machine's speed made 11 % of
-the mean job completion time. The workers are up before: a small job on each GPU, which counts for nothing, starts them. To be started
-took them 12.5 to 17.4 s on two H200s, and whoever arrives first hands that difference on to all that wait behind it. For the same
-reason a job lasts, on average, at least four times as long as a start was measured to take in this run.
+trained to their adapters. Simulated: constants from a calibration with other jobs, before. Policies take turns within each repeat, so that
+a change of the machine's speed meets all. Jobs arrive three times as fast as they could be served one by one: then a queue stands from the
+first moments to the last, and what a job waits is a sum of others' times. At a load near 1 it is a small difference between large ones:
+3 % in a machine's speed made 11 % of the mean job completion time. Groups grow only while no job waits: without --load it is lowered from
+there as far as a group needs that is to grow. The workers are up before: a small job on each GPU, which counts for nothing, starts them. To
+be started took them 12.5 to 17.4 s on two H200s, and whoever arrives first hands that difference on to all that wait behind it. For the
+same reason a job lasts, on average, at least four times as long as a start was measured to take in this run.
 Where the repeats of one policy differ by more than 3 %, this machine cannot decide about the 5 % that are asked for, and it says so.
 """
 
@@ -57,6 +57,8 @@ LEAST_STARTS = 4.0  # a job lasts at least so many times a start
 RESIDENCE_STARTS = 2.0  # for so many of them a group is left as it is
 MOST_ERROR, MOST_SPREAD = 0.05, 0.03  # what is asked for, and beyond which repeats decide nothing
 FEWEST_REPEATS = 3
+LOADS = 3.0, 1.5, 1.0, 0.7  # of the GPUs, while jobs arrive
+GROWS = "residual_capacity"
 KEPT = "kept.json"
 SAME = ("jobs", "mean_seconds", "load", "policies", "gpus", "device", "shape", "seed")  # settings of all runs in one directory
 Arrivals = Sequence[tuple[float, JobSubmitted]]
@@ -178,6 +180,27 @@ def run_simulated(machine: LocalMachine, arrivals: Arrivals, policy: str, calibr
     return Times(found["mean_jct_seconds"], found["makespan_seconds"], times_grown=grown)
 
 
+def choose_load(
+    asked: float | None, work: Work, machine: LocalMachine, calibration: Calibration, policies: Sequence[str], seed: int
+) -> tuple[float, Arrivals]:
+    """The load, and when jobs arrive. Where none is asked for: the highest of `LOADS` at which a group of ours grows in the simulator, as a
+    run in which none does says nothing of growth.
+    """
+
+    def arrivals_at(load: float) -> Arrivals:
+        return draw_arrivals(work, load, len(machine.gpus), calibration.cost, calibration.start_seconds, seed + 1)
+
+    if asked is not None or GROWS not in policies or len(machine.gpus) == 1:
+        load = LOADS[0] if asked is None else asked
+        return load, arrivals_at(load)
+    for load in LOADS:
+        if run_simulated(machine, arrivals := arrivals_at(load), GROWS, calibration).times_grown:
+            print(f"load {load:g}: the highest of {', '.join(f'{each:g}' for each in LOADS)} at which a group grows in the simulator")
+            return load, arrivals
+    print(f"no group grows at a load of {LOADS[-1]:g} or more, so that this says nothing of growth: give more --jobs, or another --seed")
+    return LOADS[0], arrivals_at(LOADS[0])
+
+
 def compare(real: dict[str, list[Times]], simulated: dict[str, Times]) -> dict[str, dict[str, Compared]]:
     """Policy -> figure -> both sides."""
     return {
@@ -265,7 +288,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     print(f"jobs of {mean_seconds:.1f} s on average, {mean_seconds / calibration.start_seconds:.1f} times a start; {features}", flush=True)
     orders = draw_orders(args.jobs, mean_seconds, sizes, calibration.cost, args.seed)
     work = make_work([*orders, *draw_openers(args.gpus, sizes)], sizes, base, directory / "data", args.seed)
-    arrivals = draw_arrivals(work, args.load, args.gpus, calibration.cost, calibration.start_seconds, args.seed + 1)
+    load, arrivals = choose_load(args.load, work, machine, calibration, policies, args.seed)
     simulated = {policy: run_simulated(machine, arrivals, policy, calibration) for policy in policies}
     for policy, times in simulated.items():
         grown = f"grown {times.times_grown} times"
@@ -291,6 +314,7 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     print("\n".join(lines))
     return {
         "features": features,
+        "load": load,
         "mean_job_seconds": mean_seconds,
         "calibration": asdict(calibration),
         "real": {policy: [asdict(times) for times in found] for policy, found in real.items()},
@@ -303,7 +327,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--mean-seconds", type=float, default=5.0, help="of a job by itself")
-    parser.add_argument("--load", type=float, default=3.0, help="of the GPUs, while jobs arrive")
+    parser.add_argument("--load", type=float, help="of the GPUs, while jobs arrive; default: the highest at which a group grows")
     parser.add_argument("--policies", default="fifo,sjf,residual_capacity")
     parser.add_argument("--repeats", type=int, default=3, help="0: calibrate only, for a later run in the same directory")
     parser.add_argument("--gpus", type=int, default=2)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench.fidelity import Times, compare, run_simulated, verdict
+from bench import fidelity
+from bench.fidelity import LOADS, Times, choose_load, compare, run_simulated, verdict
 from bench.fidelity_calibration import Calibration, Point, _fitted
-from bench.fidelity_work import BASE, SIZES
+from bench.fidelity_work import BASE, SIZES, Work
 from tlora.cluster.local import LocalMachine
 from tlora.protocol import JobProfile, JobSubmitted
 from tlora.shape.cost import BaseConstants, CostModel
@@ -85,3 +88,30 @@ def test_a_job_of_large_steps_grows_on_the_simulated_side_too(tmp_path: Path, to
     alone = 100 * (0.02 + tokens / 5000) + 3.5
     assert times.times_grown == grown
     assert times.makespan_seconds == pytest.approx(alone) if not grown else 0.5 * alone < times.makespan_seconds < 0.75 * alone
+
+
+@pytest.mark.parametrize(("grows_from", "load"), [(9.0, 3.0), (1.2, 1.0), (0.0, 3.0)])
+def test_jobs_arrive_as_fast_as_leaves_a_group_room_to_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], grows_from: float, load: float
+) -> None:
+    """At the highest load at which one does in the simulator, unless a load is asked for or nothing could grow."""
+    simulated: list[float] = []
+
+    def run(_: LocalMachine, arrivals: Sequence[tuple[float, Any]], policy: str, __: Calibration) -> Times:
+        simulated.append(arrivals[0][0])
+        return Times(1.0, 1.0, times_grown=int(policy == "residual_capacity" and arrivals[0][0] <= grows_from))
+
+    monkeypatch.setattr(fidelity, "draw_arrivals", lambda _, load, *__: [(load, None)])
+    monkeypatch.setattr(fidelity, "run_simulated", run)
+    two, one = (LocalMachine(gpus, "cpu", {BASE: "b"}, tmp_path) for gpus in ((0, 1), (0,)))
+
+    def chosen(asked: float | None, machine: LocalMachine, *policies: str) -> float:
+        found, arrivals = choose_load(asked, Work({}, {}), machine, CALIBRATION, policies, 0)
+        assert arrivals[0][0] == found
+        return found
+
+    assert chosen(None, two, "fifo", "residual_capacity") == load and simulated[-1] <= LOADS[0]
+    assert ("no group grows" in capsys.readouterr().out) == (grows_from == 0)
+    tried = len(simulated)
+    assert (chosen(2.0, two, "residual_capacity"), chosen(None, two, "fifo"), chosen(None, one, "residual_capacity")) == (2.0, 3.0, 3.0)
+    assert len(simulated) == tried
