@@ -22,7 +22,9 @@ class HostDrainOrder(BaseModel, frozen=True, extra="forbid"):
 
 
 class GroupView(Answer):
-    """Jobs that share a base on GPUs. Other tenants' jobs are only counted."""
+    """Jobs that share a base on GPUs. Other tenants' jobs are only counted. `placement`: why the GPUs are of several hosts, or why they are
+    not all that the scheduler gave it; "" for neither.
+    """
 
     id: str
     base_model: str
@@ -30,6 +32,7 @@ class GroupView(Answer):
     token_budget: int
     jobs: list[str]
     other_jobs: int
+    placement: str = ""
 
 
 class WaitingView(Answer):

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from tlora.progress.cluster import ClusterProgress
 from tlora.progress.view import ProgressView
-from tlora.protocol import GpusLost, JobGroup, JobProfile, JobSubmitted, NodeAdded, NodeDraining, ParallelPlan, StartGroup, StopGroup
+from tlora.protocol import (
+    ChangeGroup,
+    GpusLost,
+    GroupKept,
+    JobGroup,
+    JobProfile,
+    JobSubmitted,
+    NodeAdded,
+    NodeDraining,
+    ParallelPlan,
+    StartGroup,
+    StopGroup,
+)
 
 
 def test_hosts_come_drain_and_go_and_a_job_says_where_it_is() -> None:
@@ -24,3 +36,18 @@ def test_hosts_come_drain_and_go_and_a_job_says_where_it_is() -> None:
     assert not host.draining
     progress.see(GpusLost((1001, 1002)))
     assert list(progress.hosts) == ["local"]
+
+
+def test_a_group_says_why_it_spans_hosts_or_does_not() -> None:
+    progress, group = ClusterProgress(ProgressView()), JobGroup("g0", "base", (0, 1000), ParallelPlan(2, 1024), ("a",), (1.0,))
+    for item in (NodeAdded("here", (0,)), NodeAdded("b", (1000,)), StartGroup(group)):
+        progress.see(item)
+    assert progress.why_there(group) == "on hosts here and b: a job of it orders more GPUs than one has"
+    kept = group.on((0,))
+    for item in (GroupKept("g0", (0,), "it cannot listen"), ChangeGroup(kept)):
+        progress.see(item)
+    assert progress.why_there(kept) == "it cannot listen"
+    progress.see(ChangeGroup(group))
+    assert progress.why_there(group).startswith("on hosts"), "it got them after all"
+    progress.see(ChangeGroup(kept))
+    assert progress.why_there(kept) == ""

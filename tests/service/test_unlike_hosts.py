@@ -20,7 +20,7 @@ def shown(*kinds: str) -> tuple[ClusterView, str]:
     for event in (KindsFound(gpus, kinds, (1.0,) * len(kinds)), NodeAdded("local", gpus)):
         assert not list(live.see(event))
     snapshot = live.snapshot(Devices("cuda", gpus), {})
-    group = GroupView(id="g0", gpus=[0, 1], base_model="base", token_budget=1024, jobs=[], other_jobs=0)
+    group = GroupView(id="g0", gpus=[0, 1], base_model="base", token_budget=1024, jobs=[], other_jobs=0, placement="on hosts")
     view = ClusterView(
         device="cuda", gpus=list(gpus), hosts=_host_views(snapshot), groups=[group], waiting=[], others_waiting=0, draining=False
     )
@@ -32,7 +32,7 @@ def shown(*kinds: str) -> tuple[ClusterView, str]:
 def test_kinds_are_shown_where_they_differ() -> None:
     view, text = shown("H100", "A100", "A100")
     assert view.hosts[0].kinds == ["H100", "A100", "A100"] and view.kinds_of([0, 1]) == "H100 and A100" and view.kinds_of([2]) == "A100"
-    assert "kind" in text and "H100 and A100" in text
+    assert "kind" in text and "H100 and A100" in text and "GPUs 0, 1: on hosts" in text
 
 
 def test_speeds_are_predicted_for_the_slowest_gpu_here() -> None:

@@ -147,6 +147,10 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
             kind = [Text(printable(unlike.get(gpu, "")))] if unlike else []
             table.add_row(str(gpu), *kind, Text("left" if gpu in leaving else "free", style="dim"), "")
     console.print(table)
+    for group in cluster.groups:
+        if group.placement:
+            named = f"{place if len(group.gpus) == 1 else places} {', '.join(map(str, group.gpus))}"
+            console.print(Text(printable(f"{named}: {group.placement}"), style="dim"), soft_wrap=True)
     if len(cluster.hosts) > 1 or leaving:
         console.print()
         console.print(_hosts_table(cluster.hosts, places))

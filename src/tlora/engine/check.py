@@ -161,6 +161,7 @@ def _check(run: RunSpec, watcher: Watcher, where: Devices) -> RunCheck:
     resident = plan.residents
     late = len(plan.jobs) - len(resident)
     waiting = [f"{late} jobs wait until others have left: memory is full"] if late else []
+    waiting += _wider(run.jobs, where.count) if where.count > 1 else []
     return RunCheck(
         problems=tuple(problems),
         warnings=(*warnings, *plan.warnings, *waiting),
@@ -174,6 +175,13 @@ def _check(run: RunSpec, watcher: Watcher, where: Devices) -> RunCheck:
         **_memory(plan, resident),
         **on_gpus,
     )
+
+
+def _wider(jobs: Sequence[JobSpec], gpus: int) -> list[str]:
+    """What is said of jobs with more replicas than there are GPUs."""
+    wide = [f"{job.name} orders {job.gpus}" for job in jobs if job.gpus > gpus]
+    told = f"{', '.join(wide[:4])}{' …' if len(wide) > 4 else ''}: on {gpus} GPUs replicas take turns, and `tlora train` is on one host"
+    return [f"{told}. `tlora cluster` and `tlora serve` give a job GPUs of several hosts (docs/how-to/several-hosts.md)"] if wide else []
 
 
 def _layout(run: RunSpec, plan: RunPlan, model: SuperModel, where: Devices, problems: list[str]) -> tuple[RunPlan, StreamPlan | None]:

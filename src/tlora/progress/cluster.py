@@ -11,6 +11,7 @@ from tlora.protocol import (
     Event,
     GpusLost,
     GroupFound,
+    GroupKept,
     GroupLost,
     JobFailed,
     JobFinished,
@@ -38,13 +39,16 @@ class Host:
 
 
 class ClusterProgress:
-    """`view` has the jobs, `groups` those that run, by id, `hosts` those that are there, by name, and `kinds` what GPUs are."""
+    """`view` has the jobs, `groups` those that run, by id, `hosts` those that are there, by name, and `kinds` what GPUs are. `kept`: by
+    group, why it has not all GPUs that it was given.
+    """
 
     def __init__(self, view: ProgressView) -> None:
         self.view = view
         self.groups: dict[str, JobGroup] = {}
         self.hosts: dict[str, Host] = {}
         self.kinds: dict[int, str] = {}
+        self.kept: dict[str, GroupKept] = {}
         self._group_of: dict[str, str] = {}
         self._tokens_per_step: dict[str, float] = {}
 
@@ -76,10 +80,15 @@ class ClusterProgress:
                 for name in group.job_ids:
                     view.advance(name, status="training", step=done.get(name, 0))
             case StartGroup(group) | ChangeGroup(group):
+                if (kept := self.kept.get(group.group_id)) is not None and kept.gpus != group.gpus:
+                    del self.kept[group.group_id]
                 self._place(group)
             case StopGroup(group_id) | GroupLost(group_id):
                 self._leave(group_id, frozenset())
                 self.groups.pop(group_id, None)
+                self.kept.pop(group_id, None)
+            case GroupKept(group_id):
+                self.kept[group_id] = item
             case StepsDone(name, _, steps, step_seconds) if name in view.rows:
                 rate = self._tokens_per_step.get(name, 0.0) / step_seconds if step_seconds > 0 else 0.0
                 eta = max(0, view.rows[name].total_steps - int(steps)) * step_seconds
@@ -112,6 +121,13 @@ class ClusterProgress:
         for name in group.job_ids:
             self._group_of[name] = group.group_id
             self.view.place(name, group.gpus, self._host_of(group))
+
+    def why_there(self, group: JobGroup) -> str:
+        """Why the group's GPUs are of several hosts, or not all that it was given; "" for neither."""
+        if (kept := self.kept.get(group.group_id)) is not None:
+            return kept.reason
+        over = [host.name for host in self.hosts.values() if not host.gpus.isdisjoint(group.gpus)]
+        return f"on hosts {' and '.join(over)}: a job of it orders more GPUs than one has" if len(over) > 1 else ""
 
     def _host_of(self, group: JobGroup) -> str:
         """Where there are several."""

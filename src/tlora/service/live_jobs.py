@@ -102,6 +102,7 @@ class LiveJobs:
         with self._lock:
             rows, groups, reading = list(self._cluster.view.rows.values()), list(self._cluster.groups.values()), dict(self.reading)
             queued, kinds = list(self._queued), dict(self._cluster.kinds)
+            placements = {group.group_id: why for group in groups if (why := self._cluster.why_there(group))}
             hosts = tuple([replace(host, gpus=set(host.gpus)) for host in self._cluster.hosts.values()])
         waiting, starts = dict[str, str](), dict[str, float]()
         behind = len(queue) + 1  # those that the policy has not seen yet
@@ -122,7 +123,7 @@ class LiveJobs:
                     waiting[job_id] = f"its group on {gpu_names(group.gpus, *NAMES[places.device])} to load the base and let it in"
         places_of = {job_id: number for number, job_id in enumerate(order, 1)}
         gpus = tuple(sorted({gpu for host in hosts for gpu in host.gpus})) or places.gpus
-        return ClusterSnapshot(places.device, gpus, tuple(groups), waiting, reading, places_of, starts, hosts, kinds)
+        return ClusterSnapshot(places.device, gpus, tuple(groups), waiting, reading, places_of, starts, hosts, kinds, placements)
 
 
 def _follow(item: Event | Action, before: JobProgress | None, after: JobProgress) -> Iterator[Effect]:

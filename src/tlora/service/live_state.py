@@ -21,6 +21,7 @@ class ClusterSnapshot:
     """The cluster at one moment. `waiting` has the jobs in the order in which the policy will start them, each with the reason why it
     waits, and `places` their numbers there, from 1; `starts` are the Unix times at which they are expected to, where that is foreseen.
     `reading` are those whose data is being read, and how far that has come. `gpus` are those of all `hosts`, `kinds` what they are.
+    `placements`: by group, why it is where it is, where that needs a word.
     """
 
     device: str = ""
@@ -32,6 +33,7 @@ class ClusterSnapshot:
     starts: Mapping[str, float] = field(default_factory=dict[str, float])
     hosts: tuple[Host, ...] = ()
     kinds: Mapping[int, str] = field(default_factory=dict[int, str])
+    placements: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class LiveState:

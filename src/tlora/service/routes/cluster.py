@@ -40,6 +40,7 @@ def show_cluster(request: Request) -> ClusterView:
             token_budget=group.plan.token_budget,
             jobs=[job for job in group.job_ids if job in own],
             other_jobs=sum(job not in own for job in group.job_ids),
+            placement=snapshot.placements.get(group.group_id, ""),
         )
         for group in snapshot.groups
     ]
