@@ -136,7 +136,7 @@ def say_status(watch: Stopwatch) -> None:
         count = len(watch.answered)
         status = {
             "seconds": time.monotonic(),
-            "gpus": watch.scheduler.state.num_gpus,
+            "gpus": watch.scheduler.state.pool.num_gpus,
             "gpus_that_train": sum(len(known.group.gpus) for known in groups if known.ready),
             "groups": len(groups),
             "submitted": watch.scheduler.state.jobs_submitted,

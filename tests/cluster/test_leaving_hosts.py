@@ -81,7 +81,7 @@ def test_a_rack_that_is_lost_at_once_costs_no_job(cluster: Cluster) -> None:
     cluster.lose("a", "b")
     cluster.until(lambda: sorted(cluster.where.values()) == [0, *HOSTS["c"]])
     stayed = [name for name in NAMES if before[name] == cluster.where[name]]
-    assert set(cluster.where) == set(NAMES) and len(stayed) == 1 and cluster.scheduler.state.num_gpus == 5
+    assert set(cluster.where) == set(NAMES) and len(stayed) == 1 and cluster.scheduler.state.pool.num_gpus == 5
 
 
 def test_jobs_of_a_host_that_drains_go_on_elsewhere_until_it_is_taken_back(cluster: Cluster) -> None:
@@ -94,7 +94,7 @@ def test_jobs_of_a_host_that_drains_go_on_elsewhere_until_it_is_taken_back(clust
     cluster.backend.worker_pool.remote_hosts.events.append(NodeAdded("a", HOSTS["a"], "r1"))  # its worker has dialled again
     cluster.submit("k0", "k1", "k2")
     cluster.until(lambda: {"k0", "k1"} <= set(cluster.where) and not cluster.backend.worker_pool.remote_hosts.events)
-    assert there.isdisjoint(cluster.where.values()) and there.isdisjoint(cluster.scheduler.state.node_of)
+    assert there.isdisjoint(cluster.where.values()) and there.isdisjoint(cluster.scheduler.state.pool.node_of)
     cluster.backend.drain("a", undo=True)
     cluster.submit("l0", "l1")
     cluster.until(lambda: not there.isdisjoint(cluster.where.values()))
@@ -110,11 +110,11 @@ def test_jobs_may_end_on_a_host_that_drains(cluster: Cluster) -> None:
     assert cluster.where["k0"] in HOSTS["c"] and {name: gpu for name, gpu in cluster.where.items() if name in before} == before
     (ends,) = [worker for worker in STARTED if worker.gpu == HOSTS["a"][0]]
     ends.say(Finished(next(name for name, gpu in before.items() if gpu == ends.gpu), {}))
-    cluster.until(lambda: HOSTS["a"][0] not in cluster.scheduler.state.node_of)
-    assert HOSTS["a"][1] in cluster.scheduler.state.node_of, "the other job trains on"
+    cluster.until(lambda: HOSTS["a"][0] not in cluster.scheduler.state.pool.node_of)
+    assert HOSTS["a"][1] in cluster.scheduler.state.pool.node_of, "the other job trains on"
 
 
 def test_an_unknown_host_is_refused(cluster: Cluster) -> None:
-    cluster.until(lambda: len(cluster.scheduler.state.nodes) == 4)
+    cluster.until(lambda: len(cluster.scheduler.state.pool.nodes) == 4)
     with pytest.raises(ConfigError, match="unknown host 'd'. There are a, b, c, local"):
         cluster.backend.drain("d")

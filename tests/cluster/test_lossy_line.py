@@ -317,7 +317,7 @@ class Restless:
         self.random = chance
 
     def __call__(self, state: ClusterState) -> list[JobGroup]:
-        names = [state.group_on.get(gpu) for gpu in (0, 1)]
+        names = [state.pool.group_on.get(gpu) for gpu in (0, 1)]
         if (wide := self._both(state, names)) is not None:
             return wide
         members = [list(state.groups[name].group.job_ids) if name is not None else [] for name in names]

@@ -7,21 +7,21 @@ from tlora.scheduler.state import ClusterState
 
 def check(state: ClusterState) -> None:
     """Raises AssertionError: no GPU in two groups or both free and in one, no job in two groups or lost, memory sound."""
-    owners: dict[int, str] = {}
-    for name, node in state.nodes.items():
+    owners, pool = dict[int, str](), state.pool
+    for name, node in pool.nodes.items():
         assert node.free == sorted(set(node.free)) and set(node.free) <= set(node.gpus), f"{name}: free {node.free}"
-        assert name in state.nodes_by_free[len(node.free)], f"{name} is not among the nodes of {len(node.free)} free GPUs"
-        assert state.node_names[node.place] == name and (node.place in state.with_free) == bool(node.free), f"{name} at {node.place}"
-        assert node.groups is None or set(node.groups) == {state.group_on[gpu] for gpu in node.gpus if gpu in state.group_on}
+        assert name in pool.nodes_by_free[len(node.free)], f"{name} is not among the nodes of {len(node.free)} free GPUs"
+        assert pool.node_names[node.place] == name and (node.place in pool.with_free) == bool(node.free), f"{name} at {node.place}"
+        assert node.groups is None or set(node.groups) == {pool.group_on[gpu] for gpu in node.gpus if gpu in pool.group_on}
         owners |= dict.fromkeys(node.free, "nobody")
-    assert state.num_free == len(owners), f"{state.num_free} free GPUs counted, {len(owners)} there"
+    assert pool.num_free == len(owners), f"{pool.num_free} free GPUs counted, {len(owners)} there"
     seen: dict[str, str] = {}
     for name, known in state.groups.items():
         group = known.group
         assert group.group_id == name and group.gpus and name in state.groups_of_base[group.base_model]
         for gpu in group.gpus:
             assert gpu not in owners, f"GPU {gpu} is {name}'s and {owners[gpu]}'s"
-            owners[gpu] = state.group_on[gpu]
+            owners[gpu] = pool.group_on[gpu]
             assert owners[gpu] == name, f"GPU {gpu} is {name}'s, and noted as {owners[gpu]}'s"
         for job_id in group.job_ids:
             assert job_id not in seen, f"{job_id} is in {seen[job_id]} and {name}"
@@ -31,8 +31,8 @@ def check(state: ClusterState) -> None:
         parameters = sum(state.jobs[job_id].spec.profile.adapter_parameters for job_id in group.job_ids)
         tokens = group.plan.token_budget / len(group.gpus)
         assert state.cost.fits(group.base_model, parameters, tokens), f"{name} does not fit into a GPU's memory"
-    assert set(owners) == set(state.node_of) and len(owners) == state.num_gpus
-    assert len(state.group_on) == state.num_gpus - state.num_free and set(state.latest) >= set(state.groups)
+    assert set(owners) == set(pool.node_of) and len(owners) == pool.num_gpus
+    assert len(pool.group_on) == pool.num_gpus - pool.num_free and set(state.latest) >= set(state.groups)
     waiting = {job_id for job_id, job in state.jobs.items() if job.status == "pending"}
     held = {job_id for job_id, job in state.jobs.items() if job.status == "held"}
     assert waiting == set(state.pending) and held == state.held, "a job is neither waiting nor in a group"

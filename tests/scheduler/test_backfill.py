@@ -61,7 +61,7 @@ def test_other_nodes_are_free_for_all(policy: str) -> None:
     timeline = timeline_of(policy, 2, 2)
     timeline.tell(made_job("a", 1, 1500.0), made_job("b", 1, 3000.0), made_job("c", 2, 9000.0))
     first, second = timeline.gpus_of("a"), timeline.gpus_of("b")
-    assert timeline.scheduler.state.node_of[first[0]] == timeline.scheduler.state.node_of[second[0]]
+    assert timeline.scheduler.state.pool.node_of[first[0]] == timeline.scheduler.state.pool.node_of[second[0]]
     timeline.tell(made_job("wide", 2, 600.0), made_job("long", 1, 9000.0))
     assert not timeline.gpus_of("long")
     timeline.until(1600.0)

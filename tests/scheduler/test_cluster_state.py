@@ -27,10 +27,10 @@ def place(state: ClusterState, group_id: str, gpus: tuple[int, ...], *names: str
 
 def test_a_node_that_is_told_of_twice_is_there_once() -> None:
     state = made_state(4)
-    state.add_node("n0", "r0", (0, 1, 2, 3))
-    state.add_node("n0", "r0", (2, 3, 4))
+    state.pool.add_node("n0", "r0", (0, 1, 2, 3))
+    state.pool.add_node("n0", "r0", (2, 3, 4))
     check(state)
-    assert (state.num_gpus, state.num_free, state.node_size, state.nodes["n0"].gpus) == (5, 5, 5, (0, 1, 2, 3, 4))
+    assert (state.pool.num_gpus, state.pool.num_free, state.pool.node_size, state.pool.nodes["n0"].gpus) == (5, 5, 5, (0, 1, 2, 3, 4))
 
 
 def test_gpus_that_are_lost_end_their_groups_and_may_come_back() -> None:
@@ -39,12 +39,12 @@ def test_gpus_that_are_lost_end_their_groups_and_may_come_back() -> None:
     place(state, "g1", (2, 4), "b", "c")
     assert state.lose_gpus((4, 5, 99)) == ["g1"]
     check(state)
-    assert (state.num_gpus, state.num_free, state.node_size, state.most_gpus) == (4, 2, 4, 6)
+    assert (state.pool.num_gpus, state.pool.num_free, state.pool.node_size, state.pool.most_gpus) == (4, 2, 4, 6)
     assert list(state.pending) == ["b", "c"] and list(state.groups) == ["g0"]
     assert state.lose_gpus((4,)) == []
-    state.add_node("n1", "r0", (4, 5))
+    state.pool.add_node("n1", "r0", (4, 5))
     check(state)
-    assert state.num_free == 4
+    assert state.pool.num_free == 4
 
 
 def test_a_node_that_is_to_be_left_is_empty_at_once_or_when_its_groups_have_ended() -> None:
@@ -53,15 +53,15 @@ def test_a_node_that_is_to_be_left_is_empty_at_once_or_when_its_groups_have_ende
     place(state, "g1", (4,), "b")
     assert state.drain_node("n0", finish=True) == [] and state.drain_node("n9", finish=False) == []
     check(state)
-    assert (state.num_gpus, state.num_free, state.node_size) == (4, 1, 2) and list(state.groups) == ["g0", "g1"]
+    assert (state.pool.num_gpus, state.pool.num_free, state.pool.node_size) == (4, 1, 2) and list(state.groups) == ["g0", "g1"]
     state.end_job("a")
     state.end_group("g0")
     check(state)
-    assert (state.num_gpus, state.nodes["n0"].gpus) == (2, ())
-    state.add_node("n0", "r0", (0, 1, 2, 3))
+    assert (state.pool.num_gpus, state.pool.nodes["n0"].gpus) == (2, ())
+    state.pool.add_node("n0", "r0", (0, 1, 2, 3))
     assert state.drain_node("n1", finish=False) == ["g1"] and list(state.pending) == ["b"]
     check(state)
-    assert (state.num_gpus, state.num_free, state.node_size, state.draining) == (4, 4, 4, {"n1"})
+    assert (state.pool.num_gpus, state.pool.num_free, state.pool.node_size, state.pool.draining) == (4, 4, 4, {"n1"})
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------------
@@ -173,17 +173,17 @@ def broken(state: ClusterState, how: str) -> None:
         case "shared GPU":
             second.group = replace(second.group, gpus=(0,))
         case "free GPU":
-            state.nodes["n0"].free.insert(0, 0)
+            state.pool.nodes["n0"].free.insert(0, 0)
         case "free count":
-            state.num_free += 1
+            state.pool.num_free += 1
         case "index":
-            state.nodes_by_free = {9: {"n0": None}}
+            state.pool.nodes_by_free = {9: {"n0": None}}
         case "two groups":
             second.group = replace(second.group, job_ids=("a", "c"), weights=(1.0, 1.0))
         case "lost job":
             del state.pending["d"]
         case "lost GPU":
-            state.num_gpus += 1
+            state.pool.num_gpus += 1
         case "other base":
             state.jobs["a"].spec = replace(state.jobs["a"].spec, base_model="south")
         case "memory":

@@ -50,7 +50,7 @@ def test_beyond_a_node_whole_nodes_of_one_rack_and_the_rest_by_best_fit() -> Non
 
 def test_gpus_are_given_once_and_given_back() -> None:
     state = with_free(4, 4)
-    before = copy.deepcopy(state.nodes)
+    before = copy.deepcopy(state.pool.nodes)
     draft = Draft(state)
     first, second = draft.allocate(3), draft.allocate(4)
     assert first == (0, 1, 2) and second == (4, 5, 6, 7) and draft.num_free == 1
@@ -62,7 +62,7 @@ def test_gpus_are_given_once_and_given_back() -> None:
     assert draft.num_free == 0
     with pytest.raises(ValueError, match="not in list"):
         draft.take((6,))
-    assert state.nodes == before and state.num_free == 8
+    assert state.pool.nodes == before and state.pool.num_free == 8
 
 
 @given(
@@ -73,16 +73,16 @@ def test_gpus_are_given_once_and_given_back() -> None:
 def test_gpus_are_found_if_and_only_if_there_is_room(free: list[int], sizes: list[int], counts: list[int]) -> None:
     state = made_state(*sizes[: len(free)])
     draft = Draft(state)
-    for (_, node), count in zip(state.nodes.items(), free, strict=False):
+    for (_, node), count in zip(state.pool.nodes.items(), free, strict=False):
         draft.take(node.gpus[: max(len(node.gpus) - count, 0)])
     for count in counts:
-        room = {name: len(draft.free_of(name)) for name in state.nodes}
+        room = {name: len(draft.free_of(name)) for name in state.pool.nodes}
         gpus = draft.allocate(count)
-        assert (gpus is not None) == has_room(room.values(), count, state.node_size)
+        assert (gpus is not None) == has_room(room.values(), count, state.pool.node_size)
         if gpus is not None:
-            assert len(set(gpus)) == count and sum(len(draft.free_of(name)) for name in state.nodes) == sum(room.values()) - count
-            assert not set(gpus) & {gpu for name in state.nodes for gpu in draft.free_of(name)}
-            assert len({state.node_of[gpu] for gpu in gpus}) == -(-count // state.node_size)
+            assert len(set(gpus)) == count and sum(len(draft.free_of(name)) for name in state.pool.nodes) == sum(room.values()) - count
+            assert not set(gpus) & {gpu for name in state.pool.nodes for gpu in draft.free_of(name)}
+            assert len({state.pool.node_of[gpu] for gpu in gpus}) == -(-count // state.pool.node_size)
 
 
 def test_groups_open_change_and_stop_in_the_draft_alone() -> None:

@@ -117,12 +117,12 @@ def test_whoever_waits_could_not_have_the_gpus_of_those_who_rank_behind(moves: l
         if not isinstance(event, DECIDES):
             continue
         for job in (state.jobs[name] for name in state.pending):
-            free = {name: len(node.free) for name, node in state.nodes.items()}
+            free = {name: len(node.free) for name, node in state.pool.nodes.items()}
             for known in state.groups.values():
                 if rank(state, state.jobs[known.group.job_ids[0]]) > rank(state, job):
                     for gpu in known.group.gpus:
-                        free[state.node_of[gpu]] += 1
-            assert not has_room(free.values(), job.spec.gpus, state.node_size), f"{job.spec.job_id} could run"
+                        free[state.pool.node_of[gpu]] += 1
+            assert not has_room(free.values(), job.spec.gpus, state.pool.node_size), f"{job.spec.job_id} could run"
 
 
 # -- least attained service --------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def idle_gpu_seconds(timeline: Timeline, until: float) -> float:
     while timeline.now < until:
         assert timeline.scheduler.state.pending
         timeline.until(timeline.now + 1.0)
-        idle += timeline.scheduler.state.num_free
+        idle += timeline.scheduler.state.pool.num_free
     return idle
 
 
@@ -91,7 +91,7 @@ def test_no_gpus_are_kept_for_a_job_that_those_there_cannot_hold(settings: Setti
     timeline.tell(*[alone(f"a{index}", 600.0, tenant="a") for index in range(MANY)])
     timeline.until(700.0)
     timeline.tell(GpusLost((4, 5, 6, 7)), alone("b", 600.0, gpus=8, tenant="b"))
-    assert timeline.scheduler.state.num_gpus == 4 and idle_gpu_seconds(timeline, 6000.0) == 0
+    assert timeline.scheduler.state.pool.num_gpus == 4 and idle_gpu_seconds(timeline, 6000.0) == 0
     timeline.tell(NodeAdded("n1", (4, 5, 6, 7), "r0"))
     assert until_b_starts(timeline)[0] == 0
 

@@ -51,7 +51,7 @@ def test_it_goes_on_as_it_is(scheduler: Scheduler) -> None:
     found = group("g7", 1, "a", "b")
     assert told(scheduler, GroupFound(found, (order("a"), order("b", 30.0)))) == []
     state = scheduler.state
-    assert state.groups["g7"].group == found and state.groups["g7"].ready and state.num_free == 1
+    assert state.groups["g7"].group == found and state.groups["g7"].ready and state.pool.num_free == 1
     assert {name: job.submitted_at for name, job in state.jobs.items()} == {"a": 20.0, "b": 30.0}
     assert told(scheduler, Tick()) == []
     scheduler.handle(StepsDone("a", "g7", 40, 1.0), NOW)

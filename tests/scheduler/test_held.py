@@ -64,7 +64,7 @@ def test_a_group_ends_with_its_last_job_that_is_held() -> None:
     scheduler, mirror = shared()
     tell(scheduler, mirror, JobRequest("a", "hold"), 1.0)
     assert tell(scheduler, mirror, JobRequest("b", "hold"), 2.0) == [StopGroup("g0")]
-    assert scheduler.state.held == {"a", "b"} and scheduler.state.num_free == 1
+    assert scheduler.state.held == {"a", "b"} and scheduler.state.pool.num_free == 1
 
 
 def test_news_of_a_held_job_that_has_ended_is_taken_in() -> None:

@@ -67,7 +67,7 @@ def test_what_an_event_brings_is_done_and_the_next_one_is_decided() -> None:
     assert isinstance(start, StartGroup) and start.group.job_ids == ("a",)
     broken[0] = True
     scheduler.handle(JobFinished("a"), 3.0)
-    assert not scheduler.state.groups and scheduler.state.num_free == 2, "the group ended without a decision"
+    assert not scheduler.state.groups and scheduler.state.pool.num_free == 2, "the group ended without a decision"
     broken[0] = False
     assert len(scheduler.handle(JobRequest("c", "release"), 4.0)) == 1
 
@@ -123,5 +123,5 @@ def test_what_cannot_be_changes_nothing(wanted: list[JobGroup]) -> None:
     assert scheduler.handle(Tick(), 2.0) == []
     assert len(faults) == 1 and "wants what cannot be" in faults[0]
     assert scheduler.state.groups == before.groups and scheduler.state.jobs == before.jobs
-    assert scheduler.state.group_on == before.group_on and scheduler.state.pending == before.pending
+    assert scheduler.state.pool.group_on == before.pool.group_on and scheduler.state.pending == before.pending
     assert scheduler.handle(GpusLost((0,)), 3.0), "it goes on"

@@ -23,7 +23,7 @@ def beyond(state: ClusterState) -> dict[str, float]:
     """Jobs whose step takes longer than their bound allows, and how many times as long."""
     found: dict[str, float] = {}
     for known in state.groups.values():
-        steps = state.step_seconds_of(known.group, state.num_nodes(known.group.gpus))
+        steps = state.step_seconds_of(known.group, state.pool.num_nodes(known.group.gpus))
         for name, seconds in zip(known.group.job_ids, steps, strict=True):
             job = state.jobs[name]
             over = seconds / (job.spec.max_slowdown * job.alone_step_seconds)

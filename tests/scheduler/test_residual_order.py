@@ -203,7 +203,7 @@ def test_gpus_are_kept_free_for_who_starves_on_no_more_nodes_than_it_needs() -> 
         timeline.until(timeline.now + 10.0)
         if not timeline.scheduler.state.pending.keys() - {"wide"}:
             timeline.tell(made_job(f"more {timeline.now}", 300.0))
-        free = [len(node.free) for node in timeline.scheduler.state.nodes.values()]
+        free = [len(node.free) for node in timeline.scheduler.state.pool.nodes.values()]
         kept = max(kept, *free)
         assert min(free) == 0, "the other node serves who waits"
         assert timeline.now < LATE_AT + 2000.0

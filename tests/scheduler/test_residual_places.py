@@ -25,7 +25,7 @@ def made_job(name: str, gpus: int = 1, steps: int = LONG, **others: object) -> J
 
 
 def nodes_of(timeline: Timeline, name: str) -> list[str]:
-    return sorted({timeline.scheduler.state.node_of[gpu] for gpu in timeline.gpus_of(name)})
+    return sorted({timeline.scheduler.state.pool.node_of[gpu] for gpu in timeline.gpus_of(name)})
 
 
 # -- which GPUs ------------------------------------------------------------------------------------------------------------
@@ -75,18 +75,18 @@ def test_every_group_is_on_as_few_nodes_as_hold_it(moves: list[Move]) -> None:
     for _, state, _ in steps_through(residual_capacity(made_settings()), moves):
         for known in state.groups.values():
             gpus = known.group.gpus
-            assert known.num_nodes == state.num_nodes(gpus)
-            if not state.draining & {state.node_of[gpu] for gpu in gpus}:  # a node that is left is not the measure of the others
-                assert known.num_nodes == -(-len(gpus) // state.node_size)
+            assert known.num_nodes == state.pool.num_nodes(gpus)
+            if not state.pool.draining & {state.pool.node_of[gpu] for gpu in gpus}:  # a node that is left is not the measure of the others
+                assert known.num_nodes == -(-len(gpus) // state.pool.node_size)
 
 
 @given(moves=MOVES)
 def test_nobody_waits_for_whom_as_many_gpus_as_it_asks_for_are_free(moves: list[Move]) -> None:
     for _, state, _ in steps_through(residual_capacity(made_settings(starvation_factor=math.inf)), moves):
-        free = [len(node.free) for node in state.nodes.values()]
+        free = [len(node.free) for node in state.pool.nodes.values()]
         for name in state.pending:
             gpus = state.jobs[name].spec.gpus
-            assert not has_room(free, gpus, state.node_size), f"{name} waits for {gpus} GPUs and {free} are free"
+            assert not has_room(free, gpus, state.pool.node_size), f"{name} waits for {gpus} GPUs and {free} are free"
 
 
 def test_company_is_sought_in_groups_of_its_own_base_alone() -> None:
@@ -163,7 +163,7 @@ def test_when_all_gpus_are_lost_all_wait_and_when_they_return_all_run() -> None:
     timeline.now += 5000.0
     assert timeline.tell(made_job("late", steps=10)) == []
     timeline.tell(NodeAdded("n1", (4, 5, 6, 7), "r0"))
-    assert timeline.scheduler.state.num_free == 0, "GPUs that come back are used at once"
+    assert timeline.scheduler.state.pool.num_free == 0, "GPUs that come back are used at once"
     timeline.tell(NodeAdded("n0", (0, 1, 2, 3), "r0"))
     timeline.until(timeline.now + 300_000.0)
     assert set(timeline.ended_at) == waiting | {"late"} | {f"b{index}" for index in range(8)}

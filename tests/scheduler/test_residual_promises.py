@@ -38,7 +38,7 @@ def watched(policy: Policy, seen: list[float]) -> Policy:
     def decide(state: ClusterState) -> list[JobGroup]:
         wanted = policy(state)
         for group in wanted:
-            steps = state.step_seconds_of(group, state.num_nodes(group.gpus))
+            steps = state.step_seconds_of(group, state.pool.num_nodes(group.gpus))
             bounds = [state.jobs[name].spec.max_slowdown * state.jobs[name].alone_step_seconds for name in group.job_ids]
             seen.extend(step / bound for step, bound in zip(steps, bounds, strict=True))
         return wanted

@@ -52,11 +52,9 @@ def test_policies_remember_nothing_that_changes_what_they_want_and_change_nothin
     policy = POLICIES[name]()
 
     def told_twice(state: ClusterState) -> list[JobGroup]:
-        before = copy.deepcopy(
-            (state.jobs, state.groups, state.nodes, list(state.pending), state.nodes_by_free, state.node_of, state.num_free)
-        )
+        before = copy.deepcopy((state.jobs, state.groups, state.pool, list(state.pending)))
         wanted = policy(state)
-        assert before == (state.jobs, state.groups, state.nodes, list(state.pending), state.nodes_by_free, state.node_of, state.num_free)
+        assert before == (state.jobs, state.groups, state.pool, list(state.pending))
         assert policy(state) == wanted, "asked again, it wants something else"
         assert POLICIES[name]()(state) == wanted, "one that has seen nothing before wants something else"
         return wanted
@@ -90,7 +88,7 @@ def test_everybody_is_served_in_the_end(name: str, gpus: list[int]) -> None:
         assert running, "jobs wait and GPUs are idle"
         now += 10.0
         tell(scheduler, mirror, JobFinished(running[0].spec.job_id), now)
-    assert scheduler.state.num_free == 8
+    assert scheduler.state.pool.num_free == 8
 
 
 def test_an_order_that_comes_twice_is_one() -> None:

@@ -18,7 +18,7 @@ from tlora.shape.sharing import Member, group_step_seconds
 def tokens_per_second(state: ClusterState, group: JobGroup) -> float:
     jobs = [state.jobs[name] for name in group.job_ids]
     members = [Member(job.spec.profile.tokens_per_step, job.weight) for job in jobs]
-    nodes = state.num_nodes(group.gpus)
+    nodes = state.pool.num_nodes(group.gpus)
     seconds = group_step_seconds(state.cost, group.base_model, group.plan.token_budget, len(group.gpus), nodes, members)
     return sum(member.tokens_per_step / own for member, own in zip(members, seconds, strict=True))
 

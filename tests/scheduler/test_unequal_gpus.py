@@ -88,7 +88,7 @@ def test_one_more_gpu_with_the_memory_of_all_others_forgets_no_prediction() -> N
     for gpu in (1, 2):
         tell(scheduler, mirror, MemoryFound((gpu,), (80 * GB,)), 2.0)
         for job in state.jobs.values():
-            assert job.least_room == state.memory.least_room(state.cost, job.spec, state.most_gpus) == 0.0
+            assert job.least_room == state.memory.least_room(state.cost, job.spec, state.pool.most_gpus) == 0.0
     assert state.cost.times_corrected == corrected
     tell(scheduler, mirror, NodeAdded("m", (3,)), 3.0)
     tell(scheduler, mirror, MemoryFound((3,), (24 * GB,)), 3.0)

@@ -19,7 +19,7 @@ def made_job(name: str, gpus: int, steps: int, samples: int = 1, bound: float = 
 
 
 def nodes_of(timeline: Timeline, name: str) -> set[str]:
-    return {timeline.scheduler.state.node_of[gpu] for gpu in timeline.gpus_of(name)}
+    return {timeline.scheduler.state.pool.node_of[gpu] for gpu in timeline.gpus_of(name)}
 
 
 def test_a_job_of_more_than_sixteen_nodes_stops_longer_ones() -> None:

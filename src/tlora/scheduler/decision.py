@@ -62,9 +62,9 @@ class Decision:
         self._kept: Collection[str] = ()
         self.draft = Draft(state)
         self.touched: set[str] = set()
-        self.node_size = max(1, state.node_size)
+        self.node_size = max(1, state.pool.node_size)
         self._predictions = predictions
-        self._price = settings.delay_price * (len(state.jobs) - len(state.held)) / max(1, state.num_gpus)
+        self._price = settings.delay_price * (len(state.jobs) - len(state.held)) / max(1, state.pool.num_gpus)
         self._nodes: list[str] | None = None
         self._without_narrow: set[str] | None = None
         self._looks_left = _MOST_LOOKED_AT
@@ -104,7 +104,7 @@ class Decision:
 
     def is_kept_from(self, node: str, job: Job) -> bool:
         """Whether the node is kept for another one that comes first, or is to be left."""
-        kept = node in self.state.draining or self.is_kept_for_share(node, job)
+        kept = node in self.state.pool.draining or self.is_kept_for_share(node, job)
         return kept or any(node in kept.nodes and kept.job is not job for kept in self.reservations)
 
     def is_kept_for_share(self, node: str, job: Job) -> bool:
@@ -146,7 +146,7 @@ class Decision:
 
     def soonest_nodes(self, job: Job) -> list[str]:
         """Nodes that can hold it, those freest now; none where the GPUs that are there are too few for it, as some are lost."""
-        gpus, nodes, memory = job.spec.gpus, self.state.lasting_nodes, self.state.memory
+        gpus, nodes, memory = job.spec.gpus, self.state.pool.lasting_nodes, self.state.memory
         roomy = {name: len(node.gpus) for name, node in nodes.items()}
         if job.least_room:
             roomy = {name: sum(memory.has_room(gpu, job.least_room) for gpu in node.gpus) for name, node in nodes.items()}
@@ -188,7 +188,7 @@ class Decision:
     def predict_on(self, jobs: Sequence[Job], gpus: tuple[int, ...]) -> Prediction | None:
         """The same of these very GPUs."""
         state = self.state
-        return self._predictions.of(jobs, len(gpus), state.num_nodes(gpus), state.memory.of(gpus), state.kinds.slowest(gpus))
+        return self._predictions.of(jobs, len(gpus), state.pool.num_nodes(gpus), state.memory.of(gpus), state.kinds.slowest(gpus))
 
     def can_have(self, jobs: Iterable[Job], gpus: Iterable[int]) -> bool:
         """Whether each of the GPUs has room for each of the jobs."""
@@ -211,7 +211,7 @@ class Decision:
         The first term is their own time, the second that of all others, which wait for the GPUs that these have meanwhile.
         """
         best = self._predictions.choice(jobs).cheapest(self._price / len(jobs))
-        if best is None and jobs[0].spec.gpus <= self.state.num_gpus:
+        if best is None and jobs[0].spec.gpus <= self.state.pool.num_gpus:
             return jobs[0].spec.gpus if len(jobs) == 1 else None
         return best
 
@@ -227,14 +227,14 @@ class Decision:
     def groups_on(self, node: str) -> list[View]:
         """Groups with GPUs on the node that this decision has not touched, in the order of their GPUs."""
         view, touched = self.index.view, self.touched
-        return [view(name) for name in self.state.groups_on(node) if name not in touched]
+        return [view(name) for name in self.state.pool.groups_on(node) if name not in touched]
 
     def over_share(self, node: str) -> list[View]:
         """Untouched groups on the node with more GPUs than their share, those first that have most beyond it."""
         views = self._over_share.get(node)
         if views is None:
             view_of = self.index.view
-            views = [view for name in self.state.groups_on(node) if self.beyond_share(view := view_of(name))]
+            views = [view for name in self.state.pool.groups_on(node) if self.beyond_share(view := view_of(name))]
             if len(views) > 1:
                 views.sort(key=lambda view: (-self.beyond_share(view), view.group_id))
             self._over_share[node] = views
@@ -263,7 +263,7 @@ class Decision:
 
     def standing(self, node: str) -> NodeGroups | None:
         """The groups of the node, one of full size that this decision has left as it was; else None."""
-        known = self.state.nodes[node]
+        known = self.state.pool.nodes[node]
         if len(known.gpus) != self.node_size or self.draft.has_changed(node):
             return None
         node_groups = self._standing.get(node)
@@ -276,9 +276,9 @@ class Decision:
         return node_groups
 
     def _stand(self, node: str) -> NodeGroups:
-        views = [self.index.view(name) for name in self.state.groups_on(node)]
+        views = [self.index.view(name) for name in self.state.pool.groups_on(node)]
         narrow = tuple([view for view in views if len(view.nodes) == 1])
-        on, gpus = self.state.group_on, self.state.nodes[node].gpus
+        on, gpus = self.state.pool.group_on, self.state.pool.nodes[node].gpus
         wide = [(view, sum([on.get(gpu) == view.group_id for gpu in gpus])) for view in views if len(view.nodes) > 1]
         priorities = {view.priority for view in narrow}
         return NodeGroups(
@@ -304,7 +304,7 @@ class Decision:
         rested = self._rested.get(node)
         if rested is None:
             view = self.index.view
-            rested = [(self.urgency_of(own), name, own) for name in self.state.groups_on(node) if self.rested(own := view(name))]
+            rested = [(self.urgency_of(own), name, own) for name in self.state.pool.groups_on(node) if self.rested(own := view(name))]
             rested.sort()
             self._rested[node] = rested
         return rested
@@ -378,19 +378,19 @@ class Decision:
     def nodes_to_try(self) -> list[str]:
         """All nodes, or 16 of many, beginning elsewhere in each decision."""
         if self._nodes is None:
-            self._nodes = self._some(self.state.node_names)
+            self._nodes = self._some(self.state.pool.node_names)
         return self._nodes
 
     def nodes_with_free(self) -> list[str]:
         """Nodes on which GPUs are free now, 16 at most."""
-        names = self.state.node_names
+        names = self.state.pool.node_names
         return [names[place] for place in self._some(self.draft.with_free())]
 
     def nodes_without_narrow(self) -> list[str]:
         """Nodes that may come free though no group stops: none is on them alone, or GPUs of theirs have changed hands in this decision."""
         if self._without_narrow is None:
-            view, groups_on = self.index.view, self.state.groups_on
-            self._without_narrow = {name for name in self.state.nodes if not any(len(view(group).nodes) == 1 for group in groups_on(name))}
+            view, pool = self.index.view, self.state.pool
+            self._without_narrow = {name for name in pool.nodes if not any(len(view(group).nodes) == 1 for group in pool.groups_on(name))}
         return [*self._without_narrow, *[name for name in self.draft.changed_nodes() if name not in self._without_narrow]]
 
     def _some(self, found: list[_T]) -> list[_T]:

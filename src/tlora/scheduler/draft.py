@@ -19,7 +19,7 @@ class Draft:
     def __init__(self, state: ClusterState) -> None:
         self.state = state
         self.changed: dict[str, JobGroup] = {}
-        self.num_free = state.num_free
+        self.num_free = state.pool.num_free
         self._free: dict[str, list[int]] = {}  # of nodes that the draft has touched
         self._opened = 0
 
@@ -31,7 +31,7 @@ class Draft:
 
     def free_of(self, node: str) -> list[int]:
         free = self._free.get(node)
-        return self.state.nodes[node].free if free is None else free
+        return self.state.pool.nodes[node].free if free is None else free
 
     def free_for(self, node: str, least_room: float, kind: str = "") -> list[int]:
         """Free GPUs of the node that have so much room, those with the least room first. `kind`: only such."""
@@ -53,8 +53,8 @@ class Draft:
 
     def with_free(self) -> list[int]:
         """Places of the nodes with free GPUs, rising."""
-        places = self.state.with_free
-        changed = [(node, free) for name, free in self._free.items() if bool(free) != bool((node := self.state.nodes[name]).free)]
+        places = self.state.pool.with_free
+        changed = [(node, free) for name, free in self._free.items() if bool(free) != bool((node := self.state.pool.nodes[name]).free)]
         if not changed:
             return places
         free_places = {*places, *(node.place for node, free in changed if free)}
@@ -70,7 +70,7 @@ class Draft:
             return None
         if least_room or kind:
             return self._allocate_roomy(count, least_room, kind)
-        size = self.state.node_size
+        size = self.state.pool.node_size
         if count <= size:
             node = self._best_fit(count)
             return None if node is None else self._take(node, count)
@@ -84,15 +84,15 @@ class Draft:
 
     def give_back(self, gpus: Iterable[int]) -> None:
         for gpu in gpus:
-            name = self.state.node_of[gpu]
-            if name not in self.state.draining:
+            name = self.state.pool.node_of[gpu]
+            if name not in self.state.pool.draining:
                 self._free[name] = sorted((*self.free_of(name), gpu))
                 self.num_free += 1
 
     def take(self, gpus: Sequence[int]) -> None:
         """These very GPUs, which are free."""
         for gpu in gpus:
-            name = self.state.node_of[gpu]
+            name = self.state.pool.node_of[gpu]
             free = list(self.free_of(name))
             free.remove(gpu)
             self._free[name] = free
@@ -110,7 +110,7 @@ class Draft:
 
     def _allocate_roomy(self, count: int, least_room: float, kind: str = "") -> tuple[int, ...] | None:
         """By best fit on one node, or else on the nodes that have most such GPUs."""
-        free = {name: gpus for name in self.state.nodes if (gpus := self.free_for(name, least_room, kind))}
+        free = {name: gpus for name in self.state.pool.nodes if (gpus := self.free_for(name, least_room, kind))}
         if sum(map(len, free.values())) < count:
             return None
         best = min([name for name, gpus in free.items() if len(gpus) >= count], key=lambda name: (len(free[name]), name), default=None)
@@ -121,8 +121,8 @@ class Draft:
 
     def _best_fit(self, count: int) -> str | None:
         best: tuple[int, str] | None = None
-        by_free = self.state.nodes_by_free
-        for free in range(count, self.state.node_size + 1):
+        by_free = self.state.pool.nodes_by_free
+        for free in range(count, self.state.pool.node_size + 1):
             for name in by_free.get(free, ()):
                 if name not in self._free:
                     best = (free, name)
@@ -137,11 +137,11 @@ class Draft:
     def _whole_nodes(self, count: int, size: int) -> list[str] | None:
         """As many nodes as `count` GPUs take at least, in one rack if there are such; the last one by best fit."""
         whole, rest = divmod(count, size)
-        empty = [name for name in self.state.nodes_by_free.get(size, ()) if name not in self._free]
+        empty = [name for name in self.state.pool.nodes_by_free.get(size, ()) if name not in self._free]
         empty += [name for name, free in self._free.items() if len(free) == size]
         racks: dict[str, list[str]] = {}
         for name in empty:
-            racks.setdefault(self.state.nodes[name].rack, []).append(name)
+            racks.setdefault(self.state.pool.nodes[name].rack, []).append(name)
         enough = [names for names in racks.values() if len(names) >= whole + (rest > 0)]
         enough = enough or [names for names in racks.values() if len(names) >= whole]  # the rest then lies elsewhere
         chosen = min(enough, key=len) if enough else empty

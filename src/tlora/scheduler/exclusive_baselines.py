@@ -31,7 +31,7 @@ def fifo() -> Policy:
     waiting = Waiting(arrival, lanes=False)
 
     def decide(state: ClusterState) -> list[JobGroup]:
-        if not state.num_free or not state.pending:
+        if not state.pool.num_free or not state.pending:
             return []
         waiting.follow(state)
         draft = Draft(state)
@@ -54,7 +54,7 @@ def easy(settings: Settings = Settings()) -> Policy:  # noqa: B008 (it is frozen
     waiting = Waiting(arrival)
 
     def decide(state: ClusterState) -> list[JobGroup]:
-        if not state.num_free or not state.pending:
+        if not state.pool.num_free or not state.pending:
             return []
         waiting.follow(state)
         draft, kept = Draft(state), None
@@ -123,7 +123,7 @@ def _each_that_fits(key: Callable[[Job], Key]) -> Policy:
     waiting = Waiting(key)
 
     def decide(state: ClusterState) -> list[JobGroup]:
-        if not state.num_free or not state.pending:
+        if not state.pool.num_free or not state.pending:
             return []
         waiting.follow(state)
         draft = Draft(state)
@@ -198,8 +198,8 @@ def _behind(running: Iterable[Job], rank: Callable[[Job, float], _Rank], job: Jo
 def _who_gives_way(draft: Draft, job: Job, others: Iterable[Job]) -> list[Job] | None:
     """The first of `others` whose GPUs, with the free ones, make room for `job`, without any that are not needed; None if none do."""
     state, count, least = draft.state, job.spec.gpus, job.least_room
-    size = state.node_size
-    free = {name: len(draft.free_for(name, least)) for name in state.nodes}
+    size = state.pool.node_size
+    free = {name: len(draft.free_for(name, least)) for name in state.pool.nodes}
     chosen: list[Job] = []
     for other in others:
         chosen.append(other)
@@ -220,8 +220,8 @@ def _who_gives_way(draft: Draft, job: Job, others: Iterable[Job]) -> list[Job] |
 def _add(free: dict[str, int], state: ClusterState, job: Job, sign: int, least_room: float) -> None:
     """Those of its GPUs that have so much room and are not to be left."""
     for gpu in state.groups[_group_of(job)].group.gpus:
-        if state.memory.has_room(gpu, least_room) and state.node_of[gpu] not in state.draining:
-            free[state.node_of[gpu]] += sign
+        if state.memory.has_room(gpu, least_room) and state.pool.node_of[gpu] not in state.pool.draining:
+            free[state.pool.node_of[gpu]] += sign
 
 
 def _group_of(job: Job) -> str:

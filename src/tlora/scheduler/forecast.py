@@ -55,16 +55,16 @@ class Reasons:
 
     def _why(self, job: Job) -> str:
         state, asked = self._state, job.spec.gpus
-        if state.num_free >= asked:
+        if state.pool.num_free >= asked:
             kept = self._kept
-            if kept is None or state.num_free - len(kept.free) >= asked:
+            if kept is None or state.pool.num_free - len(kept.free) >= asked:
                 return ""
             wanted = kept.job.spec.gpus
             for_whom = f"a job before it that asks for {wanted} {self._names[wanted > 1]}"
             return f"what is free is kept for {for_whom}, which this one would put off"
-        verb = "is" if state.num_free == 1 else "are"
+        verb = "is" if state.pool.num_free == 1 else "are"
         one, several = self._names
-        free = f"no {one} is free" if not state.num_free else f"it asks for {asked} {several} and {state.num_free} {verb} free"
+        free = f"no {one} is free" if not state.pool.num_free else f"it asks for {asked} {several} and {state.pool.num_free} {verb} free"
         if not self._shares:
             return f"{free}, and the policy lets no jobs share one"
         groups = [state.groups[name] for name in state.groups_of_base[job.spec.base_model]]
@@ -101,7 +101,7 @@ class Reasons:
     def _fits(self, group: JobGroup, jobs: Sequence[Job]) -> bool:
         state = self._state
         room = state.memory.of(group.gpus)
-        return shared_plan(state.cost_on(group.gpus), len(group.gpus), state.num_nodes(group.gpus), jobs, room_bytes=room) is not None
+        return shared_plan(state.cost_on(group.gpus), len(group.gpus), state.pool.num_nodes(group.gpus), jobs, room_bytes=room) is not None
 
 
 def _with_bound(job: Job, bound: float) -> Job:
@@ -141,7 +141,7 @@ def forecast(
     waiting = sorted((name for name in state.pending if name not in state.held), key=lambda name: order(state.jobs[name]))
     if not waiting:
         return []
-    looked_at = {*waiting[: max(_LEAST_LOOKED_AT, 2 * state.num_gpus)], *islice(state.pending, _FIRST_ARRIVED)}
+    looked_at = {*waiting[: max(_LEAST_LOOKED_AT, 2 * state.pool.num_gpus)], *islice(state.pending, _FIRST_ARRIVED)}
     rolled = _Rolled(_scheduler_over(state, policy, looked_at), start_seconds, looked_at.intersection(waiting))
     rolled.run(is_late)
     late = [Start(name, math.inf) for name in waiting if name not in rolled.starts]

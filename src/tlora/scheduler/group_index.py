@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.job import Job
-from tlora.scheduler.members import Group
 from tlora.scheduler.plans import most_capacity
 from tlora.scheduler.predictions import Choice, Prediction, Predictions
-from tlora.scheduler.state import ClusterState
+from tlora.scheduler.state import ClusterState, Group
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +123,7 @@ class GroupIndex:
             group=group,
             group_id=group.group_id,
             gpus=group.gpus,
-            nodes=tuple(dict.fromkeys([state.node_of[gpu] for gpu in group.gpus])),
+            nodes=tuple(dict.fromkeys([state.pool.node_of[gpu] for gpu in group.gpus])),
             jobs=jobs,
             slowdowns=[seconds / job.alone_step_seconds for seconds, job in zip(found.step_seconds, jobs, strict=True)],
             changed_at=found.changed_at,

@@ -196,7 +196,7 @@ def _options(decision: Decision, view: View, free: dict[str, int]) -> list[_Wide
 
 
 def _gpus_of(decision: Decision, nodes: Iterable[str]) -> list[int]:
-    return [gpu for name in nodes for gpu in decision.state.nodes[name].gpus]
+    return [gpu for name in nodes for gpu in decision.state.pool.nodes[name].gpus]
 
 
 # -- out of a group ------------------------------------------------------------------------------------------------------

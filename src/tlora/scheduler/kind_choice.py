@@ -15,7 +15,7 @@ from tlora.scheduler.predictions import Prediction
 def kind_on(decision: Decision, nodes: Iterable[str]) -> str:
     """The slowest kind of GPU on `nodes`; "" where there is but one."""
     state = decision.state
-    return state.kinds.slowest([gpu for name in nodes for gpu in state.nodes[name].gpus]) if state.kinds.differ else ""
+    return state.kinds.slowest([gpu for name in nodes for gpu in state.pool.nodes[name].gpus]) if state.kinds.differ else ""
 
 
 def take_free(decision: Decision, job: Job, sizes: Sequence[int]) -> tuple[int, ...] | None:
@@ -61,7 +61,7 @@ def speed_up(decision: Decision) -> None:
 
 
 def _best(decision: Decision) -> _Faster | None:
-    free = {name: decision.draft.free_of(name) for name in decision.nodes_with_free() if name not in decision.state.draining}
+    free = {name: decision.draft.free_of(name) for name in decision.nodes_with_free() if name not in decision.state.pool.draining}
     views = {view.group_id: view for node in decision.nodes_to_try() for view in decision.groups_on(node) if decision.rested(view)}
     ways = [way for view in views.values() for node in free if (way := _way(decision, view, node)) is not None]
     return max(ways, key=lambda way: (way.won, way.view.group_id), default=None)

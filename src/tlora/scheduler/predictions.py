@@ -83,7 +83,7 @@ class Predictions:
 
     def follow(self, state: ClusterState) -> None:
         """To be called before a decision asks."""
-        cost, shape = (state.cost, state.cost.times_corrected), (max(1, state.node_size), state.num_gpus)
+        cost, shape = (state.cost, state.cost.times_corrected), (max(1, state.pool.node_size), state.pool.num_gpus)
         if state is not self._state or len(self._most) > _MOST_KNOWN:
             self._most.clear()
         if state is not self._state or cost != self._cost or len(self._known) > _MOST_KNOWN:

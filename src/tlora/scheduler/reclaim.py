@@ -116,7 +116,7 @@ def stop_of(decision: Decision, view: View, gpus: int) -> PreemptionPlan:
 
 def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _Depth) -> PreemptionPlan | None:
     """What the group gives of its GPUs on the node, `wanted` of them or as many as it can. One on several nodes gives whole nodes."""
-    node_of, wide = decision.state.node_of, len(view.nodes) > 1
+    node_of, wide = decision.state.pool.node_of, len(view.nodes) > 1
     if len(view.gpus) == 1 and depth is not _Depth.NOTHING:
         return None
     here = tuple([gpu for gpu in view.gpus if node_of[gpu] == node]) if wide else view.gpus
@@ -127,7 +127,7 @@ def _sacrifice(decision: Decision, view: View, node: str, wanted: int, depth: _D
         keep = tuple([gpu for gpu in view.gpus if gpu not in here]) if wide else here[: len(here) - count]
         if len(keep) < least:
             continue
-        prediction = decision.predict(view.jobs, len(keep), decision.state.num_nodes(keep) if wide else 1, view.kind)
+        prediction = decision.predict(view.jobs, len(keep), decision.state.pool.num_nodes(keep) if wide else 1, view.kind)
         if prediction is not None:
             loss = decision.worth(view) - decision.value(view.jobs, prediction.slowdowns)
             return PreemptionPlan(view.group_id, keep, prediction, count, loss, pause_for_less(decision, view))

@@ -40,7 +40,7 @@ class Reservation:
         if delays and count > self.spare:
             return None
         for node in self.nodes:
-            there = [gpu for gpu in self.free if draft.state.node_of[gpu] == node and draft.state.memory.has_room(gpu, job.least_room)]
+            there = [gpu for gpu in self.free if draft.state.pool.node_of[gpu] == node and draft.state.memory.has_room(gpu, job.least_room)]
             if len(there) >= count:
                 chosen = tuple(there[:count])
                 self.free = [gpu for gpu in self.free if gpu not in chosen]
@@ -83,8 +83,8 @@ def _left(state: ClusterState, settings: Settings, job: Job) -> float:
 
 def _soonest(draft: Draft, job: Job, end_of: EndOf) -> tuple[float, int, tuple[str, ...]] | None:
     """When, how many GPUs it then leaves, and on which nodes."""
-    count, size, state = job.spec.gpus, draft.state.node_size, draft.state
-    coming = {name: _coming(draft, name, job, end_of) for name in state.lasting_nodes}
+    count, size, state = job.spec.gpus, draft.state.pool.node_size, draft.state
+    coming = {name: _coming(draft, name, job, end_of) for name in state.pool.lasting_nodes}
     if count <= size:
         time_by_node = {name: times[count - 1] for name, times in coming.items() if len(times) >= count}
         if time_by_node:
@@ -115,16 +115,16 @@ def _coming(draft: Draft, node: str, job: Job, end_of: EndOf) -> list[float]:
     state = draft.state
     ends = {gpu: end for group in _groups_on(draft, node) for end in (end_of(group),) for gpu in group.gpus}
     free = set(draft.free_of(node))
-    roomy = [gpu for gpu in state.nodes[node].gpus if state.memory.has_room(gpu, job.least_room)]
+    roomy = [gpu for gpu in state.pool.nodes[node].gpus if state.memory.has_room(gpu, job.least_room)]
     return sorted(state.now if gpu in free else ends.get(gpu, math.inf) for gpu in roomy)
 
 
 def _groups_on(draft: Draft, node: str) -> Iterator[JobGroup]:
     """As they shall be."""
     state = draft.state
-    for name in state.groups_on(node):
+    for name in state.pool.groups_on(node):
         if name not in draft.changed:
             yield state.groups[name].group
     for group in draft.changed.values():
-        if group.job_ids and any(state.node_of[gpu] == node for gpu in group.gpus):
+        if group.job_ids and any(state.pool.node_of[gpu] == node for gpu in group.gpus):
             yield group

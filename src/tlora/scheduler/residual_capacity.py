@@ -45,7 +45,7 @@ def residual_capacity(settings: Settings = Settings()) -> Policy:  # noqa: B008 
     memory = _Memory(settings)
 
     def decide(state: ClusterState) -> list[JobGroup]:
-        if not state.num_gpus or memory.holds(state):
+        if not state.pool.num_gpus or memory.holds(state):
             return []
         predictions, index = memory.predictions, memory.index
         predictions.follow(state)
@@ -108,7 +108,7 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
         len(state.jobs),
         state.groups_opened,
         len(state.groups),
-        state.num_gpus,
+        state.pool.num_gpus,
         len(state.pending),
         len(state.held),
         state.cost.times_corrected,
@@ -284,7 +284,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         if name in decision.touched:
             continue
         view = decision.view(name)
-        if decision.is_kept_for_share(view.nodes[0], job) or not decision.state.draining.isdisjoint(view.nodes):
+        if decision.is_kept_for_share(view.nodes[0], job) or not decision.state.pool.draining.isdisjoint(view.nodes):
             continue
         jobs = [*view.jobs, job]
         prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None

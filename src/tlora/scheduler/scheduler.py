@@ -152,7 +152,7 @@ class Scheduler:
                 fewer = known is not None and set(gpus) < set(known.group.gpus)
                 return reconcile(state, [known.group.on(gpus)]) if known is not None and fewer else [], fewer
             case NodeAdded():
-                state.add_node(event.node, event.rack, event.gpus)
+                state.pool.add_node(event.node, event.rack, event.gpus)
                 return [], True
             case MemoryFound(gpus, memory_bytes):
                 changed = state.find_memory(gpus, memory_bytes)
@@ -225,15 +225,15 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
     reason = why_unsound(cost, spec)
     if reason is not None:
         return reason
-    if spec.gpus > state.most_gpus > 0:  # before the first host has come, any number may come
-        return f"it asks for {spec.gpus} GPUs and the cluster has {state.most_gpus}. Ask for fewer"
-    complete = state.num_gpus == state.most_gpus  # else those that are lost may come back
+    if spec.gpus > state.pool.most_gpus > 0:  # before the first host has come, any number may come
+        return f"it asks for {spec.gpus} GPUs and the cluster has {state.pool.most_gpus}. Ask for fewer"
+    complete = state.pool.num_gpus == state.pool.most_gpus  # else those that are lost may come back
     if (
-        spec.gpus > state.node_size > 0
+        spec.gpus > state.pool.node_size > 0
         and complete
-        and not has_room([len(node.gpus) for node in state.lasting_nodes.values()], spec.gpus, state.node_size)
+        and not has_room([len(node.gpus) for node in state.pool.lasting_nodes.values()], spec.gpus, state.pool.node_size)
     ):
-        return f"it asks for {spec.gpus} GPUs, and the nodes of {state.node_size} are too few to hold so many. Ask for fewer"
+        return f"it asks for {spec.gpus} GPUs, and the nodes of {state.pool.node_size} are too few to hold so many. Ask for fewer"
     if not math.isfinite(spec.priority):
         return f"its priority is {spec.priority}. Give it a finite number"
     if spec.deadline is not None and math.isnan(spec.deadline):
@@ -243,7 +243,7 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
     if budget is None:
         return f"its longest sample has {longest} tokens, and a micro-batch on a GPU holds at most {cost.budgets[-1]}. Cut its samples"
     if state.memory.rooms:
-        return state.memory.why_too_large(cost, spec, state.most_gpus)
+        return state.memory.why_too_large(cost, spec, state.pool.most_gpus)
     if not cost.fits(spec.base_model, profile.adapter_parameters, budget):
         needed = cost.memory_bytes(spec.base_model, profile.adapter_parameters, budget) / 2**30
         return (
@@ -354,13 +354,13 @@ def _why_not_whole(state: ClusterState, group: JobGroup) -> str | None:
 
 def _gpus_taken(state: ClusterState, group: JobGroup, changed: dict[str, JobGroup], taken: dict[int, str]) -> str | None:
     for gpu in group.gpus:
-        if gpu not in state.node_of:
+        if gpu not in state.pool.node_of:
             return f"there is no GPU {gpu}"
-        owner = state.group_on.get(gpu)
+        owner = state.pool.group_on.get(gpu)
         if owner not in (None, group.group_id) and (owner not in changed or (changed[owner].job_ids and gpu in changed[owner].gpus)):
             return f"GPU {gpu} is {owner}'s"
-        if owner != group.group_id and state.node_of[gpu] in state.draining:
-            return f"GPU {gpu} is on {state.node_of[gpu]}, which is to be left"
+        if owner != group.group_id and state.pool.node_of[gpu] in state.pool.draining:
+            return f"GPU {gpu} is on {state.pool.node_of[gpu]}, which is to be left"
         if taken.setdefault(gpu, group.group_id) != group.group_id:
             return f"GPU {gpu} is {taken[gpu]}'s too"
     return None if len(set(group.gpus)) == len(group.gpus) else "it has a GPU twice"

@@ -41,7 +41,7 @@ def memory_only() -> Policy:
                 no_room.append(job)
                 continue
             jobs = [*draft.members(group.group_id), job]
-            plan = shared_plan(state.cost, len(group.gpus), state.num_nodes(group.gpus), jobs, check_bounds=False)
+            plan = shared_plan(state.cost, len(group.gpus), state.pool.num_nodes(group.gpus), jobs, check_bounds=False)
             assert plan is not None, f"{group.group_id} has no room for {job.spec.job_id}"
             draft.change(group.group_id, jobs, group.gpus, plan)
         return draft.wanted()
@@ -118,7 +118,7 @@ class _Sums:
 def _sum_of(state: ClusterState, group: JobGroup) -> _Sum:
     cost, base = state.cost, group.base_model
     jobs = [state.jobs[name] for name in group.job_ids]
-    nodes = frozenset(state.node_of[gpu] for gpu in group.gpus)
+    nodes = frozenset(state.pool.node_of[gpu] for gpu in group.gpus)
     need = sum(job.need for job in jobs)
     return _Sum(
         sum(job.spec.profile.adapter_parameters for job in jobs),
@@ -211,7 +211,7 @@ def _urgency(state: ClusterState, job: Job) -> float:
 
 
 def _queue_key(state: ClusterState, job: Job) -> Key:
-    capacity = most_capacity(state.cost, job.spec.base_model, job.spec.gpus, -(-job.spec.gpus // max(1, state.node_size)), 1)
+    capacity = most_capacity(state.cost, job.spec.base_model, job.spec.gpus, -(-job.spec.gpus // max(1, state.pool.node_size)), 1)
     return (-job.spec.priority, -_urgency(state, job), capacity - job.need, job.number)
 
 
@@ -247,7 +247,7 @@ def _join_groups(draft: Draft, sums: _Sums, refused: _Refused, queue: Sequence[J
 
 def _join(draft: Draft, group: JobGroup, queue: Sequence[Job]) -> int:
     """How many of the first of `queue` join `group`: the most that raise its throughput and keep every bound."""
-    cost, nodes, members = draft.state.cost, draft.state.num_nodes(group.gpus), draft.members(group.group_id)
+    cost, nodes, members = draft.state.cost, draft.state.pool.num_nodes(group.gpus), draft.members(group.group_id)
     before = _tokens_per_second(cost, group.base_model, group.plan, nodes, members)
 
     def attempt(count: int) -> ParallelPlan | None:
@@ -278,13 +278,13 @@ def _merge_groups(draft: Draft, sums: _Sums, name: str) -> None:
     """Merge the group, which has just opened, with the most others that it can: of its nodes, else of its racks, else of the cluster."""
     state, seed = draft.state, draft.group(name)
     nodes = sums.of(state, seed).nodes
-    racks = {state.nodes[node].rack for node in nodes}
+    racks = {state.pool.nodes[node].rack for node in nodes}
     tiers: tuple[list[tuple[float, float, str]], ...] = ([], [], [])
     for group in _groups_of(draft, seed.base_model):
         if group is seed:
             continue
         own = sums.of(state, group)
-        near = 0 if not nodes.isdisjoint(own.nodes) else 1 if any(state.nodes[node].rack in racks for node in own.nodes) else 2
+        near = 0 if not nodes.isdisjoint(own.nodes) else 1 if any(state.pool.nodes[node].rack in racks for node in own.nodes) else 2
         urgency = max([_urgency(state, state.jobs[member]) for member in group.job_ids])
         tiers[near].append((-urgency, own.residual, group.group_id))
     for tier in tiers:
@@ -301,9 +301,9 @@ def _merge(draft: Draft, seed: JobGroup, others: Sequence[JobGroup]) -> bool:
     def attempt(count: int) -> ParallelPlan | None:
         while len(rates) <= count:
             group = groups[len(rates)]
-            rates.append(_tokens_per_second(cost, base, group.plan, state.num_nodes(group.gpus), draft.members(group.group_id)))
+            rates.append(_tokens_per_second(cost, base, group.plan, state.pool.num_nodes(group.gpus), draft.members(group.group_id)))
         gpus, jobs = _union(draft, groups[: count + 1])
-        nodes = state.num_nodes(gpus)
+        nodes = state.pool.num_nodes(gpus)
         plan = shared_plan(cost, len(gpus), nodes, jobs)
         return plan if plan is not None and _tokens_per_second(cost, base, plan, nodes, jobs) > sum(rates[: count + 1]) else None
 
@@ -336,10 +336,10 @@ def _release(draft: Draft, sums: _Sums) -> None:
             continue
         on_node: dict[str, int] = {}
         for gpu in group.gpus:
-            on_node[state.node_of[gpu]] = on_node.get(state.node_of[gpu], 0) + 1
-        gpus = sorted(group.gpus, key=lambda gpu: -on_node[state.node_of[gpu]])
+            on_node[state.pool.node_of[gpu]] = on_node.get(state.pool.node_of[gpu], 0) + 1
+        gpus = sorted(group.gpus, key=lambda gpu: -on_node[state.pool.node_of[gpu]])
         kept = tuple(sorted(gpus[:count]))
-        plan = shared_plan(state.cost, count, state.num_nodes(kept), draft.members(group.group_id))
+        plan = shared_plan(state.cost, count, state.pool.num_nodes(kept), draft.members(group.group_id))
         if plan is not None:
             draft.give_back(gpus[count:])
             draft.change(group.group_id, draft.members(group.group_id), kept, plan)

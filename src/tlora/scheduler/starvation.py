@@ -75,7 +75,7 @@ class Starvation:
         """
         starving: list[Job] = []
         ended: list[int] = []
-        room = share = self._settings.starvation_share * state.num_gpus
+        room = share = self._settings.starvation_share * state.pool.num_gpus
         barred: bool | None = None  # not known yet
         self._changes_at = math.inf
         for index, (_, _, job) in enumerate(self._late):
@@ -106,7 +106,7 @@ class Starvation:
         late = [other for _, _, other in self._late if other.status != "ended" and (other.step_seconds or other.recent_gpu_seconds)] + ended
         before = [other for other in late if other.spec.gpus > share and (-other.spec.priority, other.number) <= last]
         beyond = sum([other.recent_at(state.now) for other in before]) - share * RECENT_SECONDS
-        self._changes_at = state.now + abs(beyond) / state.num_gpus  # it neither rises nor falls faster
+        self._changes_at = state.now + abs(beyond) / state.pool.num_gpus  # it neither rises nor falls faster
         return beyond > 0
 
     def _add(self, job: Job) -> None:

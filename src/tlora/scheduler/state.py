@@ -1,4 +1,4 @@
-"""What the scheduler believes of a cluster: nodes with their free GPUs, jobs, groups. All changes go through the methods here.
+"""What the scheduler believes of a cluster: its GPUs, jobs, groups. All changes go through the methods here and of `GpuPool`.
 
 A group here is what was last asked for: asking and having differ until `GroupReady`.
 """
@@ -6,16 +6,15 @@ A group here is what was last asked for: asking and having differ until `GroupRe
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.gpu_kinds import GpuKinds
 from tlora.scheduler.gpu_memory import GpuMemory
+from tlora.scheduler.gpu_pool import GpuPool
 from tlora.scheduler.job import RECENT_SECONDS, Job
-from tlora.scheduler.members import Group, Node
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import group_step_seconds, lone_step_seconds
@@ -25,31 +24,33 @@ LONG_WAIT_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
+class Group:
+    """`need` is the sum over its members; `step_seconds` the time between their optimizer steps, in their order."""
+
+    group: JobGroup
+    num_nodes: int
+    need: float
+    step_seconds: list[float]
+    changed_at: float
+    ready: bool = False
+
+
+@dataclass(slots=True)
 class ClusterState:
     """See the module. `now` is the time of the event in hand."""
 
     cost: CostModel
     now: float = 0.0
-    nodes: dict[str, Node] = field(default_factory=dict[str, Node])
-    node_names: list[str] = field(default_factory=list[str])  # by their place
-    with_free: list[int] = field(default_factory=list[int])  # places of the nodes with free GPUs, rising
-    node_of: dict[int, str] = field(default_factory=dict[int, str])
+    pool: GpuPool = field(default_factory=GpuPool)
     jobs: dict[str, Job] = field(default_factory=dict[str, Job])  # that have not ended
     pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
     held: set[str] = field(default_factory=set[str])
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
-    nodes_by_free: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])  # number of free GPUs -> nodes
-    group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> its group
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, the last to change or end behind; some that have ended
     memory: GpuMemory = field(default_factory=GpuMemory)
     kinds: GpuKinds = field(default_factory=GpuKinds)
     tenants: Tenants = field(default_factory=Tenants)
-    draining: set[str] = field(default_factory=set[str])  # nodes that are to be left
-    node_size: int = 0  # GPUs of the largest node that is not to be left
-    num_gpus: int = 0
-    most_gpus: int = 0  # that there ever were: those that are lost may come back
-    num_free: int = 0
     groups_opened: int = 0  # the next group's number: names are g0, g1, ...
     jobs_submitted: int = 0
     jobs_begun: int = 0  # as their group was ready: the steps that were predicted of them before are dropped
@@ -57,62 +58,26 @@ class ClusterState:
     emptied: list[str] = field(default_factory=list[str])  # groups that may have lost their last member
     ended_late: deque[Job] = field(default_factory=deque[Job])  # in the last three days, after waiting for an hour or more in all
 
-    # -- nodes ---------------------------------------------------------------------------------------------------------
-
-    def add_node(self, name: str, rack: str, gpus: tuple[int, ...]) -> None:
-        """GPUs that are there already are left as they are: the event may come twice."""
-        new = [gpu for gpu in gpus if gpu not in self.node_of]
-        node = self.nodes.get(name)
-        if node is None:
-            node = self.nodes[name] = Node(name, rack, (), [], len(self.node_names))
-            self.node_names.append(name)
-        self.draining.discard(name)
-        node.gpus = tuple(sorted((*node.gpus, *new)))
-        for gpu in new:
-            self.node_of[gpu] = name
-        self.num_gpus += len(new)
-        self.most_gpus = max(self.most_gpus, self.num_gpus)
-        self._find_node_size()
-        self._set_free(node, sorted((*node.free, *new)))
-
-    @property
-    def lasting_nodes(self) -> Mapping[str, Node]:
-        """Those that are not to be left."""
-        return {name: node for name, node in self.nodes.items() if name not in self.draining} if self.draining else self.nodes
+    # -- GPUs ----------------------------------------------------------------------------------------------------------
 
     def drain_node(self, name: str, *, finish: bool) -> list[str]:
         """Take the node's GPUs out: all, or with `finish` those that are free now, and the others when their groups give them back. Returns
         the groups that have ended.
         """
-        node = self.nodes.get(name)
+        node = self.pool.nodes.get(name)
         if node is None:
             return []
-        self.draining.add(name)
-        self._find_node_size()
+        self.pool.drain(name)
         return self.lose_gpus(node.free if finish else node.gpus)
 
     def lose_gpus(self, gpus: Iterable[int]) -> list[str]:
         """Take GPUs out; the groups on them end, and their jobs wait again. Returns these groups' names."""
-        lost = {gpu for gpu in gpus if gpu in self.node_of}
+        lost = {gpu for gpu in gpus if gpu in self.pool.node_of}
         ended = [name for name, g in self.groups.items() if lost.intersection(g.group.gpus)]
         for name in ended:
             self.end_group(name)
-        self._remove(lost & self.node_of.keys())
+        self.pool.remove(lost & self.pool.node_of.keys())
         return ended
-
-    def _remove(self, lost: Collection[int]) -> None:
-        """GPUs that no group has."""
-        for name in dict.fromkeys(self.node_of[gpu] for gpu in lost):
-            node = self.nodes[name]
-            node.gpus = tuple(gpu for gpu in node.gpus if gpu not in lost)
-            self._set_free(node, [gpu for gpu in node.free if gpu not in lost])
-        for gpu in lost:
-            del self.node_of[gpu]
-        self.num_gpus -= len(lost)
-        self._find_node_size()
-
-    def _find_node_size(self) -> None:
-        self.node_size = max((len(node.gpus) for node in self.lasting_nodes.values()), default=0)
 
     def find_memory(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
         """As `GpuMemory.find`; what was predicted with other memory is forgotten. Of one more GPU that has what others have, that is
@@ -126,7 +91,7 @@ class ClusterState:
             return self._predict_all()
         changed = False
         for job in self.jobs.values():
-            if job.spec.gpus > 1 and (room := self.memory.least_room(self.cost, job.spec, self.most_gpus)) != job.least_room:
+            if job.spec.gpus > 1 and (room := self.memory.least_room(self.cost, job.spec, self.pool.most_gpus)) != job.least_room:
                 job.least_room, changed = room, True
         return changed and self._predict_all()
 
@@ -144,66 +109,12 @@ class ClusterState:
         """Of a group on these GPUs."""
         return self.kinds.cost(self.kinds.slowest(gpus), self.cost)
 
-    def _set_free(self, node: Node, free: list[int]) -> None:
-        by_free = self.nodes_by_free
-        before = by_free.get(len(node.free))
-        if before is not None:
-            before.pop(node.name, None)
-        if bool(free) != bool(node.free):
-            if free:
-                insort(self.with_free, node.place)
-            else:
-                del self.with_free[bisect_left(self.with_free, node.place)]
-        self.num_free += len(free) - len(node.free)
-        node.free, node.groups = free, None
-        if len(free) not in by_free:
-            by_free[len(free)] = {}
-        by_free[len(free)][node.name] = None
-
-    def _take(self, gpus: Sequence[int], group_id: str) -> None:
-        for gpu in gpus:
-            self.group_on[gpu] = group_id
-        for name, own in self._by_node(gpus).items():
-            node = self.nodes[name]
-            left = [gpu for gpu in node.free if gpu not in own]
-            assert len(left) + len(own) == len(node.free), f"GPUs {sorted(set(own) - set(node.free))} of {name} are not free"
-            self._set_free(node, left)
-
-    def _give_back(self, gpus: Sequence[int]) -> None:
-        for gpu in gpus:
-            del self.group_on[gpu]
-        for name, own in self._by_node(gpus).items():
-            node = self.nodes[name]
-            self._set_free(node, sorted((*node.free, *own)))
-            if name in self.draining:
-                self._remove(set(own))
-
-    def _by_node(self, gpus: Sequence[int]) -> Mapping[str, Sequence[int]]:
-        if len(gpus) == 1:
-            return {self.node_of[gpus[0]]: gpus}
-        gpus_by_node: dict[str, list[int]] = {}
-        for gpu in gpus:
-            gpus_by_node.setdefault(self.node_of[gpu], []).append(gpu)
-        return gpus_by_node
-
-    def num_nodes(self, gpus: Collection[int]) -> int:
-        """Nodes that `gpus` lie on."""
-        return 1 if len(gpus) == 1 else len({self.node_of[gpu] for gpu in gpus})
-
-    def groups_on(self, node: str) -> tuple[str, ...]:
-        """Groups with GPUs on the node, in the order of these."""
-        holder = self.nodes[node]
-        if holder.groups is None:
-            on = self.group_on
-            holder.groups = tuple(dict.fromkeys([on[gpu] for gpu in holder.gpus if gpu in on]))
-        return holder.groups
-
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
     def submit(self, spec: JobSubmitted) -> None:
         at = spec.submitted_at
         submitted_at = at if at is not None and -math.inf < at <= self.now else self.now  # nor a NaN
-        job = Job(spec, submitted_at, -(-spec.gpus // max(1, self.node_size)), seen_at=self.now)
+        job = Job(spec, submitted_at, -(-spec.gpus // max(1, self.pool.node_size)), seen_at=self.now)
         job.number = self.jobs_submitted
         self._measure_alone(job)
         self.jobs[spec.job_id] = job
@@ -216,7 +127,7 @@ class ClusterState:
         cost = self.kinds.cost(self.kinds.reference(), self.cost)
         job.alone_step_seconds = cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, job.alone_nodes)
         job.need = tokens / (spec.max_slowdown * job.alone_step_seconds)
-        job.least_room = self.memory.least_room(self.cost, spec, self.most_gpus)
+        job.least_room = self.memory.least_room(self.cost, spec, self.pool.most_gpus)
 
     def end_job(self, job_id: str) -> None:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
@@ -303,9 +214,9 @@ class ClusterState:
             return
         known = self.groups.get(wanted.group_id)
         if known is None:
-            self._take(wanted.gpus, wanted.group_id)
+            self.pool.take(wanted.gpus, wanted.group_id)
             self.groups_opened = max(self.groups_opened, int(wanted.group_id[1:]) + 1)
-            known = self.groups[wanted.group_id] = Group(wanted, self.num_nodes(wanted.gpus), 0.0, [], self.now)
+            known = self.groups[wanted.group_id] = Group(wanted, self.pool.num_nodes(wanted.gpus), 0.0, [], self.now)
             self.groups_of_base[wanted.base_model][wanted.group_id] = None
             before: tuple[str, ...] = ()
         else:
@@ -335,16 +246,16 @@ class ClusterState:
     def _set_gpus(self, known: Group, gpus: tuple[int, ...]) -> None:
         if gpus != known.group.gpus:
             held = set(known.group.gpus)
-            self._give_back([gpu for gpu in held if gpu not in gpus])
-            self._take([gpu for gpu in gpus if gpu not in held], known.group.group_id)
-            known.num_nodes = self.num_nodes(gpus)
+            self.pool.give_back([gpu for gpu in held if gpu not in gpus])
+            self.pool.take([gpu for gpu in gpus if gpu not in held], known.group.group_id)
+            known.num_nodes = self.pool.num_nodes(gpus)
 
     def end_group(self, group_id: str) -> None:
         """Free its GPUs; members that are left wait again."""
         known = self.groups.pop(group_id)
         for name in known.group.job_ids:
             self._wait(name)
-        self._give_back(known.group.gpus)
+        self.pool.give_back(known.group.gpus)
         del self.groups_of_base[known.group.base_model][group_id]
         self._has_changed(group_id)
 

@@ -46,7 +46,7 @@ class WholeNodes:
     _heap: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])  # loss, rack, node
 
     def __post_init__(self) -> None:
-        nodes = self.decision.state.nodes
+        nodes = self.decision.state.pool.nodes
         names = nodes if self.stops else self.decision.nodes_without_narrow()
         if not self.decision.may_look_at(len(names)):
             return
@@ -87,7 +87,7 @@ class WholeNodes:
         decision, view = self.decision, donor.view
         if donor.all_given:
             return stop_of(decision, view, len(view.gpus))
-        node_of = decision.state.node_of
+        node_of = decision.state.pool.node_of
         keep = tuple([gpu for gpu in view.gpus if node_of[gpu] not in donor.given])
         prediction = decision.predict(view.jobs, len(keep), len(view.nodes) - len(donor.given), view.kind)
         pause = pause_for_less(decision, view)
@@ -191,7 +191,7 @@ class WholeNodes:
             donor.loss += more
             if stops and not donor.all_given:
                 donor.all_given, donor.loss = True, decision.worth(view)
-                nodes = decision.state.nodes
+                nodes = decision.state.pool.nodes
                 for other in view.nodes:
                     if other not in self.chosen and (loss := self._loss(other)) < math.inf:
                         heappush(self._heap, (loss, nodes[other].rack, other))
@@ -204,7 +204,7 @@ class WholeNodes:
                 return
             worst = max(self.chosen, key=lambda name: (sum([each.loss for each in self.chosen[name]]), name))
             if not self.chosen[worst]:
-                heappush(self._heap, (0.0, self.decision.state.nodes[node].rack, node))
+                heappush(self._heap, (0.0, self.decision.state.pool.nodes[node].rack, node))
                 return
             del self.chosen[worst]
             self._choose(node)
