@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from tlora.cluster.credentials import WorkerToken
 
 _DAY_HOURS = 24.0
+
+
+def _of_host(metavar: str, what: str, default: str) -> Any:
+    """An option of a worker that comes from another host."""
+    return typer.Option(metavar=metavar, help=f"For tcp://: {what}", show_default=default)
 
 
 def worker(
@@ -46,24 +51,16 @@ def worker(
         Path | None,
         typer.Option(metavar="FILE", help="For tcp://: a 0600 file with the token, instead of TLORA_WORKER_TOKEN.", show_default=False),
     ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="For tcp://: what the cluster calls this host.", show_default="TLORA_HOST, or its host name"),
-    ] = None,
+    host: Annotated[str | None, _of_host("NAME", "what the cluster calls this host.", "TLORA_HOST, or its host name")] = None,
     failure_domain: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="For tcp://: what fails with this host, such as its rack.",
-            show_default="TLORA_FAILURE_DOMAIN, or the host",
-        ),
+        str | None, _of_host("NAME", "what fails with this host, such as its rack.", "TLORA_FAILURE_DOMAIN, or the host")
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="For tcp://: of this host, where other hosts reach it for a job that spans them.",
-            show_default="TLORA_ADDRESS, or where the controller sees it",
+        _of_host(
+            "ADDRESS",
+            "of this host, where other hosts reach it for a job that spans them.",
+            "TLORA_ADDRESS, or where the controller sees it",
         ),
     ] = None,
 ) -> None:
