@@ -2,8 +2,9 @@
 
     python -m bench.two_hosts [--shape llama-3-8b | --base DIRECTORY] [--rank 16] [--steps 40] [--device cuda] [--json FILE]
 
-Three workers train one job of two replicas, deterministic: on one GPU, replicas in turn; on two GPUs of one worker; on one GPU and another
-that the worker of a second process lends. All adapters must have the same bytes. Seconds are medians of the steps' own times.
+Workers train one job of two replicas, deterministic: on one GPU, replicas in turn; on two GPUs of one worker; on one GPU and another that
+the worker of a second process lends. Then both once more with the base in two stages. All adapters must have the same bytes. Seconds are
+medians of the steps' own times.
 """
 
 from __future__ import annotations
@@ -101,9 +102,10 @@ def measure(base: Path, device: str, rank: int, steps: int, address: str, direct
     sizes = SIZES[device]
     work = make_work([Order(NAME, *(sizes.wide if device == "cuda" else SMALL), rank, steps)], sizes, base, directory / "data", seed=0)
     found: dict[str, Any] = {}
-    for arm, gpus, there in (("one GPU", (0,), ""), ("one host", (0, 1), ""), ("two hosts", (0,), address)):
-        load = Load(str(base), str(directory / arm.replace(" ", "-")), device, time.time(), deterministic=True)
-        found[arm] = train(work, load, gpus, there)
+    arms = (("one GPU", (0,), "", 0), ("one host", (0, 1), "", 0), ("two hosts", (0,), address, 0))
+    for arm, gpus, there, stages in (*arms, ("stages, one host", (0, 1), "", 2), ("stages, two hosts", (0,), address, 2)):
+        out = directory / arm.replace(",", "").replace(" ", "-")
+        found[arm] = train(work, Load(str(base), str(out), device, time.time(), deterministic=True, stages=stages), gpus, there)
     return {"arms": found, "same_bytes": len({arm["sha256"] for arm in found.values()}) == 1}
 
 

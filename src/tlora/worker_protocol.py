@@ -26,8 +26,9 @@ class Load:
 
     `started_unix_seconds` is where the clock of the jobs' metrics begins, so that a job's rows go on when it moves. The other fields are
     those of a jobs file (`RunSpec`). `memory_limit`, by default what is free there, lowers a group's token budget, and a job that cannot
-    fit below it fails. `layout` is of a worker with one GPU; several hold a base in parts where they must. With `calibrate` the worker
-    tells what the base costs here (`Measured`). `base_name`: what adapters call a base that is a copy; else it is named by `base_model`.
+    fit below it fails. `layout` is of a worker with one GPU; several hold a base in parts where they must, and with `stages` so many GPUs
+    hold it in stages, some of which other hosts may lend. With `calibrate` the worker tells what the base costs here (`Measured`).
+    `base_name`: what adapters call a base that is a copy; else it is named by `base_model`.
     """
 
     base_model: str
@@ -44,6 +45,7 @@ class Load:
     report_to: tuple[TrackerName, ...] = ()
     calibrate: bool = False
     base_name: str = ""
+    stages: int = 0
 
 
 _SHARED = ("deterministic", "dtype", "base_precision", "layout", "unused_weights", "recompute", "memory_limit")

@@ -25,6 +25,7 @@ from tlora.cluster.limits import Limits
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
+from tlora.job import LayoutSetting
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, GpusLost, GroupReady, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone
 from tlora.scheduler.policies import LIVE_POLICIES
@@ -46,6 +47,7 @@ class Cluster:
     orders: list[dict[str, Any]]
     gpus: tuple[int, ...]
     network: Network | None
+    layout: LayoutSetting = "auto"
     told: list[Event | Action] = field(default_factory=list[Event | Action])
     hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict[str, Any])
     act: Callable[[Event | Action], object] = lambda _: None
@@ -56,7 +58,14 @@ class Cluster:
         spec = run_spec(self.base, out, self.orders)
         made, jobs = profile_jobs(spec), dict[str, LocalJob]()
         machine = LocalMachine(
-            self.gpus, "cpu", {"tiny": str(self.base)}, out, deterministic=True, tick_seconds=1.0, limits=Limits(host_lease=LEASE)
+            self.gpus,
+            "cpu",
+            {"tiny": str(self.base)},
+            out,
+            deterministic=True,
+            tick_seconds=1.0,
+            limits=Limits(host_lease=LEASE),
+            layout=self.layout,
         )
         scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({"tiny": 1e6}), print)
         with (
@@ -83,7 +92,9 @@ class Cluster:
                     profiled = made[order.name]
                     assert isinstance(profiled, ProfiledJob)
                     jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
-                    backend.submit(JobSubmitted(order.name, "tiny", order.gpus, profiled.profile), jobs[order.name])
+                    least = 2 if self.layout == "stages" else 1
+                    submitted = JobSubmitted(order.name, "tiny", max(order.gpus, least), profiled.profile, least_gpus=least)
+                    backend.submit(submitted, jobs[order.name])
                 backend.seal()
 
             run(scheduler, backend, record)
@@ -105,15 +116,17 @@ class Cluster:
 
 
 @contextmanager
-def cluster(root: Path, steps: int, gpus: tuple[int, ...], namespace: bool) -> Iterator[Cluster]:
-    base, data = save_base(root / "base", hidden_size=64, intermediate_size=128), str(write_rows(root / "a.jsonl", 26, 1, high=20))
-    orders = [job(NAME, data, gpus=2, lora_dropout=0.1, max_steps=steps, batch_size=6, save_steps=10)]
+def cluster(root: Path, steps: int, gpus: tuple[int, ...], namespace: bool, layout: LayoutSetting = "auto") -> Iterator[Cluster]:
+    """With `layout` stages the job has no replicas, and its base is cut."""
+    base = save_base(root / "base", hidden_size=64, intermediate_size=128, num_hidden_layers=2 if layout == "stages" else 1)
+    data, replicas = str(write_rows(root / "a.jsonl", 26, 1, high=20)), 1 if layout == "stages" else 2
+    orders = [job(NAME, data, gpus=replicas, lora_dropout=0.1, max_steps=steps, batch_size=6, save_steps=10)]
     with ExitStack() as stack:
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         monkeypatch.setenv("TLORA_CACHE", str(root / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         tlora.train(run_spec(base, root / "whole", orders, deterministic=True), device="cpu")
-        made = Cluster(root, base, orders, gpus, stack.enter_context(network(3)) if namespace else None)
+        made = Cluster(root, base, orders, gpus, stack.enter_context(network(3)) if namespace else None, layout)
         try:
             yield made
         finally:
@@ -140,10 +153,21 @@ def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @needs_namespaces
-@pytest.mark.parametrize("killed", ["lender", "leader"])
-def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str) -> None:
+def test_a_base_in_stages_spans_hosts(tmp_path: Path) -> None:
+    with cluster(tmp_path, STEPS // 2, (0,), True, "stages") as there:
+        there.train("b")
+        there.check()
+        assert there.spans() == [(0, STRIDE)] and not any(isinstance(item, GpusLost) for item in there.told)
+        assert len(lent_trees(tmp_path / "b")) == 1, "the base alone: a stage before the last reads no data"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_namespaces
+@pytest.mark.parametrize(("killed", "layout"), [("lender", "auto"), ("leader", "auto"), ("lender", "stages"), ("leader", "stages")])
+def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str, layout: LayoutSetting) -> None:
     """A controller without GPUs, and two hosts. With either the job waits; it goes on at a checkpoint, at last with a new host."""
-    with cluster(tmp_path, 2 * STEPS, (), True) as there:
+    with cluster(tmp_path, 2 * STEPS if layout == "auto" else STEPS, (), True, layout) as there:
         first: list[str] = []
 
         def act(item: Event | Action) -> None:

@@ -120,4 +120,17 @@ def test_a_job_that_fits_one_host_spans_none(backend: LocalBackend) -> None:
     backend.execute(StartGroup(replace(SPANNING, gpus=(1, STRIDE), job_ids=("b",))))
     assert backend.reconciler.groups["g"].gpus == (1,)
     kept = next(event for event in backend.poll() if isinstance(event, GroupKept))
-    assert kept.gpus == (1,) and "unless a job of it orders more than the 2 of the widest" in kept.reason
+    assert kept.gpus == (1,) and "unless its base or a job of it needs more than the 2 of the widest" in kept.reason
+
+
+def test_a_base_that_no_host_holds_is_cut_over_the_group(backend: LocalBackend) -> None:
+    backend._wide.see(replace(submitted("a"), least_gpus=3))
+    leader, lender = led(backend)
+    assert leader.remote.load is not None and leader.remote.load.stages == 3
+    leader.obey()
+    until(backend, GroupReady("g"))
+    backend.execute(ChangeGroup(replace(SPANNING, weights=(2.0,))))
+    assert not leader.stopping and leader.remote.lent == (STRIDE,)
+    backend.execute(StopGroup("g"))
+    backend.advance()
+    assert leader.stopping and not lender.stopping, "its stages stay where they are: it would keep the other host's GPU"

@@ -177,7 +177,7 @@ def test_a_job_that_spans_is_shown_where_its_parts_are(base: Path, data: Path, t
 
 def test_a_base_that_fits_on_no_number_of_gpus_is_a_problem(base: Path, data: Path, tmp_path: Path) -> None:
     found = check(run_spec(base, tmp_path / "out", [job("a", str(data / "a.jsonl"), gpus=3)], memory_limit=1000), device="cpu", gpus=2)
-    assert "a orders 3: on 2 GPUs replicas take turns" in found.warnings[-1]
+    assert "a orders 3: on 2 GPUs replicas take turns" in found.warnings[-1] and "or train with `tlora cluster`" in found.problems[-1]
     assert len(found.problems) == 1
     assert "the limit is" in found.problems[0] and found.gpus == ()
 

@@ -33,7 +33,7 @@ from tlora.job import JobSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import measure
-from tlora.planning.plan import MemoryBound
+from tlora.planning.memory_bound import MemoryBound
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.load import outline
@@ -176,7 +176,7 @@ def test_jobs_that_are_opened_at_the_same_time_are_counted_in_turn(base: Path, m
         together.clear()
         return found
 
-    monkeypatch.setattr("tlora.planning.plan.measure", count)
+    monkeypatch.setattr("tlora.planning.memory_bound.measure", count)
     bound, layout_of = bound_of(base, 10**12), SuperModel(outline(str(base))).layout
     specs = [JobSpec.model_validate({"name": f"r{rank}", "data": "d", "r": rank}) for rank in (96, 128)]
     jobs = [PlannedJob(spec, layout=layout_of(spec)) for spec in specs]

@@ -104,6 +104,20 @@ def test_a_job_of_two_gpus_has_both(world: World, tmp_path: Path) -> None:
         assert sha256(tmp_path / "out" / "jobs" / order["name"]) == sha256(tmp_path / "whole" / order["name"])
 
 
+@pytest.mark.slow
+def test_stages_hold_the_base(tmp_path: Path) -> None:
+    """A worker of two GPUs has one stage on each. What cannot go through them fails alone."""
+    base, data = save_base(tmp_path / "base", num_hidden_layers=2), str(write_rows(tmp_path / "a.jsonl", 20, 1, high=20))
+    orders = [job("one", data, lora_dropout=0.1), job("two", data, max_steps=8, r=7, seed=2, target_modules=["down_proj"])]
+    train(base, tmp_path / "whole", orders, deterministic=True)
+    rows = job("rows", data, trainable_token_indices=[1, 2])
+    results = train_on_cluster(run_spec(base, tmp_path / "out", [*orders, rows], deterministic=True, layout="stages"), gpus=2, device="cpu")
+    assert "the base is in stages" in results["rows"].reason
+    same_bytes(tmp_path / "out" / "jobs", tmp_path / "whole", ["one", "two"])
+    started = [item for _, item in read_event_log(tmp_path / "out" / "events.jsonl") if isinstance(item, StartGroup)]
+    assert {item.group.gpus for item in started} == {(0, 1)}
+
+
 class Cluster:
     """`tlora cluster` in a process of its own, which may be killed and started again."""
 
@@ -264,8 +278,8 @@ def test_what_concerns_all_is_one_error(world: World, tmp_path: Path) -> None:
         world.train(tmp_path, policy="chess")
     with pytest.raises(ConfigError, match="do not make it faster"):
         world.train(tmp_path, policy="residual_capacity-growth")
-    with pytest.raises(ConfigError, match="layout: stages is for `tlora train`"):
-        train_on_cluster(run_spec(world.base, tmp_path, world.orders, layout="stages"), gpus=2, device="cpu")
+    with pytest.raises(ConfigError, match="layout: shared is for `tlora train`"):
+        train_on_cluster(run_spec(world.base, tmp_path, world.orders, layout="shared"), gpus=2, device="cpu")
     assert world.train(tmp_path / "out", world.orders[1:2]).status == "done"
     other = save_base(tmp_path / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=2)
     with pytest.raises((ModelError, ConfigError)):

@@ -42,7 +42,7 @@ def test_a_group_says_why_it_spans_hosts_or_does_not() -> None:
     progress, group = ClusterProgress(ProgressView()), JobGroup("g0", "base", (0, 1000), ParallelPlan(2, 1024), ("a",), (1.0,))
     for item in (NodeAdded("here", (0,)), NodeAdded("b", (1000,)), StartGroup(group)):
         progress.see(item)
-    assert progress.why_there(group) == "on hosts here and b: a job of it orders more GPUs than one has"
+    assert progress.why_there(group) == "on hosts here and b: its base or a job of it needs more GPUs than one has"
     kept = group.on((0,))
     for item in (GroupKept("g0", (0,), "it cannot listen"), ChangeGroup(kept)):
         progress.see(item)

@@ -27,6 +27,7 @@ from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local_machine import LocalMachine
 from tlora.cluster.nodes import Nodes
 from tlora.cluster.reconciler import LocalJob, Reconciler
+from tlora.cluster.wide_groups import WideGroups
 from tlora.cluster.worker_pool import WorkerPool
 from tlora.errors import ConfigError
 from tlora.job import JobSpec
@@ -35,7 +36,6 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GroupFound,
-    GroupKept,
     JobFailed,
     JobFinished,
     JobGroup,
@@ -54,6 +54,7 @@ from tlora.worker_protocol import Load, settings_of
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 _ASKED_AT_ONCE = 64  # requests between which workers are heard
+_HOSTS_SECONDS = 1.0  # between two looks whether the hosts that a job waits for have come
 
 
 class LocalBackend:
@@ -107,6 +108,8 @@ class LocalBackend:
         if listener is not None:
             self.worker_pool.listen_on(listener)
         there, hosts = self.worker_pool, self.worker_pool.remote_hosts
+        takes_what_comes = listener is not None and open_keeper is None
+        self._wide = WideGroups(self._nodes, hosts.hosts.on_one_host, machine.layout, note, takes_what_comes=takes_what_comes)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
         self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, host_of=hosts.hosts.host_of)
         self.reconciler.crash_attribution.recall(workers, note)
@@ -190,6 +193,7 @@ class LocalBackend:
             self._ask(spec, at_seconds)
             self.reconciler.jobs[spec.job_id] = replace(job, tokens_per_step=spec.profile.tokens_per_step)
             self._folded[spec.job_id.casefold()] = spec.job_id
+            self._wide.see(spec)
             self._arrives[spec.job_id] = at_seconds
 
     def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
@@ -290,12 +294,10 @@ class LocalBackend:
 
     def _want(self, group: JobGroup) -> None:
         assert group.gpus, f"{group.group_id} is to run on no GPU"
-        here, widest = self.worker_pool.remote_hosts.hosts.on_one_host(group.gpus), self._nodes.widest
-        orders = max((self.reconciler.jobs[name].spec.gpus for name in group.job_ids if name in self.reconciler.jobs), default=1)
-        if len(here) < len(group.gpus) and orders <= widest:
-            why = f"a group has GPUs of one host, unless a job of it orders more than the {widest} of the widest"
-            self._events.append(GroupKept(group.group_id, here, why))
-            group = group.on(here)
+        jobs = self.reconciler.jobs
+        group, kept = self._wide.keep(group, [jobs[name].spec.gpus for name in group.job_ids if name in jobs])
+        if kept is not None:
+            self._events.append(kept)
         self.reconciler.want(group)
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -359,6 +361,10 @@ class LocalBackend:
             while self._asked and self._asked[0][0] <= now and len(self._events) < most:
                 event = heapq.heappop(self._asked)[2]
                 if isinstance(event, JobSubmitted):
+                    if (admitted := self._wide.admit(event)) is None:
+                        heapq.heappush(self._asked, (now + _HOSTS_SECONDS, next(self._serial), event))
+                        continue
+                    event = admitted
                     self.reconciler.arrive(event.job_id, again=event.submitted_at is not None)
                 elif event.job_id not in living:  # it has ended meanwhile
                     continue
@@ -383,14 +389,14 @@ class LocalBackend:
         self._events += [*self._nodes.see(hosts), *self.reconciler.events]
         self.reconciler.events.clear()
 
-    def _load(self, base_model: str) -> Load:
+    def _load(self, base_model: str, group: JobGroup | None = None) -> Load:
         machine = self._machine
-        place = base_model, str(machine.output_dir / "jobs"), machine.device, self._start_unix
-        return Load(*place, report_to=machine.report_to, calibrate=machine.calibrate, **settings_of(machine))
+        place, stages = (base_model, str(machine.output_dir / "jobs"), machine.device, self._start_unix), self._wide.stages(group)
+        return Load(*place, report_to=machine.report_to, calibrate=machine.calibrate, stages=stages, **settings_of(machine))
 
     def _start_worker(self, gpus: tuple[int, ...], base_model: str) -> None:
-        worker = self.worker_pool.workers.get(gpus[0])
-        if worker is None:
-            self.worker_pool.start(gpus, base_model)
-        else:
-            worker.give(self._load(base_model))
+        worker = self.worker_pool.workers.get(gpus[0]) or self.worker_pool.start(gpus, base_model)
+        if worker is not None:
+            groups = self.reconciler.groups.values() if self._wide.cuts else ()
+            group = next((group for group in groups if set(gpus) <= set(group.gpus)), None)
+            worker.give(self._load(base_model, group))

@@ -42,6 +42,11 @@ class Nodes:
         """GPUs of the host that has most of them."""
         return max((len(node.gpus) for node in self._nodes.values()), default=0)
 
+    @property
+    def num_gpus(self) -> int:
+        """Of all hosts."""
+        return sum(len(node.gpus) for node in self._nodes.values())
+
     def check(self, name: str) -> None:
         """Raises ConfigError for a host that there is not."""
         if name not in self._nodes:

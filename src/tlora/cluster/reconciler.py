@@ -250,7 +250,7 @@ class Reconciler:
             if worker.obeys and group is not None:
                 self._let_in(group, worker, held)
             elif worker.obeys and worker.load is not None:
-                worker.want(worker.without_lent, (), False)
+                worker.give_back()
 
     def _provide(self, group: JobGroup) -> None:
         """See that the group has a worker on its GPUs, and no other worker is there but those of other hosts that lend it theirs."""
@@ -283,11 +283,11 @@ class Reconciler:
         if worker is None and len(there := self._able_workers(group)) == 1 and there[0].gpus == self._lenders.home(group.gpus):
             own = self.groups.get(there[0].group_id)
             worker = there[0] if own is None or self._earlier_worker(own) is not there[0] else None
-        return worker
+        return worker if worker is not None and worker.can_hold(group.gpus) else None
 
     def _earlier_worker(self, group: JobGroup) -> RemoteWorker | None:
         there = [worker for worker in self._able_workers(group) if worker.group_id == group.group_id]
-        there = [worker for worker in there if worker.all_gpus == group.gpus or not worker.fixed]
+        there = [worker for worker in there if worker.can_hold(group.gpus) and (worker.all_gpus == group.gpus or not worker.fixed)]
         if len(there) > 1:  # it was moving to other GPUs when its workers were found
             there = [worker for worker in self.workers.values() if worker in there]
         return there[0] if there else None
@@ -323,7 +323,7 @@ class Reconciler:
         worker.fixed = report.fixed
         if group is None or not refused:
             return
-        if self._lenders.home(group.gpus) != group.gpus and report.fixed:  # a base in parts never spans hosts
+        if self._lenders.home(group.gpus) != group.gpus and report.fixed:  # its base is shared by copies, on one host
             self.want(group.on(report.gpus))
         elif report.fixed:
             return  # another worker has the GPUs that this one cannot have

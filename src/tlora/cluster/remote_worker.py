@@ -134,11 +134,24 @@ class RemoteWorker:
         """Also those that others lend it."""
         return tuple(sorted((*self.gpus, *self.lent)))
 
-    @property
-    def without_lent(self) -> JobGroup | None:
-        """What it is to have when it has no group: nothing, or, where others lend it GPUs, a group without jobs that lets these go."""
+    def give_back(self) -> None:
+        """It has no group: it is to have nothing, or, where others lend it GPUs, a group without jobs that lets these go. Where they hold
+        stages of its base it ends.
+        """
         group = self._want.group
-        return replace(group, gpus=self.gpus, job_ids=(), weights=()) if group is not None and self.lent else None
+        if self.is_cut and self.lent:
+            self.stop(begins_anew=True)
+        else:
+            self.want(replace(group, gpus=self.gpus, job_ids=(), weights=()) if group is not None and self.lent else None, (), False)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it has its base in stages, each on a GPU."""
+        return self.load is not None and self.load.stages > 0
+
+    def can_hold(self, gpus: tuple[int, ...]) -> bool:
+        """Whether its base lies on these, or will: stages stay where they are."""
+        return not self.is_cut or (self.load is not None and self.load.stages == len(gpus) and set(self.all_gpus) <= set(gpus))
 
     def overlaps(self, gpus: tuple[int, ...]) -> bool:
         return not set(self.gpus).isdisjoint(gpus)
@@ -181,8 +194,8 @@ class RemoteWorker:
         return self._send is not None
 
     def give(self, load: Load) -> None:
-        """Set what the worker loads; it has nothing yet."""
-        assert self.load is None, f"{self.load} is loaded, and {load} cannot be"
+        """Set what the worker loads; it has been told nothing yet."""
+        assert self.load is None or not self._is_decided, f"{self.load} is loaded, and {load} cannot be"
         self.load = load
         self._want = replace(self._want, load=load)
 

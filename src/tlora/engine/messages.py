@@ -135,7 +135,7 @@ class BaseFacts:
 @message
 class Enter:
     """The first message: load the base on `device`, together with the first `together` ranks of the worker. `store`: a file by which ranks
-    find each other. `expected`: the jobs that will join first.
+    find each other. `expected`: the jobs that will join first. `stages`: ranks that have the base in stages, as of `RankContext`.
     """
 
     load: Load
@@ -144,6 +144,8 @@ class Enter:
     together: int
     worker_pid: int
     expected: tuple[JobSpec, ...]
+    stages: tuple[int, ...] = ()
+    apart: bool = False
 
 
 @message

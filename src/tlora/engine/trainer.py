@@ -26,6 +26,7 @@ from tlora.engine.driver import Driver, FilesWritten, ReadyJob, RunPaths
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import Fetched, Leave, Meet, Note, Published, Sent, SetPlan, Spread
 from tlora.engine.ranks.spanning_jobs import Planned, RankContext, SpanningJobs
+from tlora.engine.ranks.worker_stages import cut_for, open_pipeline
 from tlora.engine.worker_base import WorkerMemory, load_base
 from tlora.errors import DataError
 from tlora.group.isolation import Failure, try_call
@@ -98,7 +99,8 @@ class Trainer:
         self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note)
         self._directory = Path(load.output_dir)
         began = time.monotonic()
-        model, bound = load_base(load, expected, self._parts.shared_load, note)
+        self._cut = cut_for(load, rank_context, expected)
+        model, bound = load_base(load, expected, self._cut.ranges if self._cut is not None else self._parts.shared_load, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
         self._limit_bytes = bound.limit_bytes
         send(Memory((bound.limit_bytes,)))
@@ -110,12 +112,13 @@ class Trainer:
         self._flight = FlightRecorder(self._directory, rank_context.flight)
         options: Any = {"fence": self._check_claim, "wait_for_room": self._backoff, "base_precision": load.base_precision}
         context = RunContext(load.base_name or public_name(load.base_model), clock, note, reserve, writer, **options)
-        self._driver = Driver(
-            model, context, RunPaths(self._directory, self._serving, load.report_to), STARTING_BUDGET, exchange=self._parts.exchange
-        )
+        pipeline = open_pipeline(self._cut, model, rank_context, send) if self._cut is not None else None
+        paths = RunPaths(self._directory, self._serving, load.report_to)
+        self._driver = Driver(model, context, paths, STARTING_BUDGET, exchange=self._parts.exchange, pipeline=pipeline)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
-        self._memory = WorkerMemory(bound, self._group, load.recompute, SetPlan(STARTING_BUDGET))
+        most_tokens = self._cut.tokens if self._cut is not None else None
+        self._memory = WorkerMemory(bound, self._group, load.recompute, SetPlan(STARTING_BUDGET), most_tokens)
         self._calibration = calibrate_in_background(load, model, self._memory.has_room_for, send)
         self._group.stream.begin = self._begin
         self._preparing: dict[str, Join] = {}
@@ -124,7 +127,7 @@ class Trainer:
         self._paces: dict[str, StepTimer] = {}
         self._reported = 0.0
         self._has_computed = self._has_stepped = False
-        send(Loaded(whole=model.base.layers is None))
+        send(Loaded(whole=model.base.layers is None and self._cut is None))
 
     def go_on(self) -> None:
         """Train until stopped; then all jobs have been checkpointed."""
@@ -275,6 +278,8 @@ class Trainer:
         planned = plan_job(spec, data, self._group.model, self._directory)
         planned.span = self._parts.span_of(spec.name)
         self._memory.check(planned)
+        if self._cut is not None and planned.layout is not None and (why := self._cut.why_not(planned.longest, planned.layout)):
+            planned.problems.append(why)
         for warning in planned.said():
             note(f"{spec.name}: {warning}")
         opened = self._driver.open(planned, True)

@@ -268,17 +268,23 @@ def open_trainer(
 ) -> Trainer:
     """The model libraries, then the base. The arguments as of `Trainer`; `expected` is asked when the libraries are there."""
     with no_collection():
-        import torch
         from transformers.utils import logging
 
         from tlora.engine.trainer import Trainer
-    if load.device == "cpu":
-        torch.set_num_threads(1)  # bits depend on their number, and workers on one CPU are like GPUs of their own
-    elif load.device != "cuda":
-        torch.cuda.set_device(load.device)  # kernels are launched on the current device
+    set_device(load.device)
     logging.disable_progress_bar()  # the last line of the log is reported for a worker that has died
     logging.set_verbosity_error()
     return Trainer(load, inbox, send, heartbeat, rank_context, expected())
+
+
+def set_device(device: str) -> None:
+    """Compute there."""
+    import torch
+
+    if device == "cpu":
+        torch.set_num_threads(1)  # bits depend on their number, and workers on one CPU are like GPUs of their own
+    elif device != "cuda":
+        torch.cuda.set_device(device)  # kernels are launched on the current device
 
 
 def main() -> None:

@@ -21,10 +21,11 @@ from tlora.job import JobSpec, Recompute
 from tlora.planning.allocator import tighten_allocator
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, memory_limit
-from tlora.planning.plan import MemoryBound
+from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.streaming import stream_for_jobs_to_come
 from tlora.planning.work import known_here
 from tlora.shape.memory import must_share
+from tlora.shape.stages import LayerRange
 from tlora.shape.token_cost import fixed_depth
 from tlora.sharing.peers import Sharing
 from tlora.store.metrics import check_trackers
@@ -39,8 +40,9 @@ from tlora.worker_protocol import Load
 class WorkerMemory:
     """`share` is the last that was ordered."""
 
-    def __init__(self, bound: MemoryBound, group: Engine, recompute: Recompute, share: SetPlan) -> None:
-        self._bound, self._group, self.share = bound, group, share
+    def __init__(self, bound: MemoryBound, group: Engine, recompute: Recompute, share: SetPlan, most_tokens: int | None = None) -> None:
+        """`most_tokens`: of a micro-batch, whatever memory there is."""
+        self._bound, self._group, self.share, self._most_tokens = bound, group, share, most_tokens
         self._recompute: Recompute = recompute
 
     def check(self, planned: PlannedJob) -> None:
@@ -69,7 +71,8 @@ class WorkerMemory:
         recompute = self._deepest()
         if self._recompute == "auto":
             recompute = self._bound.least_recomputed(jobs)
-        group.share(self._bound.lower(share.token_budget, longest, recompute, jobs), recompute, share.weights)
+        budget = min(share.token_budget, self._most_tokens or share.token_budget)
+        group.share(self._bound.lower(budget, longest, recompute, jobs), recompute, share.weights)
 
     def _deepest(self) -> RecomputePlan:
         """As many layers as may be recomputed at most: as ordered, or as many as memory asks for."""
@@ -89,15 +92,17 @@ _REMEDY = "set unused_weights: ignore in the server's settings, or at the top of
 
 
 def load_base(
-    load: Load, expected: Sequence[JobSpec], sharing: Sharing | None, note: Callable[[str], object]
+    load: Load, expected: Sequence[JobSpec], held: Sharing | tuple[LayerRange, ...] | None, note: Callable[[str], object]
 ) -> tuple[SuperModel, MemoryBound]:
-    """The base on its device, and what `memory_limit` leaves its jobs. `sharing`: with the other ranks, of a worker with several GPUs.
+    """The base on its device, and what `memory_limit` leaves its jobs. `held`: together with the other ranks, of a worker with several
+    GPUs; or in stages with these layers, of which this process has the last.
 
     What the `expected` jobs will launch is compiled meanwhile, as `tlora train` does it. Raises TloraError for options that cannot be had
     here.
     """
     check_trackers(list(load.report_to))
-    place, compiling = torch.device(load.device), None
+    place, compiling, stages = torch.device(load.device), None, held if isinstance(held, tuple) else ()
+    sharing = held if isinstance(held, Sharing) else None
     if sharing is None:
         tighten_allocator(place, load.memory_limit)
     outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
@@ -118,13 +123,14 @@ def load_base(
     if sharing is not None:
         whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
         note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
-    streamed = stream_for_jobs_to_come(load, outlined, place, limit_bytes) if sharing is None else None
+    streamed = stream_for_jobs_to_come(load, outlined, place, limit_bytes) if sharing is None and not stages else None
     if streamed is not None:
         whole, base_bytes = base_bytes, streamed.sizes.on_device(streamed.streaming.slots)
         part = f"{gib(base_bytes)} of the base's {gib(whole)} are on the device"
         note(f"streamed from the host's memory: {part}; {streamed.why}")
-    bound, held = MemoryBound(outlined, base_bytes, place, limit_bytes), sharing or (streamed.streaming if streamed is not None else None)
-    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, held)
+    bound = MemoryBound(outlined, base_bytes, place, limit_bytes, stages)
+    form = stages[-1] if stages else sharing or (streamed.streaming if streamed is not None else None)
+    model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, form)
     model.expect(expected)
     if compiling is not None:
         compiling.wait()

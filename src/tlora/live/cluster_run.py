@@ -68,6 +68,7 @@ from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import earlier_base, pin_base, pin_dtype, write_run_file
 from tlora.supermodel.load import Base, find_directory, load_config, outline
+from tlora.supermodel.stage_base import check_stages
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 from tlora.wording.numbers import gib
@@ -119,7 +120,7 @@ def train_on_cluster(
             f"--policy {policy} with deterministic: a job then has as many replicas as its gpus say, and more GPUs do not make it faster. "
             "Choose residual_capacity"
         )
-    if run.layout in ("whole", "shared", "stages"):
+    if run.layout in ("whole", "shared"):
         raise ConfigError(f"layout: {run.layout} is for `tlora train`; here the scheduler decides which GPUs hold the base. Take it out")
     watcher, began = watcher or Watcher(), time.monotonic()
     open_caches(watcher.note)
@@ -146,7 +147,7 @@ def train_on_cluster(
             elif worker_listen is not None:
                 listener = stack.enter_context(TlsListener(out / "workers", tcp_place(worker_listen)))
                 watcher.note(f"workers may come to {listener.address} over TLS; `tlora worker-token {out}` makes a token for them")
-            return _Run(jobs_here, out, places, policy, watcher, began, keeper).train(guard, listener)
+            return _Run(jobs_here, out, places, policy, watcher, began, keeper, listener).train(guard)
 
 
 class _Run:
@@ -159,9 +160,12 @@ class _Run:
         watcher: Watcher,
         began: float,
         open_keeper: OpenKeeper | None = None,
+        listener: TlsListener | None = None,
     ) -> None:
-        """`run`: its `output_dir` has a directory for each job. With `open_keeper` all workers are an engine's, and none is of `places`."""
-        self._open_keeper = open_keeper
+        """`run`: its `output_dir` has a directory for each job. With `open_keeper` all workers are an engine's, and none is of `places`.
+        With `listener` workers of other hosts may come.
+        """
+        self._open_keeper, self._listener = open_keeper, listener
         self._run, self._out, self._places, self._policy = run, out, places, policy
         self._watcher, self._began, self._shown = watcher, began, 0.0
         self._ended: dict[str, JobResult] = {}
@@ -169,7 +173,7 @@ class _Run:
         self._faults: set[str] = set()
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
-    def train(self, guard: BaseGuard, listener: TlsListener | None) -> Results:
+    def train(self, guard: BaseGuard) -> Results:
         ends = earlier_ends(self._run.jobs, Path(self._run.output_dir))
         earlier = {name: end.result for name, end in ends.items()}
         self._ended |= earlier
@@ -182,7 +186,7 @@ class _Run:
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
-            LocalBackend(self._machine(), self._watcher.note, listener, open_keeper=self._open_keeper) as backend,
+            LocalBackend(self._machine(), self._watcher.note, self._listener, open_keeper=self._open_keeper) as backend,
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
         ):
@@ -193,8 +197,7 @@ class _Run:
             of = learned_of(self._run.base_model, self._places[0].partition(":")[0], self._run.recompute)
             learned.teach(scheduler.state.cost, _BASE, of, backend.now())
             least = self._least_gpus()
-            there = None if self._open_keeper is not None else len(self._places)
-            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], there, least) for spec in specs])
+            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], self._most_gpus, least) for spec in specs])
             for name in untold:
                 log.write(backend.now(), JobFinished(name))
 
@@ -220,15 +223,25 @@ class _Run:
     def _memory(self) -> BaseMemory:
         return count_base(SuperModel(self._base), torch.device(self._places[0]), self._run.layout)
 
+    @property
+    def _most_gpus(self) -> int | None:
+        """That a job can get; None where other hosts may come with any number."""
+        return len(self._places) if self._listener is None and self._open_keeper is None else None
+
     def _least_gpus(self) -> int:
         """The number of GPUs on which the base fits, in parts if it has to. If it fits on none, a worker reports that."""
-        if len(self._places) == 1:
+        cut = self._run.layout == "stages"
+        if self._most_gpus == 1:
+            if cut:
+                self._watcher.note("layout: stages is of several GPUs, and here is one: the base lies as with layout: auto")
             return 1
+        if cut:
+            check_stages(self._base, torch.device(self._places[0]))
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
-        count = least_gpus(self._memory.bytes_by_gpus[: len(self._places)], limit)
+        count = least_gpus(self._memory.bytes_by_gpus[: self._most_gpus], limit)
         if count is not None and count > 1:
             self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {count} or more, which hold it in parts")
-        return count or 1
+        return max(count or 1, 2 if cut else 1)
 
     def _profile(self) -> dict[str, ProfiledJob]:
         """Profile the jobs that are to be trained; the others are done or have failed."""
@@ -243,7 +256,7 @@ class _Run:
             problem = profiles[spec.name]
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
-            elif spec.gpus > len(self._places) and self._open_keeper is None:
+            elif self._most_gpus is not None and spec.gpus > self._most_gpus:
                 self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
         return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -16,6 +18,8 @@ from tlora.supermodel.load import layers_of
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
+
+_TOKENS = 2048  # of a micro-batch by which stages are compared
 
 
 def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts:
@@ -52,6 +56,15 @@ def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts
 
 def _bytes_of(layer: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+
+
+def memory_of_fullest(
+    stages: Sequence[LayerRange], model: SuperModel, device: torch.device, rank: int, _adapts_experts: bool = False
+) -> MemoryModel:
+    """Of that of `stages` which takes most, with adapters of up to `rank`: all take what that one can."""
+    parts = count_parts(model, device, rank)
+    memories = [parts.stage_memory(cut.first, cut.stop, len(stages) - place) for place, cut in enumerate(stages)]
+    return max(memories, key=lambda memory: memory.total_bytes([], _TOKENS, 0))
 
 
 def memory_of_stage(run: RunSpec, model: SuperModel, device: torch.device, stage: LayerRange) -> MemoryModel:

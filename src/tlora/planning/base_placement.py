@@ -194,4 +194,5 @@ def _no_form(whole: RunPlan, base_bytes: int, shared_bytes: int, limit: int, gpu
     remedies += [f"--gpus {enough}"] if enough is not None else []
     remedies += [f"base_precision: {precision}" for precision, count in whole.other_precisions.items() if count <= limit][:1]
     instead = f"Would fit: {', or '.join(remedies)}. Or take" if remedies else "Take"
-    return f"the base model needs {needs}, and the limit is {gib(limit)}. {instead} a smaller base, or {whole.more_memory}"
+    hosts = ", or train with `tlora cluster` on GPUs of several hosts" if gpus > 1 else ""
+    return f"the base model needs {needs}, and the limit is {gib(limit)}. {instead} a smaller base, or {whole.more_memory}{hosts}"

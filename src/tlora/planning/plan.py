@@ -4,10 +4,8 @@ job by itself is in `job_plan.py`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -18,11 +16,10 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
-from tlora.kernels.lora_tables import rank_width
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.job_work import counting_jobs
-from tlora.planning.memory import ACTIVATION_RANK, bytes_in, measure, memory_limit, more_memory
-from tlora.planning.micro_batches import MicroBatches, choose, fastest_budget, in_stages, largest_micro_batch
+from tlora.planning.memory import bytes_in, measure, memory_limit, more_memory
+from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
 from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
@@ -163,7 +160,7 @@ def plan_memory(
     or, of one of `stages`, what it takes.
     """
     rank = max((s.rank for job in jobs if job.layout for s in job.layout.linears), default=1)
-    memory = measure(model, base, device, rank, _adapt_experts(jobs)) if isinstance(base, int) else base
+    memory = measure(model, base, device, rank, adapt_experts(jobs)) if isinstance(base, int) else base
     base_bytes = memory.base_bytes
     sound = [job for job in jobs if is_sound(job) and not job.kept_out]
     longest = max((job.longest for job in sound), default=1)
@@ -229,7 +226,7 @@ def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tupl
 
 
 def _expert_warnings(device: torch.device, jobs: list[PlannedJob]) -> tuple[str, ...]:
-    names = [job.spec.name for job in jobs if _adapt_experts([job])]
+    names = [job.spec.name for job in jobs if adapt_experts([job])]
     if device.type != "cuda" or not names:
         return ()
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -330,70 +327,11 @@ def describe_plan(plan: RunPlan) -> str:
     )
 
 
-class MemoryBound:
-    """`memory_limit` on one device, for jobs that come and go. Threads that open jobs may ask at the same time."""
-
-    def __init__(self, outlined: SuperModel, base_bytes: int, device: torch.device, limit_bytes: int) -> None:
-        """`outlined` lies on the meta device; `base_bytes` are what the base takes on `device`. Raises CapacityError for one that does not
-        fit below the limit.
-        """
-        self._counted = cache(partial(measure, outlined, base_bytes, device))
-        self._lock = threading.Lock()  # counting joins an adapter to `outlined`
-        self._rank, self._device = ACTIVATION_RANK, device
-        self._plan = RunPlan((), 1, RecomputePlan(), self._measure(self._rank), limit_bytes, 1, {})
-        self.limit_bytes = limit_bytes
-        check_base_fits(self._plan)
-
-    @property
-    def most_recomputed(self) -> int:
-        """Layers that can be recomputed with profit."""
-        return self._plan.memory.most_recomputed
-
-    def least_recomputed(self, jobs: Sequence[PlannedJob]) -> RecomputePlan:
-        """The fewest layers with which all `jobs` fit at once, by the tokens of a micro-batch; all, where they never do."""
-        memory = self._memory(jobs)
-        return memory.least_recomputed(memory.room(_layouts(jobs), self._plan.limit_bytes))
-
-    def check(self, job: PlannedJob, recompute: RecomputePlan) -> None:
-        """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
-        check_capacity(job, replace(self._at(job.longest, recompute, [job]), longest=job.longest))
-
-    def holds(self, most_tokens: int, recompute: RecomputePlan, jobs: Sequence[PlannedJob]) -> bool:
-        """Whether all `jobs` fit at once, in micro-batches of up to `most_tokens`."""
-        return self._at(most_tokens, recompute, jobs).fits(_layouts(jobs))
-
-    def lower(self, token_budget: int, longest: int, recompute: RecomputePlan, jobs: Sequence[PlannedJob]) -> int:
-        """Of `token_budget`, its half, its quarter, … with which all `jobs` fit at once: where all micro-batches recompute the same layers
-        the largest, but not less than the `longest` sample; else the fastest, however long that sample is.
-        """
-        self._rank = self._largest_rank(jobs)  # the kernels stay ready for it when its job has left
-        if recompute.varies:
-            return fastest_budget(token_budget, recompute, token_cost(self._memory(jobs), self._device))
-        budget = max(token_budget, longest)
-        while budget > longest and not self.holds(budget, recompute, jobs):
-            budget = max(budget // 2, longest)
-        return budget
-
-    def _largest_rank(self, jobs: Sequence[PlannedJob]) -> int:
-        """Of `jobs` and of all that were here, as wide as the kernels make it."""
-        return max(self._rank, *(rank_width(job.layout.largest_rank) for job in jobs if job.layout is not None), ACTIVATION_RANK)
-
-    def _measure(self, rank: int, adapts_experts: bool = False) -> MemoryModel:
-        with self._lock:
-            return self._counted(rank, adapts_experts)
-
-    def _memory(self, jobs: Sequence[PlannedJob]) -> MemoryModel:
-        return counting_jobs(
-            self._measure(self._largest_rank(jobs), _adapt_experts(jobs)), jobs, deterministic=True
-        )  # each has a mailbox of its own
-
-    def _at(self, token_budget: int, recompute: RecomputePlan, jobs: Sequence[PlannedJob]) -> RunPlan:
-        return replace(self._plan, memory=self._memory(jobs), token_budget=token_budget, recompute=recompute)
+def adapt_experts(jobs: Sequence[PlannedJob]) -> bool:
+    """Whether one of them trains experts."""
+    return any(shape.experts > 1 for layout in layouts_of(jobs) for shape in layout.shapes)
 
 
-def _adapt_experts(jobs: Sequence[PlannedJob]) -> bool:
-    return any(shape.experts > 1 for layout in _layouts(jobs) for shape in layout.shapes)
-
-
-def _layouts(jobs: Sequence[PlannedJob]) -> list[AdapterLayout]:
+def layouts_of(jobs: Sequence[PlannedJob]) -> list[AdapterLayout]:
+    """Of the jobs that can be laid out."""
     return [job.layout for job in jobs if job.layout is not None]

@@ -127,7 +127,7 @@ class ClusterProgress:
         if (kept := self.kept.get(group.group_id)) is not None:
             return kept.reason
         over = [host.name for host in self.hosts.values() if not host.gpus.isdisjoint(group.gpus)]
-        return f"on hosts {' and '.join(over)}: a job of it orders more GPUs than one has" if len(over) > 1 else ""
+        return f"on hosts {' and '.join(over)}: its base or a job of it needs more GPUs than one has" if len(over) > 1 else ""
 
     def _host_of(self, group: JobGroup) -> str:
         """Where there are several."""

@@ -1,8 +1,8 @@
-"""Queues of tensors between two ranks of a host: a ring in the sender's memory, and words that say how far each is.
+"""Queues of tensors between two ranks: a ring in the sender's memory, and words that say how far each is.
 
 Reads are one-sided, as of all peer memory: the receiver copies out of the ring, then says so, and only then is that part of it written
 anew. Both ends lay out the ring alike, as they know the size of each tensor. Where a device is behind, a thread waits for it and sets the
-word: the caller goes on.
+word: the caller goes on. Between hosts the bytes go over the line before the word (`relayed_memory.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from tlora.errors import RankError
 from tlora.sharing.peer_memory import PeerMemory, map_file
 from tlora.sharing.peers import Peers
+from tlora.sharing.relayed_memory import RelayedPeers
 
 _ALIGNMENT = 256  # bytes at which tensors begin
 _EPOCH = 1 << 40  # a word is epoch times this plus a count
@@ -34,23 +35,15 @@ class InterruptedWaitError(Exception):
 
 
 class Words:
-    """`count` integers of each rank that all ranks read. Those of a rank are set by it alone."""
+    """Integers of each rank that all ranks read. Those of a rank are set by it alone."""
 
-    def __init__(self, count: int, peers: Peers) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise RankError("ranks share words on Linux only, which this is not. Train without --gpus")
-        descriptor = os.memfd_create("tlora-words")
-        try:
-            os.ftruncate(descriptor, 8 * count)
-            found = peers.exchange("words", [os.getpid(), descriptor])
-            self._ranks = [map_file(pid, number, 8 * count).view(torch.int64).numpy() for pid, number in found]
-            peers.exchange("words mapped", True)
-        finally:
-            os.close(descriptor)
-        self._own: np.ndarray = self._ranks[peers.rank]
+    def __init__(self, ranks: Sequence[np.ndarray], rank: int, pass_on: Callable[[int, int], object] = lambda _, __: None) -> None:
+        """Of rank `rank`. `pass_on` gets the first word and the number of words that were set here."""
+        self._ranks, self._own, self._pass_on = ranks, ranks[rank], pass_on
 
     def set(self, word: int, value: int) -> None:
         self._own[word] = value
+        self._pass_on(word, 1)
 
     def get(self, rank: int, word: int) -> int:
         return int(self._ranks[rank][word])
@@ -59,9 +52,28 @@ class Words:
         """Into so many words from `word` on, cut where they end."""
         content = text.encode(errors="replace")[: 8 * words].ljust(8 * words, b"\0")
         self._own[word : word + words] = np.frombuffer(content, np.int64)
+        self._pass_on(word, words)
 
     def get_text(self, rank: int, word: int, words: int) -> str:
         return self._ranks[rank][word : word + words].tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def open_words(count: int, peers: Peers | RelayedPeers) -> Words:
+    """`count` of each rank. Raises RankError."""
+    if isinstance(peers, RelayedPeers):
+        relayed = peers.open(8 * count, torch.device("cpu"))
+        return Words(relayed.as_integers(), peers.rank, lambda word, words: relayed.pass_on(8 * word, 8 * words))
+    if not hasattr(os, "memfd_create"):
+        raise RankError("ranks share words on Linux only, which this is not. Train without --gpus")
+    descriptor = os.memfd_create("tlora-words")
+    try:
+        os.ftruncate(descriptor, 8 * count)
+        found = peers.exchange("words", [os.getpid(), descriptor])
+        ranks = [map_file(pid, number, 8 * count).view(torch.int64).numpy() for pid, number in found]
+        peers.exchange("words mapped", True)
+    finally:
+        os.close(descriptor)
+    return Words(ranks, peers.rank)
 
 
 class Waiting(Protocol):
@@ -75,7 +87,7 @@ class Waiting(Protocol):
 class PeerWait:
     """Waits until `interrupted` says why not. Raises RankError where the peer's process has ended."""
 
-    def __init__(self, peers: Peers, interrupted: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, peers: Peers | RelayedPeers, interrupted: Callable[[], bool] = lambda: False) -> None:
         self._peers, self.interrupted = peers, interrupted
         self.seconds = 0.0
 
@@ -184,7 +196,7 @@ class Channel:
         place = self._memory.own[start : start + num_bytes]
         place.copy_(values.detach().reshape(-1).view(torch.uint8), non_blocking=True)
         self._count += 1
-        self._note(self._ends.sent)
+        self._note(self._ends.sent, start, num_bytes)
 
     @property
     def has_next(self) -> bool:
@@ -210,6 +222,12 @@ class Channel:
         """Whether the rank counts so many in the present epoch. At first none has sent or taken anything."""
         return count == 0 or self._words.get(rank, word) >= self._epoch * _EPOCH + count
 
-    def _note(self, word: int) -> None:
+    def _note(self, word: int, start: int = 0, written_bytes: int = 0) -> None:
         value = self._epoch * _EPOCH + self._count
-        self._order.then(lambda: self._words.set(word, value))
+
+        def tell() -> None:
+            if written_bytes:
+                self._memory.pass_on(start, written_bytes, self._ends.receiver)
+            self._words.set(word, value)
+
+        self._order.then(tell)

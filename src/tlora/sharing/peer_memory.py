@@ -39,6 +39,10 @@ class PeerMemory(Protocol):
         """
         ...
 
+    def pass_on(self, start: int, size: int, peer: int | None = None) -> None:
+        """Let that peer, or all, have those bytes, which the device has written: nothing, where peers read them here."""
+        ...
+
 
 def open_peer_memory(num_bytes: int, peers: Peers, device: torch.device) -> PeerMemory:
     """`num_bytes`, as many on all ranks. Raises RankError where ranks cannot read each other's memory."""
@@ -84,6 +88,9 @@ class _HostMemory:
     def read(self, peer: int, start: int, target: Tensor) -> None:
         target.copy_(self._parts[peer][start : start + target.numel()], non_blocking=True)
 
+    def pass_on(self, start: int, size: int, peer: int | None = None) -> None:
+        pass
+
     def pin(self, device: torch.device) -> None:
         """Let `device` copy from and to it by itself."""
         for part in (self.own, *self._parts[: self._rank], *self._parts[self._rank + 1 :]):
@@ -103,6 +110,9 @@ class _GpuMemory:
 
     def read(self, peer: int, start: int, target: Tensor) -> None:
         target.copy_(self._parts[peer][start : start + target.numel()], non_blocking=True)
+
+    def pass_on(self, start: int, size: int, peer: int | None = None) -> None:
+        pass
 
 
 def _open_gpu_memory(num_bytes: int, peers: Peers, device: torch.device) -> PeerMemory:

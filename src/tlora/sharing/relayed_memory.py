@@ -7,9 +7,11 @@ announces them; one line keeps that order. So what a note announces is there whe
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ class RelayedMemory:
     def __init__(self, number: int, num_bytes: int, rank: int, ranks: Sequence[int], device: torch.device, send: Send) -> None:
         """Of rank `rank` among `ranks`, whose positions are the peers' numbers. Raises CapacityError where it cannot be pinned."""
         self._number, self._rank, self._ranks, self._send = number, rank, list(ranks), send
-        self._parts = {each: torch.zeros(num_bytes, dtype=torch.uint8) for each in ranks}
+        self._parts = {each: torch.from_numpy(np.zeros(num_bytes, np.uint8)) for each in ranks}  # numpy's take no room until written
         self.own, self.device = self._parts[rank], device
         if device.type == "cuda":
             for part in self._parts.values():
@@ -36,13 +38,17 @@ class RelayedMemory:
     def read(self, peer: int, start: int, target: Tensor) -> None:
         target.copy_(self._parts[self._ranks[peer]][start : start + target.numel()], non_blocking=True)
 
-    def pass_on(self, start: int, size: int) -> None:
-        """Send bytes of this rank's to all others. The device has written them."""
+    def pass_on(self, start: int, size: int, peer: int | None = None) -> None:
+        """Send bytes of this rank's to that peer, or to all. The device has written them."""
         for begin, end in _pieces(start, size):
             content = self.own[begin:end].numpy().tobytes()
-            for rank in self._ranks:
+            for rank in self._ranks if peer is None else [self._ranks[peer]]:
                 if rank != self._rank:
                     self._send(self._number, rank, begin, content)
+
+    def as_integers(self) -> list[np.ndarray]:
+        """All of it, of each peer."""
+        return [self._parts[rank].view(torch.int64).numpy() for rank in self._ranks]
 
     def take(self, sender: int, start: int, content: bytes) -> None:
         """What another rank has sent. Raises RankError for what has no place here."""
@@ -61,7 +67,7 @@ class Relay:
         self._rank, self._send = rank, send
         self._memories: dict[int, RelayedMemory] = {}
         self._early: dict[int, list[tuple[int, int, bytes]]] = {}  # of meetings to which this rank is still on its way
-        self._last = 0
+        self._last = -1
         self._lock = threading.Lock()
 
     def open(self, number: int, num_bytes: int, ranks: Sequence[int], device: torch.device) -> RelayedMemory:
@@ -85,6 +91,22 @@ class Relay:
                 memory.take(sender, start, content)
             elif number > self._last:  # meetings come in one order to all
                 self._early.setdefault(number, []).append((sender, start, content))
+
+
+class RelayedPeers:
+    """Ranks of several hosts that open the same memories in the same order, once in their lives. As `Peers`; who leads them ends all when
+    one is lost.
+    """
+
+    def __init__(self, relay: Relay, rank: int, ranks: Sequence[int]) -> None:
+        self.rank, self.world_size = ranks.index(rank), len(ranks)
+        self._relay, self._ranks, self._numbers = relay, ranks, itertools.count()
+
+    def open(self, num_bytes: int, device: torch.device) -> RelayedMemory:
+        return self._relay.open(next(self._numbers), num_bytes, self._ranks, device)
+
+    def is_alive(self, peer: int) -> bool:
+        return True
 
 
 def _pieces(start: int, size: int) -> Iterator[tuple[int, int]]:

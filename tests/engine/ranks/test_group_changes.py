@@ -78,9 +78,9 @@ class Worker:
 class World:
     """A base, orders with their data, and the run of one process that they are measured by."""
 
-    def __init__(self, directory: Path, orders: Callable[[Path], list[dict[str, Any]]]) -> None:
+    def __init__(self, directory: Path, orders: Callable[[Path], list[dict[str, Any]]], **shape: Any) -> None:
         self.workers: list[Worker] = []
-        self.directory, self.base = directory, save_base(directory / "base", hidden_size=64, intermediate_size=128)
+        self.directory, self.base = directory, save_base(directory / "base", hidden_size=64, intermediate_size=128, **shape)
         self.orders = orders(directory)
         tlora.train(run_spec(self.base, directory / "whole", self.orders, deterministic=True), device="cpu")
 

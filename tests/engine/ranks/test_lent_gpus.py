@@ -35,8 +35,8 @@ LENT = 1000
 class Host:
     """Another host's worker, in a thread of this process; its ranks are processes of their own."""
 
-    def __init__(self, world: World, directory: Path, lending: Lending) -> None:
-        load = Load(str(world.base), str(directory / "elsewhere"), "cpu", time.time(), deterministic=True)
+    def __init__(self, base: Path, directory: Path, lending: Lending) -> None:
+        load = Load(str(base), str(directory / "elsewhere"), "cpu", time.time(), deterministic=True)
         self.lender, self.commands = Lender(load, (0,), lending, self._bring), queue.SimpleQueue[Any]()
         self.brought: list[str] = []
         self.ended: str | BaseException | None = None
@@ -83,7 +83,7 @@ def spanning(world: World, out: Path) -> tuple[Worker, Host]:
     """A worker that has a GPU of its own and one of another host, which its jobs find when they join."""
     worker = Worker(Load(str(world.base), str(out), "cpu", time.time(), deterministic=True), (0,))
     world.workers.append(worker)
-    host = Host(world, out, listen(worker))
+    host = Host(world.base, out, listen(worker))
     worker.inbox.put(SetPlan(128))
     worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))
     worker.until(lambda told: GpusChanged((0, LENT)) in told)
@@ -99,7 +99,7 @@ def test_a_job_spans_hosts_and_comes_back_with_the_bytes_of_one_process(world: W
     worker, host = spanning(world, tmp_path)
     lending = listen(worker)
     for wrong in (dataclasses.replace(lending, key="0" * 64), dataclasses.replace(lending, fingerprint="sha256:" + "0" * 64)):
-        stranger = Host(world, tmp_path, wrong)
+        stranger = Host(world.base, tmp_path, wrong)
         stranger.thread.join(60)
         assert isinstance(stranger.ended, ConfigError), "it says nothing to who has another certificate, and lets in no other key"
     assert host.brought == ["two"] and not (tmp_path / "elsewhere" / "two").exists()
@@ -127,7 +127,7 @@ def test_a_host_that_is_lost_costs_what_followed_the_checkpoint(world: World, tm
 @pytest.mark.slow
 def test_a_host_that_stops_while_it_joins_changes_nothing(world: World, tmp_path: Path) -> None:
     worker = world.worker(tmp_path, 0)
-    host = Host(world, tmp_path, listen(worker))
+    host = Host(world.base, tmp_path, listen(worker))
     worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))
     while not host.lender._processes:
         time.sleep(0.01)
@@ -161,7 +161,7 @@ def test_a_lender_says_that_it_is_still_there(world: World, tmp_path: Path, monk
     monkeypatch.setattr(lending, "BEAT_SECONDS", 0.05)
     said: queue.SimpleQueue[object] = queue.SimpleQueue()
     listener = KeyedListener("127.0.0.1", tmp_path, lambda line: [said.put(LENDING.decode(each)) for each in line.lines()])
-    host = Host(world, tmp_path, Lending(listener.address, listener.fingerprint, listener.key, {LENT: 0}))
+    host = Host(world.base, tmp_path, Lending(listener.address, listener.fingerprint, listener.key, {LENT: 0}))
     first = said.get(timeout=60)
     assert isinstance(first, Lent) and said.get(timeout=60) == first == said.get(timeout=60)
     host.commands.put(Stop())

@@ -63,6 +63,11 @@ class GpuChange:
         """The rank was started."""
         self.gpu_of[rank], self.joining[rank] = gpu, now
 
+    def begin_together(self, rank: int, gpu: int) -> None:
+        """The rank was started as one of those that load the base first, and together."""
+        self.gpu_of[rank] = gpu
+        self._unloaded.add(rank)
+
     def loaded(self, rank: int) -> None:
         self._unloaded.discard(rank)
         self.joining.pop(rank, None)

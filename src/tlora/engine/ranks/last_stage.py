@@ -36,7 +36,7 @@ from tlora.supermodel.supermodel import SuperModel
 if TYPE_CHECKING:
     from tlora.engine.session import Loaded
 
-_PADDING = 128  # tokens of a micro-batch beyond its budget, at most
+PADDING = 128  # tokens of a micro-batch beyond its budget, at most
 
 
 def meet_early_stages(peers: Peers, loaded: Loaded, device: torch.device, through_host: bool) -> StageLinks:
@@ -44,7 +44,7 @@ def meet_early_stages(peers: Peers, loaded: Loaded, device: torch.device, throug
     plan, model = loaded.plan, loaded.model
     adapter = max((job.layout.numel for job in plan.jobs if job.layout is not None), default=1)
     compares = any((objective := objective_of(job.spec)) is not None and objective.needs_reference for job in plan.jobs)
-    tokens, width = (max(plan.token_budget, plan.longest) + _PADDING) * (1 + compares), model.base.head.weight_VH.shape[1]
+    tokens, width = (max(plan.token_budget, plan.longest) + PADDING) * (1 + compares), model.base.head.weight_VH.shape[1]
     peers.exchange("sizes", [tokens, adapter, loaded.threads])
     return StageLinks(peers, StageSizes(tokens, width, adapter, model.bank.dtype, model.bank.sum_dtype), device, through_host)
 

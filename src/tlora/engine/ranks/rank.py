@@ -55,10 +55,11 @@ from tlora.engine.ranks.link import RankLine, connect
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox
 from tlora.engine.ranks.spanning_jobs import RankContext
 from tlora.engine.ranks.stage_links import StageLinks
+from tlora.engine.ranks.worker_stages import open_early_stage
 from tlora.engine.run_monitor import RunMonitor
 from tlora.engine.session import Assignment, Loaded, Session, load
 from tlora.engine.watcher import RunProgress, Watcher
-from tlora.engine.worker import open_trainer
+from tlora.engine.worker import open_trainer, set_device
 from tlora.errors import ModelError, TloraError
 from tlora.link.flight import flight_name
 from tlora.link.log import leave, note, show_stacks_when_asked
@@ -282,8 +283,15 @@ class RankOfWorker:
         assert isinstance(entered, Enter), entered
         threading.Thread(target=self._beat, args=(line,), name="heartbeat", daemon=True).start()
         flight, self._line = flight_name(entered.worker_pid, self._number), line
-        rank_context = RankContext(self._number, entered.together, entered.store, flight, self._relay)
+        together, stages = entered.together, entered.stages
+        rank_context = RankContext(self._number, together, entered.store, flight, self._relay, stages, entered.apart)
         load = replace(entered.load, device=entered.device)
+        if stages and self._number != stages[-1]:
+            set_device(load.device)
+            stage = open_early_stage(load, self._inbox, line.send, rank_context, entered.expected)
+            self._heartbeat.begin("waiting")  # for the last stage, whose heartbeat says what goes on
+            stage.run()
+            return Bye()
         open_trainer(load, self._inbox, line.send, self._heartbeat, rank_context, lambda: entered.expected).go_on()
         return Bye()
 

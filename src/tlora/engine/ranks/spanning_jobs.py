@@ -26,7 +26,8 @@ _MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a l
 @dataclass(frozen=True)
 class RankContext:
     """Rank `number` of a worker, which loads the base together with the first `together` of its ranks. `store`: a file by which ranks find
-    each other. `relay`: what is sent to and comes from ranks of other hosts.
+    each other. `relay`: what is sent to and comes from ranks of other hosts. `stages`: the ranks that have the base in stages, in the order
+    of these, the one that has jobs last; some are `apart`, on other hosts. None where it is not cut so.
     """
 
     number: int = 0
@@ -34,6 +35,13 @@ class RankContext:
     store: str = ""
     flight: str = ""  # the name of its flight record, by default its process'
     relay: Relay | None = None
+    stages: tuple[int, ...] = ()
+    apart: bool = False
+
+    @property
+    def stage(self) -> int:
+        """Which of the stages this rank has."""
+        return self.stages.index(self.number)
 
 
 @dataclass(frozen=True)

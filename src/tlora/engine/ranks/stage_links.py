@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tlora.sharing.channel import Channel, DeviceOrder, Ends, InterruptedWaitError, PeerWait, Ring, Words
-from tlora.sharing.peer_memory import open_host_memory, open_peer_memory
+from tlora.sharing.channel import Channel, DeviceOrder, Ends, InterruptedWaitError, PeerWait, Ring, open_words
+from tlora.sharing.peer_memory import PeerMemory, open_host_memory, open_peer_memory
 from tlora.sharing.peers import Peers
+from tlora.sharing.relayed_memory import RelayedPeers
 
 _EPOCH, _FAILED, _FAILED_AT, _OBEYED, _THROUGH = range(5)
 _HIDDEN_SENT, _HIDDEN_TAKEN, _GRADIENT_SENT, _GRADIENT_TAKEN = range(5, 9)
@@ -51,29 +53,34 @@ class FailedStage:
 
 class StageLinks:
     """One rank's ends of all links. `device`: where its stage computes; `through_host`: hidden states go through the host's memory, as GPUs
-    that cannot read each other's need it.
+    that cannot read each other's need it, and `RelayedPeers` always.
     """
 
-    def __init__(self, peers: Peers, sizes: StageSizes, device: torch.device, through_host: bool) -> None:
+    def __init__(self, peers: Peers | RelayedPeers, sizes: StageSizes, device: torch.device, through_host: bool) -> None:
         self.rank, self.count, self.sizes, self.device = peers.rank, peers.world_size, sizes, device
         self.last = self.count - 1
-        peers.agree("stages", [sizes.tokens, sizes.width, sizes.adapter, str(sizes.hidden_dtype), through_host], "stages of sizes")
         # Never full: of all micro-batches that are announced at a time, with room for what a round leaves empty at its end.
         ring = (self.count + 1) * _aligned(sizes.tokens * sizes.width * sizes.hidden_dtype.itemsize)
         adapter = _aligned(sizes.adapter * sizes.sum_dtype.itemsize)
         states, measures = 2 * min(adapter, _PIECE_BYTES), _MEASURES_BYTES + _aligned(adapter // 8)
-        hidden = open_host_memory(2 * ring, peers, device, "hidden states") if through_host else open_peer_memory(2 * ring, peers, device)
         small = states * (self.count - 1)  # where measures and checks begin
-        flat = open_host_memory(small + measures + _CHECKS_BYTES, peers, device, "adapters")
-        self._words = Words(_PER_RANK + _WORDS_PER_RANK * self.count, peers)
+        flat_bytes = small + measures + _CHECKS_BYTES
+        if isinstance(peers, RelayedPeers):
+            hidden, flat = peers.open(2 * ring, device), peers.open(flat_bytes, device)
+        else:
+            peers.agree("stages", [sizes.tokens, sizes.width, sizes.adapter, str(sizes.hidden_dtype), through_host], "stages of sizes")
+            by_host = partial(open_host_memory, peers=peers, device=device)
+            hidden = by_host(2 * ring, name="hidden states") if through_host else open_peer_memory(2 * ring, peers, device)
+            flat = by_host(flat_bytes, name="adapters")
+        self._words = open_words(_PER_RANK + _WORDS_PER_RANK * self.count, peers)
         self.patience, self._still = PeerWait(peers, self._interrupted), PeerWait(peers)
         order = DeviceOrder(device)
         # On the last stage measures are read beside its products, and states by the host.
         beside, by_host = (DeviceOrder(device), DeviceOrder(torch.device("cpu"))) if self.rank == self.last else (order, order)
         self._epoch = 0
 
-        def channel(memory: object, start: int, size: int, ends: Ends, patience: PeerWait, order: DeviceOrder = order) -> Channel:
-            return Channel(memory, Ring(start, size), self._words, ends, patience, order)  # type: ignore[arg-type]
+        def channel(memory: PeerMemory, start: int, size: int, ends: Ends, patience: PeerWait, order: DeviceOrder = order) -> Channel:
+            return Channel(memory, Ring(start, size), self._words, ends, patience, order)
 
         own, before, behind, last = self.rank, self.rank - 1, self.rank + 1, self.last
         self.hidden_in = self.gradient_out = self.hidden_out = self.gradient_in = None

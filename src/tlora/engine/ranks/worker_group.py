@@ -37,6 +37,7 @@ from tlora.engine.messages import (
 from tlora.engine.ranks.gpu_change import GpuChange
 from tlora.engine.ranks.job_spans import choose_span, moves
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER, Lost, RankGroup
+from tlora.engine.ranks.stage_gang import StageGang
 from tlora.errors import ConfigError, RankError
 from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
@@ -99,7 +100,7 @@ class WorkerGroup:
         self._load, self._send, self._heartbeat, self._expected = load, send, heartbeat, expected
         self._first_gpus = gpus
         self._rank_group = RankGroup(len(gpus), program=RANK_OF_WORKER)
-        self._change, self._order = GpuChange(gpus), 0
+        self._change, self._order, self._gang = GpuChange(gpus), 0, StageGang(load.stages, len(gpus))
         self._lent: frozenset[int] = frozenset()  # GPUs of other hosts, of those that it shall have
         self._told: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
@@ -143,10 +144,12 @@ class WorkerGroup:
 
     def _obey(self, command: Command) -> None:
         match command:
+            case _ if self._gang.holds(command):
+                pass
             case Join(job):
                 assert job.name not in self._jobs, f"{job.name} is here already"
                 spans = [each.then or each.span for each in self._jobs.values()]
-                taking = self._change.taking
+                taking = self._gang.leading(self._change.taking)
                 self._place(command, choose_span(command, taking, spans, self._load.deterministic, self._lent_ranks(taking)))
             case Leave(name):
                 if (job := self._jobs.get(name)) is not None and not job.leaving:
@@ -161,12 +164,16 @@ class WorkerGroup:
             case SetGpus(gpus, order, lent):
                 self._order, self._lent = order, frozenset(lent)
                 self._change.want(gpus)
+                self._complete_gang()
                 self._go_on_changing()
             case Stop():
                 self._stopping = True
                 for rank in self._change.stop():
                     self._rank_group.drop(rank)
-                self._rank_group.stop()
+                if self._gang.is_whole:  # the other stages have parts of what it saves
+                    self._rank_group.end(self._gang.last)
+                else:
+                    self._rank_group.stop()
 
     def _let_lend(self, address: str) -> None:
         try:
@@ -181,7 +188,7 @@ class WorkerGroup:
     def _send_plan(self) -> None:
         if self._plan is not None:
             budget = max(1, self._plan.token_budget // len(self._change.target))
-            for rank in self._change.taking:
+            for rank in self._gang.leading(self._change.taking):
                 self._rank_group.send(rank, replace(self._plan, token_budget=budget))
 
     def _place(self, join: Join, span: ReplicaPlacement, back: ReplicaPlacement | None = None, *, pinned: bool = False) -> None:
@@ -195,6 +202,14 @@ class WorkerGroup:
         self._rank_group.send(job.span.lead_rank, Leave(job.join.job.name))
 
     # -- GPUs that come and go -----------------------------------------------------------------------------------------
+
+    def _complete_gang(self) -> None:
+        """Have ranks started on the GPUs of other hosts that have stages of the base. Raises LostLenderError where those change."""
+        missing = self._change.missing if self._gang.waits else []
+        for gpu in missing:
+            self._change.begin_together(self._rank_group.add_lent(gpu), gpu)
+        if missing and self._rank_group.count > len(self._gang.ranks):
+            raise LostLenderError("the GPUs that hold the stages of its base have changed before all were there")
 
     def _go_on_changing(self) -> None:
         """One step towards the GPUs that are wanted, as far as it can be done now."""
@@ -233,7 +248,7 @@ class WorkerGroup:
             self._send_memory()
 
     def _move_jobs(self) -> None:
-        jobs = {name: job for name, job in self._jobs.items() if not job.leaving}
+        jobs = {name: job for name, job in self._jobs.items() if not job.leaving} if not self._gang.is_cut else {}
         spans = {name: job.then or job.span for name, job in jobs.items()}
         pinned = [name for name, job in jobs.items() if job.pinned]
         joins = {name: job.join for name, job in jobs.items()}
@@ -265,12 +280,18 @@ class WorkerGroup:
         match report:
             case Lost(reason) if rank in change.joining:
                 self._refuse_change(rank, f"the rank on GPU {change.gpu_of[rank]} has ended while it joined: {reason}")
-            case Lost(lent=True) if self._stopping:
+            case Lost(lent=True) if self._stopping and not self._gang.is_cut:
                 pass  # it has nothing to save
+            case Bye() if self._stopping and self._gang.is_cut:
+                self._rank_group.stop()  # the last stage has saved all jobs
             case Lost(reason, lent=lent) if rank not in change.ending:
                 self._lose(rank, reason, lent=lent)
             case Hello():
-                self._enter(rank)
+                begin, expected = self._gang.complete(rank, self._rank_group.hellos), self._expected()
+                for each in begin:
+                    self._enter(each, expected)
+                for command in self._gang.release():
+                    self._obey(command)
             case Loaded():
                 self._whole &= report.whole
                 first = not change.all_loaded
@@ -297,15 +318,16 @@ class WorkerGroup:
             case _:
                 self._hear_of_parts(rank, report)
 
-    def _enter(self, rank: int) -> None:
+    def _enter(self, rank: int, expected: tuple[JobSpec, ...]) -> None:
         self._rank_group.going.add(rank)  # from now on it is stopped by a command, not killed
-        load, gpu, expected, together = self._load, self._change.gpu_of[rank], self._expected(), len(self._first_gpus)
+        gang, gpu = self._gang, self._change.gpu_of[rank]
+        load, together = self._load, 1 if gang.is_cut else len(self._first_gpus)
         if rank in self._change.joining:  # with a base of its own
             expected, together = tuple(job.join.job for job in self._jobs.values()), 1
             load = replace(load, layout="whole", calibrate=False)
-        load = replace(load, calibrate=load.calibrate and rank == 0)  # all GPUs of a group are alike
+        load = replace(load, calibrate=load.calibrate and rank == 0 and not gang.is_cut)  # all GPUs of a group are alike
         device = "" if self._rank_group.is_lent(rank) else worker_device(load.device, self._first_gpus, gpu)  # its lender knows
-        self._rank_group.send(rank, Enter(load, device, self._rank_group.store, together, os.getpid(), expected))
+        self._rank_group.send(rank, Enter(load, device, self._rank_group.store, together, os.getpid(), expected, gang.ranks, gang.is_apart))
 
     def _hear_of_parts(self, rank: int, report: FromRank | Lost) -> None:
         """Of jobs that several ranks compute."""

@@ -1,0 +1,67 @@
+"""Groups on GPUs of several hosts: which of them may span these, over how many GPUs their base is cut, and jobs that wait for hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from tlora.cluster.nodes import Nodes
+from tlora.job import LayoutSetting
+from tlora.protocol import GroupKept, JobGroup, JobSubmitted
+
+
+class WideGroups:
+    """`on_one_host`: of GPUs those of the host that has most of them. With `takes_what_comes` hosts come by themselves."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        on_one_host: Callable[[tuple[int, ...]], tuple[int, ...]],
+        layout: LayoutSetting,
+        note: Callable[[str], object],
+        *,
+        takes_what_comes: bool,
+    ) -> None:
+        self._nodes, self._on_one_host, self._layout, self._note = nodes, on_one_host, layout, note
+        self._takes_what_comes = takes_what_comes
+        self._least: dict[str, int] = {}  # by base: with fewer GPUs it does not fit, as its jobs say
+        self._waiting: set[str] = set()  # jobs that were told to wait for hosts
+
+    def see(self, job: JobSubmitted) -> None:
+        self._least[job.base_model] = job.least_gpus
+
+    def admit(self, job: JobSubmitted) -> JobSubmitted | None:
+        """The job as it asks for GPUs that are there: other replicas of it take turns. None while its base needs more, which may come."""
+        there = self._nodes.num_gpus
+        if not (self._takes_what_comes and there):  # before the first host has come, any number may come
+            return job
+        if job.least_gpus <= there:
+            if job.gpus > there:
+                self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {there} GPUs are there as it arrives")
+            return replace(job, gpus=max(1, job.least_gpus, min(job.gpus, there)))
+        if job.job_id not in self._waiting:
+            self._waiting.add(job.job_id)
+            self._note(f"{job.job_id} waits for workers of other hosts: its base takes {job.least_gpus} GPUs, and {there} are there")
+        return None
+
+    def keep(self, group: JobGroup, orders: Iterable[int]) -> tuple[JobGroup, GroupKept | None]:
+        """The group, on one host where none of its jobs, which order so many GPUs, nor its base needs several."""
+        here, widest = self._on_one_host(group.gpus), self._nodes.widest
+        needs = max((self._least.get(group.base_model, 1), *orders))
+        if len(here) == len(group.gpus) or needs > widest:
+            return group, None
+        why = f"a group has GPUs of one host, unless its base or a job of it needs more than the {widest} of the widest"
+        return group.on(here), GroupKept(group.group_id, here, why)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some base may be cut."""
+        return self._layout == "stages" or any(least > 1 for least in self._least.values())
+
+    def stages(self, group: JobGroup | None) -> int:
+        """Over how many GPUs the base of a group is cut; 0: over none. It is where that is ordered, and where one host cannot hold it."""
+        if group is None or len(group.gpus) == 1:
+            return 0
+        here = len(self._on_one_host(group.gpus))
+        is_wide = here < len(group.gpus) and self._least.get(group.base_model, 1) > here
+        return len(group.gpus) if is_wide or self._layout == "stages" else 0

@@ -1,0 +1,60 @@
+"""Which groups span hosts, over how many GPUs their base is cut, and which jobs wait for hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tlora.cluster.hosts import by_host
+from tlora.cluster.nodes import Nodes
+from tlora.cluster.wide_groups import WideGroups
+from tlora.job import LayoutSetting
+from tlora.protocol import JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
+
+
+def submitted(gpus: int, least: int = 1) -> JobSubmitted:
+    return JobSubmitted("a", "base", gpus, JobProfile(100.0, 10, 30, 1000), least_gpus=least)
+
+
+def group_on(*gpus: int) -> JobGroup:
+    return JobGroup("g", "base", gpus, ParallelPlan(len(gpus), 1024), ("a",), (1.0,))
+
+
+def wide(layout: LayoutSetting = "auto", *, come: bool = True) -> tuple[WideGroups, Nodes, list[str]]:
+    """Hosts `here` with GPUs 0 and 1, and `b` with 1000."""
+    nodes, said = Nodes(), list[str]()
+    nodes.see([NodeAdded("here", (0, 1)), NodeAdded("b", (1000,))])
+    on_one_host = lambda gpus: tuple(max(by_host(gpus, lambda gpu: gpu // 1000).values(), key=len))  # noqa: E731
+    return WideGroups(nodes, on_one_host, layout, said.append, takes_what_comes=come), nodes, said
+
+
+@pytest.mark.parametrize(("orders", "least", "spans"), [(2, 1, False), (3, 1, True), (1, 3, True), (1, 2, False)])
+def test_a_group_spans_hosts_where_a_job_or_the_base_needs_it(orders: int, least: int, spans: bool) -> None:
+    groups, *_ = wide()
+    groups.see(submitted(orders, least))
+    group, kept = groups.keep(group_on(0, 1, 1000), [orders])
+    assert group.gpus == ((0, 1, 1000) if spans else (0, 1)) and (kept is None) == spans
+    assert kept is None or "more than the 2 of the widest" in kept.reason
+
+
+def test_a_base_is_cut_where_no_host_holds_it() -> None:
+    groups, *_ = wide()
+    assert groups.stages(group_on(0, 1, 1000)) == 0, "replicas"
+    groups.see(submitted(1, least=3))
+    assert groups.stages(group_on(0, 1, 1000)) == 3 and groups.stages(None) == groups.stages(group_on(0)) == 0
+    ordered, *_ = wide("stages")
+    assert ordered.stages(group_on(0, 1)) == 2 and ordered.stages(group_on(0)) == 0
+
+
+def test_a_job_asks_for_what_is_there_and_waits_where_its_base_needs_more() -> None:
+    groups, nodes, said = wide()
+    admitted = groups.admit(submitted(8))
+    assert admitted is not None and admitted.gpus == 3, "the rest of its replicas take turns"
+    assert [said.pop()] == ["a: some of its 8 replicas run in turn: 3 GPUs are there as it arrives"]
+    large = submitted(1, least=4)
+    assert groups.admit(large) is groups.admit(large) is None
+    assert said == ["a waits for workers of other hosts: its base takes 4 GPUs, and 3 are there"]
+    nodes.see([NodeAdded("c", (2000,))])
+    admitted = groups.admit(large)
+    assert admitted is not None and admitted.gpus == 4
+    fixed, *_ = wide(come=False)
+    assert fixed.admit(large) == large, "the scheduler says why it can never run"

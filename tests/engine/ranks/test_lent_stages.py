@@ -1,0 +1,113 @@
+"""A base in stages of which another host's worker lends a GPU for the first: real ranks, TLS on loopback, and the bytes of one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.ranks.test_group_changes import Worker, World
+from tests.engine.ranks.test_group_changes import ended as ended
+from tests.engine.ranks.test_lent_gpus import LENT, Host, listen
+from tests.engine.tiny_runs import job, write_rows
+from tlora.engine.messages import SetGpus, SetPlan
+from tlora.engine.ranks.worker_group import LostLenderError
+from tlora.worker_protocol import GpusChanged, Joined, Load, Loaded, Report
+
+
+def orders(directory: Path) -> list[dict[str, Any]]:
+    data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
+    pairs = directory / "pairs.jsonl"
+    pairs.write_text("".join(f'{{"prompt": "red boat {n}", "chosen": "sings {n % 3}", "rejected": "falls never"}}\n' for n in range(12)))
+    return [
+        job("dropout", data, gpus=2, lora_dropout=0.1, max_steps=60, batch_size=6, save_steps=10),
+        job("evaluated", data, max_steps=8, r=7, seed=3, eval_size=4, eval_steps=5, target_modules=["down_proj"]),
+        job("preferred", str(pairs), objective="dpo", max_steps=6, batch_size=4),
+    ]
+
+
+class Apart(World):
+    """Each host has the base with the layers that it does not need as no numbers."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, orders, num_hidden_layers=2)
+        self.first = self._spoil("first", "model.layers.1.", "model.norm.", "lm_head.")
+        self.last = self._spoil("last", "model.layers.0.", "model.embed_tokens.")
+
+    def _spoil(self, name: str, *parts: str) -> Path:
+        where = self.directory / name
+        shutil.copytree(self.base, where)
+        tensors = load_file(where / "model.safetensors")
+        spoiled = {name: torch.full_like(t, torch.nan) if name.startswith(parts) else t for name, t in tensors.items()}
+        assert 0 < sum(bool(t.isnan().any()) for t in spoiled.values()) < len(spoiled)
+        save_file(spoiled, where / "model.safetensors", {"format": "pt"})
+        return where
+
+    def spanning(self, out: Path) -> tuple[Worker, Host]:
+        worker = Worker(Load(str(self.last), str(out), "cpu", time.time(), deterministic=True, layout="stages", stages=2), (0,))
+        self.workers.append(worker)
+        host = Host(self.first, out, listen(worker))
+        worker.inbox.put(SetPlan(128))
+        self.join(worker)  # before the other host's GPU is told of: the jobs wait for it
+        worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))
+        return worker, host
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    directory = tmp_path_factory.mktemp("lent-stages")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield Apart(directory)
+
+
+def test_each_host_loads_its_layers_and_jobs_have_the_bytes_of_one_process(world: Apart, tmp_path: Path) -> None:
+    """SFT with dropout and two replicas in turn, evaluations, and DPO."""
+    worker, host = world.spanning(tmp_path)
+    told = worker.until(lambda told: GpusChanged((0, LENT)) in told)
+    assert Loaded(whole=False) in told
+    worker.inbox.put(SetGpus((0,)))
+    told = worker.until(lambda told: any(isinstance(report, GpusChanged) and report.fixed for report in told))
+    assert told[-1] != GpusChanged((0,)), "its stages stay where they are"
+    world.finish(worker, tmp_path)
+    host.thread.join(60)
+    assert host.ended and host.brought == [], "a stage before the last reads no data"
+
+
+@pytest.mark.slow
+def test_a_lost_host_costs_what_followed_the_checkpoint(world: Apart, tmp_path: Path) -> None:
+    worker, host = world.spanning(tmp_path)
+    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 20 for path in tmp_path.glob("dropout/checkpoint-*")))
+    os.kill(host.lender._processes[1].pid, signal.SIGKILL)
+    worker._thread.join(60)
+    assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
+    host.thread.join(60)
+    assert host.ended, "nor does a lender stay alone"
+    again, _ = world.spanning(tmp_path)
+
+    def joined(told: list[Report]) -> list[int]:
+        return [report.steps for report in told if isinstance(report, Joined) and report.job_id == "dropout"]
+
+    assert joined(again.until(lambda told: bool(joined(told)))) >= [20]
+    world.finish(again, tmp_path)
+
+
+@pytest.mark.slow
+def test_stages_that_are_stopped_save_all_jobs(world: Apart, tmp_path: Path) -> None:
+    """The parts of the first stage too, which then is let go."""
+    worker, host = world.spanning(tmp_path)
+    worker.until(lambda _: worker.steps("dropout")[-1:] > [5])
+    worker.stop()
+    assert worker.error is None
+    host.thread.join(60)
+    again, _ = world.spanning(tmp_path)
+    world.finish(again, tmp_path)
