@@ -31,7 +31,8 @@ from tlora.link.process_identity import identify
 from tlora.protocol import Action, Event, GroupReady, JobFinished, JobProfile, JobSubmitted, StepsDone
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.cost import CostModel
+from tlora.shape.predicted_constants import live_constants
 
 RACK_LOST = "is on a rack that is lost"
 BASE, BASE_BYTES = "llama-3-8b", 16.06e9
@@ -180,7 +181,7 @@ def main() -> None:
     store, made = Path(sys.argv[1]), json.loads(sys.argv[2])
     shape = Shape(**{**made, "fleets": tuple(map(tuple, made["fleets"]))})
     ended = ended_in(store / "events.jsonl")
-    scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({BASE: BASE_BYTES}))
+    scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), CostModel({BASE: live_constants(BASE_BYTES)}))
     machine = LocalMachine((), "cpu", {BASE: f"/models/{BASE}"}, store)
     note = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     with (

@@ -34,7 +34,8 @@ from tlora.protocol import (
 )
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.cost import CostModel
+from tlora.shape.predicted_constants import live_constants
 from tlora.worker_protocol import Device, HostLabels
 
 
@@ -70,7 +71,7 @@ def test_demand_is_what_waits_and_is_not_held() -> None:
 
 
 def test_jobs_wait_for_the_first_host_and_are_judged_by_it() -> None:
-    scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({"base": 1e9}))
+    scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), CostModel({"base": live_constants(1e9)}))
     assert scheduler.handle(NodeAdded("local", ()), 0.0) == []
     assert scheduler.handle(job("narrow"), 1.0) == scheduler.handle(job("wide", 4), 2.0) == []
     actions = scheduler.handle(NodeAdded("host", (1000, 1001)), 3.0)

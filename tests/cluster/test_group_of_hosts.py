@@ -30,7 +30,8 @@ from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, GpusLost, GroupReady, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.cost import CostModel
+from tlora.shape.predicted_constants import live_constants
 
 LEASE = 8.0
 NAME = "two"
@@ -67,7 +68,7 @@ class Cluster:
             limits=Limits(host_lease=LEASE),
             layout=self.layout,
         )
-        scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({"tiny": 1e6}), print)
+        scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), CostModel({"tiny": live_constants(1e6)}), print)
         with (
             TlsListener(out / "workers", (address, 0)) as listener,
             LocalBackend(machine, print, listener) as backend,

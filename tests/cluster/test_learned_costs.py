@@ -11,13 +11,13 @@ import pytest
 from tlora.cluster.learned_costs import FILE, LearnedCosts
 from tlora.protocol import BaseSpeed
 from tlora.shape.cost import CostModel
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.predicted_constants import live_constants
 
 OF = "models/base cuda"
 
 
 def model() -> CostModel:
-    return live_cost_model({"base": 16e9, "other": 2e9})
+    return CostModel({"base": live_constants(16e9), "other": live_constants(2e9)})
 
 
 def observed(times: int = 50, ratio: float = 1.4) -> CostModel:

@@ -15,11 +15,14 @@ from tlora.errors import ConfigError
 from tlora.protocol import GpusLost, NodeAdded
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.cost import CostModel
+from tlora.shape.predicted_constants import live_constants
 from tlora.worker_protocol import Finished
 
 HOSTS = {"a": (1000, 1001), "b": (2000, 2001), "c": (3000, 3001, 3002, 3003)}  # of different sizes; the first two fail together
 RACKS = {"a": "r1", "b": "r1", "c": "r2"}
+
+CONSTANTS = dict.fromkeys(("base", "other"), live_constants(16e9))
 
 
 @dataclass
@@ -27,9 +30,7 @@ class Cluster:
     """Hosts a, b and c beside the controller's own, whose workers do what they are told."""
 
     backend: LocalBackend
-    scheduler: Scheduler = field(
-        default_factory=lambda: Scheduler(LIVE_POLICIES["residual_capacity"](), live_cost_model({"base": 16e9, "other": 16e9}))
-    )
+    scheduler: Scheduler = field(default_factory=lambda: Scheduler(LIVE_POLICIES["residual_capacity"](), CostModel(CONSTANTS)))
     dead: list[FakeWorker] = field(default_factory=list)
 
     def until(self, reached: Callable[[], bool]) -> None:

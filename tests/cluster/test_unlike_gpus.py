@@ -15,8 +15,9 @@ from tlora.errors import ConfigError
 from tlora.protocol import KindsFound, MemoryFound, NodeAdded, StartGroup
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.cost import CostModel, scaled_constants
 from tlora.shape.gpu_files import training_speed
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.predicted_constants import live_constants
 from tlora.worker_protocol import Device, HostLabels
 
 NEW, OLD = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090"
@@ -31,7 +32,8 @@ def test_a_live_cluster_places_jobs_by_the_speed_of_each_gpu(tmp_path: Path) -> 
     with local_backend(tmp_path, note=notes.append, kinds=(OLD, NEW)) as backend:
         events = backend.poll()
         assert events[:2] == [KindsFound((0, 1), (OLD, NEW), (training_speed(OLD), 1.0)), NodeAdded("local", (0, 1))]
-        cost = live_cost_model({"base": 16e9}, training_speed(OLD))
+        speed = training_speed(OLD)
+        cost = CostModel({"base": scaled_constants(live_constants(16e9), speed)}, speed=speed)
         scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), cost)
         for event in events:
             scheduler.handle(event, 0.0)
@@ -41,7 +43,7 @@ def test_a_live_cluster_places_jobs_by_the_speed_of_each_gpu(tmp_path: Path) -> 
             started += [action.group.gpus for action in scheduler.handle(spec, 1.0) if isinstance(action, StartGroup)]
         assert started == [(1,), (0,)]
         seconds = [scheduler.state.jobs[name].step_seconds for name in "ab"]
-        assert seconds[0] == pytest.approx(live_cost_model({"base": 16e9}).alone_step_seconds("base", 16_384.0, 1))
+        assert seconds[0] == pytest.approx(CostModel({"base": live_constants(16e9)}).alone_step_seconds("base", 16_384.0, 1))
         assert seconds[1] > 10 * seconds[0]
     assert notes == [
         f"GPUs of several kinds: 0 is {OLD} (0.08 x an H200), 1 is {NEW} (1.00 x an H200); jobs are placed by each one's speed"

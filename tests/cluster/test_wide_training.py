@@ -41,7 +41,8 @@ from tlora.protocol import (
 )
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.cost import CostModel
+from tlora.shape.predicted_constants import live_constants
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
     assert isinstance(profiled, ProfiledJob)
     submitted = JobSubmitted("narrow", "tiny", 1, replace(profiled.profile, tokens_per_step=2e5))
     policy = LIVE_POLICIES["residual_capacity-growth"]()
-    scheduler, told = Scheduler(policy, live_cost_model({"tiny": 1e6}), print), list[Event | Action]()
+    scheduler, told = Scheduler(policy, CostModel({"tiny": live_constants(1e6)}), print), list[Event | Action]()
     with LocalBackend(LocalMachine((0, 1), world.device, {"tiny": str(world.base)}, tmp_path)) as backend:
         jobs = {"narrow": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}
         submit_all(backend, jobs, [(0.0, submitted)])

@@ -32,8 +32,9 @@ from tlora.planning.micro_batches import _budgets
 from tlora.planning.plan import RunPlan, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.planning.work import token_cost
-from tlora.shape.hardware import live_cost_model
+from tlora.shape.cost import CostModel
 from tlora.shape.memory import MemoryModel, Phase
+from tlora.shape.predicted_constants import live_constants
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -239,7 +240,7 @@ def test_a_scheduler_plans_with_what_a_worker_counts(base: Path, device: str) ->
     place = torch.device(device)
     model = SuperModel(outline(str(base)))
     memory, counted = measure(model, model.base.num_bytes, place, ACTIVATION_RANK), count_base(model, place)
-    cost = live_cost_model({"base": model.base.num_bytes})
+    cost = CostModel({"base": live_constants(model.base.num_bytes)})
     cost.memory["base"] = counted
     assert counted.bytes_by_gpus[0] == model.base.num_bytes
     for tokens in (1024, 8192):

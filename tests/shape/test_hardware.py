@@ -13,7 +13,7 @@ import pytest
 
 from tlora.errors import ConfigError
 from tlora.shape.cost import BaseConstants
-from tlora.shape.hardware import LIVE_GPU, cost_model, extrapolated_fields, live_cost_model, load_constants, nearest_base
+from tlora.shape.hardware import LIVE_GPU, cost_model, extrapolated_fields, load_constants, nearest_base
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "src/tlora/shape/constants").glob("*.json"))
@@ -175,18 +175,3 @@ def test_the_nearest_base_is_so_by_the_ratio_of_sizes() -> None:
             assert measured[nearest_base(factor * constants.base_bytes)].base_bytes == constants.base_bytes, name
     sizes = {name: constants.base_bytes for name, constants in measured.items()}
     assert (nearest_base(1.0), nearest_base(1e15)) == (min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__))
-
-
-def test_a_live_scheduler_counts_the_bytes_between_hosts() -> None:
-    """168 MB of gradients of rank 16 over an 8B take 0.134 s on 10 Gb/s. The constants that it begins with count 40 GB/s."""
-    cost, shipped = live_cost_model({"mine": 16e9}).constants["mine"], cost_model(LIVE_GPU).constants["llama-3-8b"]
-    assert cost.exchange(2, 1) == shipped.exchange(2, 1) and cost.exchange(8, 1) == pytest.approx(shipped.exchange(8, 1))
-    assert cost.exchange(2, 2) - cost.exchange(8, 1) == pytest.approx(0.134, rel=0.01)
-    assert "1.25 GB/s" in extrapolated_fields(cost)["exchange_between_nodes_seconds"]
-
-
-def test_a_live_scheduler_knows_that_a_small_step_leaves_a_gpu_idle() -> None:
-    """Two jobs of 700 tokens a step over a base of 1.7 B parameters take little more time together than one alone (measured: 31 ms)."""
-    cost = live_cost_model({"mine": 3.4e9})
-    alone = cost.alone_step_seconds("mine", 700.0, 1)
-    assert 0.015 < alone < 0.04 and cost.micro_batch_seconds("mine", 1400.0, 1, 1, 2) < 1.5 * alone

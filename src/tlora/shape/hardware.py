@@ -17,9 +17,6 @@ from tlora.shape.cost import BaseConstants, CostModel
 EXTRAPOLATED = "extrapolated: "
 LIVE_GPU = "h200-from-128"
 """Whose constants a live scheduler goes by until workers have measured its bases: fitted to small steps too, and to more bases."""
-HOST_LINK_BYTES_PER_SECOND = 1.25e9
-"""Between two hosts of a live cluster, until its own steps correct it: an Ethernet of 10 Gb/s, which one line of TLS fills."""
-_RING_BYTES_PER_SECOND = 40e9
 _NUMBERS = tuple(f.name for f in fields(BaseConstants) if f.name != "source")
 _ABOVE_ZERO = ("tokens_per_second", "base_bytes", "gpu_bytes")
 _T = TypeVar("_T")
@@ -54,26 +51,6 @@ def cost_model(
     names = bases if bases is not None else {name: name for name in measured}
     chosen = {name: _one_of(measured, base, f"base with measured constants for {kernels} on {gpu}") for name, base in names.items()}
     return CostModel({name: _scaled(constants, scale or {}) for name, constants in chosen.items()})
-
-
-def live_cost_model(sizes: Mapping[str, float], speed: float = 1.0) -> CostModel:
-    """Of bases by name, of so many bytes each: what a live scheduler begins with. `speed`: of training on its GPUs against an H200."""
-    bases = {name: nearest_base(num_bytes) for name, num_bytes in sizes.items()}
-    found = cost_model(LIVE_GPU, bases=bases, scale={"tokens_per_second": speed} if speed != 1.0 else None)
-    found = CostModel({name: _over_line(constants) for name, constants in found.constants.items()})
-    found.speed = speed
-    return found
-
-
-def _over_line(constants: BaseConstants) -> BaseConstants:
-    """As they are where the gradients of a job that spans hosts go over a line of `HOST_LINK_BYTES_PER_SECOND`, once, where the files count
-    a ring of `_RING_BYTES_PER_SECOND` that sends them twice, after the exchange of a node of eight.
-    """
-    node = constants.exchange_seconds + 6 * constants.exchange_gpu_seconds
-    ring = max(0.0, constants.exchange_between_nodes_seconds - node)
-    between = node + ring / 2 * _RING_BYTES_PER_SECOND / HOST_LINK_BYTES_PER_SECOND
-    source = {**constants.source, "exchange_between_nodes_seconds": f"{EXTRAPOLATED}a line of {HOST_LINK_BYTES_PER_SECOND / 1e9:g} GB/s"}
-    return replace(constants, exchange_between_nodes_seconds=between, source=source)
 
 
 def nearest_base(base_bytes: float) -> str:

@@ -17,18 +17,22 @@ from tlora.shape.hardware import EXTRAPOLATED, LIVE_GPU, cost_model, nearest_of
 from tlora.shape.token_cost import token_cost_on
 from tlora.shape.work import sample_work
 
+HOST_LINK_BYTES_PER_SECOND = 1.25e9
+"""Between two hosts of a live cluster, until its own steps correct it: an Ethernet of 10 Gb/s, which one line of TLS fills."""
+_RING_BYTES_PER_SECOND = 40e9
 SAMPLE_TOKENS = 512  # of the samples whose attention is counted: jobs come later
 _PLANNERS = "as tlora plan predicts for"
 _SAME_BYTES = 0.01  # relative: of a base that is one of those with constants
 
 
-def live_constants(base_bytes: float, parts: BaseParts | None, gpu: GpuModel | None) -> BaseConstants:
+def live_constants(base_bytes: float, parts: BaseParts | None = None, gpu: GpuModel | None = None) -> BaseConstants:
     """What a live scheduler begins with for a base of so many bytes on GPUs of a model: the constants that were fitted to measurements of
     that base on an H200, where both are those; else what the planner predicts. `gpu` None, or without a known speed, is a CPU or a GPU of
     which nothing is known: the constants of the measured base that is nearest in size, as are those of a base of which only bytes are.
+    Jobs that span hosts exchange their gradients at `HOST_LINK_BYTES_PER_SECOND`.
     """
     measured = cost_model(LIVE_GPU).constants
-    like = measured[nearest_of(measured, base_bytes)]
+    like = _over_line(measured[nearest_of(measured, base_bytes)])
     usual = find_gpu("h200").flops
     if gpu is None or gpu.flops is None or usual is None:
         return like
@@ -51,3 +55,14 @@ def predicted_constants(parts: BaseParts, gpu: GpuModel, like: BaseConstants) ->
     told = f"{EXTRAPOLATED}{_PLANNERS} {gpu.name} (docs/reference/layouts.md)"
     source: Mapping[str, str] = {**like.source, **dict.fromkeys(("tokens_per_second", "launch_seconds", "floor_seconds"), told)}
     return replace(like, tokens_per_second=1 / token_seconds, launch_seconds=launch_seconds, floor_seconds=0.0, source=source)
+
+
+def _over_line(constants: BaseConstants) -> BaseConstants:
+    """As they are where the gradients of a job that spans hosts go over a line of `HOST_LINK_BYTES_PER_SECOND`, once, where the files count
+    a ring of `_RING_BYTES_PER_SECOND` that sends them twice, after the exchange of a node of eight.
+    """
+    node = constants.exchange_seconds + 6 * constants.exchange_gpu_seconds
+    ring = max(0.0, constants.exchange_between_nodes_seconds - node)
+    between = node + ring / 2 * _RING_BYTES_PER_SECOND / HOST_LINK_BYTES_PER_SECOND
+    source = {**constants.source, "exchange_between_nodes_seconds": f"{EXTRAPOLATED}a line of {HOST_LINK_BYTES_PER_SECOND / 1e9:g} GB/s"}
+    return replace(constants, exchange_between_nodes_seconds=between, source=source)
