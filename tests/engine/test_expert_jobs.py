@@ -94,5 +94,5 @@ def test_a_base_in_parts_refuses_experts_by_name(base: Path) -> None:
     from tlora.sharing.host_memory import Streaming
     from tlora.supermodel.supermodel import SuperModel
 
-    with pytest.raises(ModelError, match="is a mixture of experts, which cannot be shared or streamed. Load it whole, or in stages"):
+    with pytest.raises(ModelError, match="is a mixture of experts that cannot be shared or streamed: its files have each expert by itself"):
         SuperModel.from_pretrained(str(base), shared=Streaming())

@@ -79,14 +79,15 @@ def formed(base: Path, lora: LoraConfig, limit: int, reads_peers: bool = True, l
     return "shared" if placement.shared else "stages" if placement.stages else "whole"
 
 
-def test_a_mixture_is_shared_by_no_plan_and_cut_where_its_files_allow(tmp_path: Path) -> None:
+def test_a_mixture_is_shared_by_order_alone_and_cut_where_its_files_allow(tmp_path: Path) -> None:
     fused, apart = save("gpt-oss", tmp_path / "fused"), save("mixtral", tmp_path / "apart")
     for base in (fused, apart):
         model = SuperModel(outline(str(base), "float32"))
         assert not can_be_cut(model) and set(bytes_by_gpus(model, CPU)) == {model.base.num_bytes}
         assert formed(base, LORA["a"], 1 << 40) == "whole"
-        with pytest.raises(ModelError, match="mixture of experts, which cannot be shared or streamed. Load it whole, or in stages"):
-            formed(base, LORA["a"], 1 << 40, layout="shared")
+    assert formed(fused, LORA["a"], 1 << 40, layout="shared") == "shared"
+    with pytest.raises(ModelError, match="cannot be shared or streamed: its files have each expert by itself. Load it whole"):
+        formed(apart, LORA["a"], 1 << 40, layout="shared")
     assert (
         why_no_stages(outline(str(fused)), CPU) == "" and why_no_stages(outline(str(apart)), CPU) == "its files have each expert by itself"
     )

@@ -35,7 +35,7 @@ from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.plain_path import groups_on
-from tlora.supermodel.shared_base import by_layer, check_cut, refuse_experts
+from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, refuse_experts
 from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
 
@@ -164,8 +164,9 @@ def shared_layout(model: SuperModel, world_size: int) -> BaseLayout:
     """
     refuse_experts(model.model, model.base.name)
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
-    check_cut(model.model, {name: m.form for name, m in linears.items()})
-    layers = by_layer(model.model, layers_of(model.base.decoder), {name: m.form for name, m in linears.items()})
+    weights = {name: m.form for name, m in linears.items()} | expert_weights(model.model)
+    check_cut(model.model, weights)
+    layers = by_layer(model.model, layers_of(model.base.decoder), weights)
     return lay_out(layers, world_size)
 
 
@@ -177,7 +178,9 @@ def bytes_when_streamed(model: SuperModel, base_bytes: int, device: torch.device
 
 
 def can_be_cut(model: SuperModel) -> bool:
-    """Whether GPUs can hold the base in parts, and one can stream it."""
+    """Whether GPUs can hold the base in parts, and one can stream it, without an order: a mixture's experts then leave the kernels."""
+    if expert_modules(model.model):
+        return False
     try:
         shared_layout(model, 1)
     except ModelError:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from tlora.errors import ModelError
 from tlora.job import split_revision
@@ -88,6 +90,12 @@ def hold_tensor(model: nn.Module, name: str, tensor: PackedTensor, dtype: torch.
         return
     bias: Tensor | None = model.get_submodule(name).bias  # type: ignore[assignment]
     setattr(model.get_submodule(parent), child, HeldLinear(weight, None if bias is None else bias.detach()))
+
+
+def put_together(model: Any, *steps: type[Any]) -> bool:
+    """Whether transformers makes weights of the model's family from several tensors, or others, by any of these `steps`."""
+    transforms = (each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter))
+    return any(isinstance(step, steps) for each in transforms for step in each.operations)
 
 
 def hold_outlined(model: nn.Module, form: Format, value_dtype: torch.dtype) -> None:

@@ -22,6 +22,13 @@ from tlora.supermodel.batch import PackedBatch, TokenSpan
 from tlora.supermodel.held_linear import HeldLinear
 
 
+def look_up_streamed(form: FrozenWeight, name: str, stream: LayerStream) -> FrozenWeight:
+    """The weight `name`, of which `form` has no numbers, as it lies now."""
+    shapes = form.tensors
+    tensors = {key: tensor.view(shapes[key].shape) for key, tensor in stream.tensors(name).items()}
+    return replace(form, **tensors)  # type: ignore[type-var]
+
+
 class StreamedLinear(nn.Module):
     """The frozen linear `name`, whose weight is looked up each time it is read. The bias is held here.
 
@@ -38,9 +45,7 @@ class StreamedLinear(nn.Module):
 
     def look_up(self) -> FrozenLinear:
         """The linear as it lies now."""
-        shapes = self.form.tensors
-        tensors = {key: tensor.view(shapes[key].shape) for key, tensor in self._stream.tensors(self._name).items()}
-        return FrozenLinear(replace(self.form, **tensors), self.bias)  # type: ignore[type-var]
+        return FrozenLinear(look_up_streamed(self.form, self._name, self._stream), self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return frozen_linear(x, self.look_up)

@@ -5,13 +5,16 @@ they lie in the host's memory.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import MergeModulelist, Transpose
 
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
@@ -24,11 +27,13 @@ from tlora.sharing.layout import lay_out
 from tlora.sharing.peer_memory import open_peer_memory
 from tlora.sharing.peers import Peers, Sharing
 from tlora.sharing.shards import Found, Rows, fill
-from tlora.supermodel.assembly import assemble, stand_in
+from tlora.supermodel.assembly import assemble, put_together, stand_in
+from tlora.supermodel.experts import expert_parameters, hold_experts
+from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import check_precision, check_rows, hold, quantized
 from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
-from tlora.supermodel.lora_linear import StreamedLinear
+from tlora.supermodel.lora_linear import StreamedLinear, look_up_streamed
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
 from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
 from tlora.supermodel.weight_files import check_weights, find_safetensors
@@ -58,7 +63,10 @@ def load_shared_base(
 
         def rows(linear: str, first: int, last: int) -> Found:
             source = tensors[linear]
-            return source.read(wanted).rows(first, last) if isinstance(source, PackedTensor) else source.read(first, last).to(wanted)
+            if isinstance(source, PackedTensor):
+                return source.read(wanted).rows(first, last)
+            part = replace(source, shape=(math.prod(source.shape[:-1]), source.shape[-1])).read(first, last).to(wanted)
+            return part if len(source.shape) == 2 else {"weight": part}  # experts are held as they are
 
         stream = share_linears(model, base_model, Precision(precision, stored_dtype, packed), rows, peers, device)
     return make_base(model, base_model, stream)
@@ -82,8 +90,9 @@ def _without_shared_weights(
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     source_by_linear: dict[str, StoredTensor | PackedTensor] = {}
     shared = set[str]()
+    experts = expert_parameters(model)
     for linear in chain.from_iterable(shared_weights(model, base_model)):
-        name = names.get(model.get_submodule(linear).weight.data_ptr())
+        name = names.get((experts[linear] if linear in experts else model.get_submodule(linear).weight).data_ptr())
         if name is None:
             raise ModelError(f"base_model {base_model}: {linear} is put together of several tensors as it is loaded. Load it whole")
         source_by_linear[linear] = sources[name]
@@ -120,8 +129,8 @@ class Precision:
 
 
 def shared_weights(model: Any, name: str, form: Precision | None = None) -> list[dict[str, FrozenWeight]]:
-    """For each decoder layer of `model`, the linears that are shared (those in the head's dtype), with their weights on the meta device, in
-    their form. Raises ModelError where there are none, or for widths that the form cannot have.
+    """For each decoder layer of `model`, the linears and parameters of experts that are shared (those in the head's dtype), with their
+    weights on the meta device, in their form. Raises ModelError where there are none, or for widths that the form cannot have.
     """
     dtype = model.get_output_embeddings().weight.dtype
     linears = {dotted: linear for dotted, linear in find_linears(model).items() if linear.weight.dtype == dtype}
@@ -133,19 +142,40 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     for dotted, linear in linears.items():
         if (packed := form.packed.get(dotted)) is not None:
             weights[dotted] = packed.form(dtype)
-            check_rows(dotted, packed.shape[1], packed.group)
+            check_rows(dotted, packed.matrix[1], packed.group)
         else:
             weights[dotted] = form.held(torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta"))
+    weights |= {dotted: weight for dotted, weight in expert_weights(model, form.packed).items() if weight.dtype == dtype}
     layers = by_layer(model, layers_of(decoder_of(model, name)), weights)
     if not layers:
         raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it whole")
     return layers
 
 
+def expert_weights(model: nn.Module, packed: Mapping[str, PackedTensor] | None = None) -> dict[str, FrozenWeight]:
+    """All parameters of experts, each as one matrix of all their rows, on the meta device; `packed`: those that files hold packed."""
+    weights: dict[str, FrozenWeight] = {}
+    for name, parameter in expert_parameters(model).items():
+        if isinstance(parameter, HeldExperts):
+            weights[name] = parameter.form
+        elif packed and name in packed:
+            weights[name] = packed[name].form(parameter.dtype)
+        else:
+            experts, rows, columns = parameter.shape
+            weights[name] = PlainWeight(torch.empty(experts * rows, columns, dtype=parameter.dtype, device="meta"))
+    return weights
+
+
 def refuse_experts(model: nn.Module, name: str) -> None:
-    """Raise ModelError for a mixture: layers are shared and streamed by their linears, which experts are not."""
-    if expert_modules(model):
-        raise ModelError(f"base_model {name}: is a mixture of experts, which cannot be shared or streamed. Load it whole, or in stages")
+    """Raise ModelError for a mixture whose experts are no parameters of a layer, or not one tensor of its files each."""
+    if not expert_modules(model):
+        return
+    fused = {parameter.rpartition(".")[0] for parameter in expert_parameters(model)}
+    why = "its files have each expert by itself" if put_together(model, MergeModulelist, Transpose) else ""
+    if any(module.rpartition(".")[2] == "experts" and module not in fused for module, _ in model.named_modules()):
+        why = "its experts are no parameters of all of them"
+    if why:
+        raise ModelError(f"base_model {name}: is a mixture of experts that cannot be shared or streamed: {why}. Load it whole")
 
 
 def check_cut(model: nn.Module, weights: Mapping[str, FrozenWeight]) -> None:
@@ -193,8 +223,13 @@ def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Pee
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     peers.exchange("filled", True)
-    stream = LayerStream(layout, memory, peers.rank, peers.slots, device)
+    stream, experts = LayerStream(layout, memory, peers.rank, peers.slots, device), expert_parameters(model)
     for dotted, weight in ((dotted, weight) for layer in weights for dotted, weight in layer.items()):
+        if dotted in experts:
+            look_up = partial(look_up_streamed, weight, dotted, stream)
+            shape = tuple(experts[dotted].shape)
+            hold_experts(model, dotted, HeldExperts(weight, shape, transposed=dotted in form.packed, look_up=look_up))
+            continue
         parent, _, child = dotted.rpartition(".")
         bias = model.get_submodule(dotted).bias
         streamed = StreamedLinear(dotted, weight, None if bias is None else _moved(bias.detach(), device), stream)

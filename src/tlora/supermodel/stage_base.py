@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import MergeModulelist, WeightConverter
+from transformers.core_model_loading import MergeModulelist
 
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.shape.stages import LayerRange
-from tlora.supermodel.assembly import assemble, hold_tensor, stand_in
+from tlora.supermodel.assembly import assemble, hold_tensor, put_together, stand_in
 from tlora.supermodel.experts import expert_parameters
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import check_precision, hold
@@ -67,7 +66,7 @@ def why_no_stages(base: Base, device: torch.device) -> str:
     """
     if device.type == "cuda" and held_experts(base.model):
         return "its experts are packed, which the kernels that stages run on do not take"
-    if _merged_experts(base.model):
+    if expert_modules(base.model) and put_together(base.model, MergeModulelist):
         return "its files have each expert by itself"
     if sum(isinstance(module, nn.Embedding) for module in base.decoder.modules()) != 1:
         return "it has more embeddings than that of its tokens"
@@ -93,11 +92,6 @@ def why_no_stages(base: Base, device: torch.device) -> str:
         for hook in hooks:
             hook.remove()
     return strange[0] if strange else ""
-
-
-def _merged_experts(model: Any) -> bool:
-    transforms = (each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter))
-    return bool(expert_modules(model)) and any(isinstance(step, MergeModulelist) for each in transforms for step in each.operations)
 
 
 def _norms(decoder: Any) -> list[str]:

@@ -1,0 +1,97 @@
+"""Mixtures whose layers are shared by processes or streamed: experts are rows of a layer as linears are, with the bytes of a base of one's
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from torch.distributed import FileStore
+
+from tests.kernels.interpreter import INTERPRETED_ALONE
+from tests.planted import planted
+from tests.sharing.ranks import Ranks, start_ranks, store_path
+from tests.supermodel import test_expert_targets as targets
+from tests.supermodel.mxfp4_bases import pack
+from tlora.planning.memory import bytes_when_shared, bytes_when_streamed, can_be_cut
+from tlora.sharing.host_memory import Streaming
+from tlora.sharing.peers import Sharing
+from tlora.supermodel.held_experts import HeldExperts
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+
+pytestmark = INTERPRETED_ALONE
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of three layers, as there are two slots."""
+    directory, sizes = tmp_path_factory.mktemp("bases"), targets.SIZE | {"num_hidden_layers": 3}
+    three = transformers.GptOssConfig(**sizes, head_dim=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    with patch.dict(targets.FAMILIES, {"gpt-oss": three}):
+        pack(targets.make_model("gpt-oss", torch.float32), directory / "plain", directory / "packed")
+    return {kind: directory / kind for kind in ("plain", "packed")}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with start_ranks(2) as found:
+        yield found
+
+
+def load(directory: Path | str, shared: Sharing | Streaming | None = None) -> SuperModel:
+    return SuperModel.from_pretrained(str(directory), "float32", deterministic=True, shared=shared)
+
+
+def check_bytes(shared: SuperModel, directory: Path | str, job_ids: str) -> None:
+    """Together with a job at attention alone, and each by itself; over a plain base of one's own that job takes transformers' products."""
+    names = [name for name, module in shared.model.named_modules() if isinstance(module, HeldExperts)]
+    assert len(names) == 6 and all(p.is_meta for name in names for p in shared.model.get_submodule(name).parameters())
+    together, expected = targets.train(shared, "abc"), targets.train(load(directory), "abc")
+    for job_id in job_ids:
+        assert torch.equal(together[job_id], expected[job_id]), job_id
+        assert torch.equal(targets.train(shared, job_id)[job_id], together[job_id]), job_id
+    assert shared.fetches is not None and shared.fetches.layers > 8
+
+
+@pytest.mark.parametrize(("kind", "job_ids"), [("plain", "ab"), ("packed", "abc")])
+def test_a_streamed_mixture_trains_to_the_bytes_of_one_process(kind: str, job_ids: str, bases: dict[str, Path]) -> None:
+    shared, counted = load(bases[kind], Streaming()), SuperModel(outline(str(bases[kind]), "float32"))
+    check_bytes(shared, bases[kind], job_ids)
+    assert shared.base.layers is not None
+    layout, found = shared.base.layers.layout, bytes_when_streamed(counted, counted.base.num_bytes, CPU)
+    assert (found.host_bytes, found.layer_bytes, found.num_layers) == (layout.rank_bytes, layout.slot_bytes, 3)
+
+
+def check_on_rank(rank: int, store: str, directory: str, job_ids: str) -> None:
+    check_bytes(load(directory, Sharing(FileStore(store, 2), rank, 2)), directory, job_ids)
+
+
+@pytest.mark.parametrize(("kind", "job_ids"), [pytest.param("plain", "ab", marks=pytest.mark.slow), ("packed", "abc")])
+def test_ranks_that_share_it_train_to_the_bytes_of_one_process(
+    kind: str, job_ids: str, bases: dict[str, Path], ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(check_on_rank, store_path(tmp_path), str(bases[kind]), job_ids)
+
+
+def test_it_is_counted_and_chosen_by_order_alone(bases: dict[str, Path]) -> None:
+    model = SuperModel(outline(str(bases["plain"]), "float32"))
+    whole = model.base.num_bytes
+    assert not can_be_cut(model) and bytes_when_shared(model, whole, 4) < whole
+
+
+def test_planted_another_experts_rows_are_caught(bases: dict[str, Path]) -> None:
+    healthy = HeldExperts.__getitem__
+
+    def next_one(self: HeldExperts, expert: int) -> torch.Tensor:
+        return healthy(self, (int(expert) + 1) % self.shape[0])
+
+    shared = load(bases["plain"], Streaming())
+    with planted((HeldExperts, "__getitem__", next_one)), pytest.raises(AssertionError):
+        check_bytes(shared, bases["plain"], "ab")
