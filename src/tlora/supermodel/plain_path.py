@@ -33,12 +33,14 @@ def groups_on(device: torch.device, deterministic: bool) -> bool:
 
 
 class PlainPath:
-    """The passes of one base. With `grouped` the number of operator calls does not depend on jobs or samples."""
+    """The passes of one base. With `grouped` the number of operator calls does not depend on jobs or samples; it lays tokens out anew, which
+    hidden states of another stage do not.
+    """
 
     def __init__(self, base: Base, context: Context, deterministic: bool) -> None:
         self._base, self._context = base, context
         device = base.head.weight_VH.device
-        self.grouped = groups_on(device, deterministic)
+        self.grouped = base.stage is None and groups_on(device, deterministic)
         self._repeatable = deterministic and device.type == "cuda"
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 

@@ -39,7 +39,7 @@ from tlora.supermodel.losses import JobLoss, Pass, sum_losses
 from tlora.supermodel.new_tokens import NewTokens, with_rows
 from tlora.supermodel.optimizer_steps import MeasuredSteps, PartStep, StepError
 from tlora.supermodel.part_passes import PartPasses, by_targets
-from tlora.supermodel.plain_path import PlainPath
+from tlora.supermodel.plain_path import PlainPath, groups_on
 from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.stage import StagePass
 from tlora.supermodel.stage_base import load_stage
@@ -78,7 +78,7 @@ class SuperModel(nn.Module):
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if (why := why_not_fused(base, self._linears, weight.device, deterministic)) is None:
             self.fast_path = FastPath(base, self._linears, self.context, deterministic)
-        elif base.stage is not None and self.plain_path.grouped:  # it lays tokens out anew, which hidden states of another stage do not
+        elif base.stage is not None and groups_on(weight.device, deterministic):  # all jobs would go by operators, sample by sample
             raise ConfigError(f"a base in stages needs the fused kernels on a GPU, and {why}. Take one GPU, or GPUs that hold it otherwise")
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
