@@ -21,7 +21,7 @@ from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
 from tlora.shape.stages import LayerRange
-from tlora.supermodel import plain_path, supermodel
+from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import outline
 from tlora.supermodel.optimizer_steps import REFUSED
@@ -202,7 +202,7 @@ def test_a_stage_holds_its_own_weights_alone(precision: str, tmp_path: Path) -> 
 
 def test_a_gpu_without_fused_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr(plain_path, "groups_on", lambda *_: True)
+    monkeypatch.setattr(supermodel, "groups_on", lambda *_: True)
     with pytest.raises(ConfigError, match="a base in stages needs the fused kernels on a GPU, and this test takes the plain path"):
         load(tmp_path, False, LayerRange(0, 1, 2))
 

@@ -33,8 +33,8 @@ def groups_on(device: torch.device, deterministic: bool) -> bool:
 
 
 class PlainPath:
-    """The passes of one base. With `grouped` the number of operator calls does not depend on jobs or samples; it lays tokens out anew, which
-    hidden states of another stage do not.
+    """The passes of one base. With `grouped` the number of operator calls does not depend on jobs or samples. In a stage they are not: they
+    would lay tokens out anew, which hidden states of another stage do not.
     """
 
     def __init__(self, base: Base, context: Context, deterministic: bool) -> None:
