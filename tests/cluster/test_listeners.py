@@ -22,6 +22,7 @@ from tlora.cluster.listeners import TlsListener
 from tlora.cluster.worker_pool import Limits
 from tlora.cluster.worker_process import read_records, write_record
 from tlora.errors import ConfigError
+from tlora.link import tls_port
 from tlora.link.address import tcp_place
 from tlora.link.authentication import (
     AdmissionError,
@@ -190,7 +191,7 @@ def test_who_dawdles_is_shown_out_and_keeps_nobody_waiting(station: TcpStation, 
         line, answer = station.say_hello()  # while the slow one is waited for
         assert b'"ack"' in answer
         line.close()
-        monkeypatch.setattr(listeners, "ADMISSION_SECONDS", 0.2)
+        monkeypatch.setattr(tls_port, "ADMISSION_SECONDS", 0.2)
         with socket.create_connection(place) as slower:
             slower.sendall(b"\x16\x03\x01")
             slower.settimeout(60)
@@ -206,7 +207,7 @@ def test_who_dawdles_is_shown_out_and_keeps_nobody_waiting(station: TcpStation, 
 
 
 def test_more_strangers_than_there_is_room_for_are_shut_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listeners, "_MOST_STRANGERS", 1)
+    monkeypatch.setattr(tls_port, "_MOST_STRANGERS", 1)
     station = TcpStation(tmp_path)
     with socket.create_connection(tcp_place(station.listener.address)) as first:
         with socket.create_connection(tcp_place(station.listener.address)) as second:

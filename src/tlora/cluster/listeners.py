@@ -1,7 +1,4 @@
-"""Listeners for workers: the unix socket, where the kernel identifies the peer, and a TCP port with TLS, where a token and a proof do.
-
-A door yields connections, each with the function that admits it, which runs in a thread of its own: a slow peer delays no other.
-"""
+"""Listeners for workers: the unix socket, where the kernel identifies the peer, and a TCP port with TLS, where a token and a proof do."""
 
 from __future__ import annotations
 
@@ -9,38 +6,31 @@ import contextlib
 import hmac
 import secrets
 import socket
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from tlora import durable
 from tlora.cluster.credentials import WorkerToken, WorkerTokens, open_certificate
 from tlora.errors import ConfigError
-from tlora.link.address import listen, tcp_address
+from tlora.link.address import listen
 from tlora.link.authentication import (
     AdmissionError,
-    AuthOk,
     AuthRequest,
     AuthResponse,
     Entry,
     admission_line,
     answer_path,
-    read_admission,
     read_number,
     write_number,
 )
 from tlora.link.lines import Connection, Line, peer_pid
 from tlora.link.process_identity import ProcessIdentity, identify
-from tlora.link.tls import TlsStream
+from tlora.link.tls_port import Stranger, TlsPort, close_listener, expect
 
-ADMISSION_SECONDS = 10.0  # for each of: the handshake, the token, the proof
 TCP_ADDRESS_FILE = "tcp-address"
-_MOST_STRANGERS = 64  # connections that are being admitted at a time; more are closed
 _BACKLOG = 128
 _PROOFS = ".proof-"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +49,13 @@ class Peer:
     reached_at: str = ""
 
 
-Admit = Callable[[Line], Peer]
-"""Raises AdmissionError, whose reason is sent to the peer; OSError for a connection that is closed silently."""
-
-
-class Listener(Protocol):
-    address: str
-
-    def accept(self) -> tuple[Connection, Admit]:
-        """The next connection. Raises OSError."""
-        ...
-
-    @property
-    def is_closed(self) -> bool: ...
-    def close(self) -> None: ...
-
-
 class UnixListener:
     """See `link/address.py`. Raises ConfigError where no socket can be made."""
 
     def __init__(self, directory: Path) -> None:
         self._listener, self.address = listen(directory)
 
-    def accept(self) -> tuple[Connection, Admit]:
+    def accept(self) -> tuple[Connection, Callable[[Line], Peer]]:
         connection, _ = self._listener.accept()
         connection.settimeout(None)
         return connection, lambda _: admit_unix(connection)
@@ -91,7 +65,7 @@ class UnixListener:
         return self._listener.fileno() < 0
 
     def close(self) -> None:
-        _close(self._listener)
+        close_listener(self._listener)
 
 
 def admit_unix(connection: socket.socket) -> Peer:
@@ -110,36 +84,16 @@ class TlsListener:
         """`place` is host and port. Raises ConfigError, CheckpointError."""
         durable.make_directory(directory)
         self._directory, self._tokens = directory.absolute(), WorkerTokens(directory)
-        self._context, self.fingerprint = open_certificate(directory)
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        context, self.fingerprint = open_certificate(directory)
         for left_behind in directory.glob(f"{_PROOFS}*"):
             left_behind.unlink(missing_ok=True)
-        self._listener = _listen(*place)
-        self.address = tcp_address(*self._listener.getsockname()[:2])
+        self._port = TlsPort(_listen(*place), context, self._check)
+        self.address, self.accept, self.close = self._port.address, self._port.accept, self._port.close
         durable.write_file(directory / TCP_ADDRESS_FILE, self.address + "\n")
-
-    def accept(self) -> tuple[Connection, Admit]:
-        while True:
-            connection, (host, port, *_) = self._listener.accept()
-            if self._strangers.acquire(blocking=False):
-                break
-            connection.close()
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = TlsStream(connection, self._context, server_side=True)
-        except BaseException:
-            connection.close()
-            self._strangers.release()
-            raise
-        places = {"address": host, "reached_at": connection.getsockname()[0]}
-        return stream, lambda line: replace(self._admit(stream, line, f"a connection from {host}:{port}"), **places)
 
     @property
     def is_closed(self) -> bool:
-        return self._listener.fileno() < 0
-
-    def close(self) -> None:
-        _close(self._listener)
+        return self._port.is_closed
 
     def __enter__(self) -> TlsListener:
         return self
@@ -147,28 +101,12 @@ class TlsListener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _admit(self, stream: TlsStream, line: Line, who: str) -> Peer:
-        try:
-            return self._get_acquainted(stream, line, who)
-        finally:
-            self._strangers.release()
-
-    def _get_acquainted(self, stream: TlsStream, line: Line, who: str) -> Peer:
-        try:
-            stream.handshake(ADMISSION_SECONDS)
-        except TimeoutError:
-            raise ConnectionError(f"{who} without a TLS handshake for {ADMISSION_SECONDS:g} s") from None
-        except OSError as error:
-            why = getattr(error, "reason", None) or error.strerror or error
-            raise ConnectionError(f"{who} that does not speak TLS 1.3 ({why})") from None
-        entry = _read(line, Entry, f"{who} without a token; a worker that was given another fingerprint ends it so")
-        token = self._check_token(entry.token, who)
+    def _check(self, stranger: Stranger, entry: Entry) -> Peer:
+        token = self._check_token(entry.token, stranger.who)
         identity = ProcessIdentity(entry.pid, entry.start_ticks, entry.boot)
-        problem = self._try_directory(line, who)
-        line.send(admission_line(AuthOk()))
-        if identity.is_this_users and not problem:
-            return Peer(entry.pid, identity, token)
-        return Peer(entry.pid, None, token, is_remote=True, shares_store=not problem)
+        problem = self._try_directory(stranger.line, stranger.who)
+        is_here = identity.is_this_users and not problem
+        return Peer(entry.pid, identity if is_here else None, token, not is_here, not problem, stranger.address, stranger.reached_at)
 
     def _check_token(self, secret: str, who: str) -> WorkerToken:
         try:
@@ -190,7 +128,7 @@ class TlsListener:
             except OSError as error:
                 raise ConnectionError(f"{who}: {path} cannot be written ({error.strerror}), which admitting a worker needs") from None
             line.send(admission_line(AuthRequest(str(path))))
-            proof = _read(line, AuthResponse, f"{who} that ended before it had shown that it sees {self._directory}")
+            proof = expect(line, AuthResponse, f"{who} that ended before it had shown that it sees {self._directory}")
             return proof.problem[:200] or _disprove(number, proof, answer_path(path))
         finally:
             for file in (path, answer_path(path)):
@@ -206,17 +144,6 @@ def _disprove(number: str, proof: AuthResponse, path: Path) -> str:
         return f"its answer: {error.strerror or error}"
     same = hmac.compare_digest(number.encode(), proof.number.encode()) & hmac.compare_digest(answer.encode(), proof.answer.encode())
     return "" if same else "it read or wrote another file"
-
-
-def _read(line: Line, kind: type[T], otherwise: str) -> T:
-    """Read a message. Raises ConnectionError, whose text does not quote what was received."""
-    try:
-        message = read_admission(line, ADMISSION_SECONDS)
-    except OSError:
-        raise ConnectionError(otherwise) from None
-    if not isinstance(message, kind):
-        raise ConnectionError(otherwise)
-    return message
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -236,9 +163,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"tcp://{host}:{port}: cannot listen there for workers: {error.strerror}. Choose another port, or end what listens there"
         ) from None
-
-
-def _close(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-    listener.close()

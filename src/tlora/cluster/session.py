@@ -8,12 +8,11 @@ import contextlib
 import json
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from tlora.cluster.listeners import Admit, Listener, Peer
+from tlora.cluster.listeners import Peer
 from tlora.link.authentication import AdmissionError
 from tlora.link.lines import Connection, Line
 from tlora.link.reactor import Channel, Reactor
@@ -21,7 +20,6 @@ from tlora.link.transfer import OpenStore, parse_request_line
 from tlora.worker_protocol import PROTOCOL, Alive, Envelope, FromController, FromWorker, Hello, Refusal, controller_line, parse_worker_line
 
 HELLO_SECONDS = 10.0  # for the first line
-_ACCEPT_SECONDS = 0.05  # after a connection that could not be had
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,12 @@ class Session:
     """`inbox` gets all messages in order, and `Gone` last. A connection for files is all `serve_files`' own."""
 
     def __init__(
-        self, connection: Connection, admit: Admit, inbox: Inbox[Any], serve_files: Callable[[Line, OpenStore], None], reactor: Reactor
+        self,
+        connection: Connection,
+        admit: Callable[[Line], Peer],
+        inbox: Inbox[Any],
+        serve_files: Callable[[Line, OpenStore], None],
+        reactor: Reactor,
     ) -> None:
         self._serve_files, self._reactor = serve_files, reactor
         self._admit, self._line, self._inbox = admit, Line(connection), inbox
@@ -146,20 +149,6 @@ class Session:
         self._inbox.put(Gone(self, reason))
         is_stranger = isinstance(error, OSError) and not isinstance(error, TimeoutError)
         return controller_line(Refusal(reason)) if reason and not is_stranger else b""
-
-
-def accept_from(listener: Listener, take: Callable[[Connection, Admit], object]) -> None:
-    """Hand all connections that come to `take`, until the listener is closed."""
-    while not listener.is_closed:
-        try:
-            connection, admit = listener.accept()
-        except OSError:  # closed, or too many open files for a while
-            time.sleep(_ACCEPT_SECONDS)
-            continue
-        try:
-            take(connection, admit)
-        except RuntimeError:  # no more threads: it will dial again
-            connection.close()
 
 
 def _parse_opening(line: bytes) -> OpenStore | None:

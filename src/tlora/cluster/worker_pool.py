@@ -19,17 +19,18 @@ from pathlib import Path
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.limits import Limits
-from tlora.cluster.listeners import Listener, UnixListener
+from tlora.cluster.listeners import Peer, UnixListener
 from tlora.cluster.refusals import Refusals
 from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts, why_unlike
 from tlora.cluster.remote_worker import RemoteWorker, gpu_names
-from tlora.cluster.session import Arrived, Gone, Heard, Inbox, Session, Spoke, accept_from
+from tlora.cluster.session import Arrived, Gone, Heard, Inbox, Session, Spoke
 from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
 from tlora.link.address import forget
 from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
 from tlora.link.reactor import Reactor
 from tlora.link.supervisor import SupervisedProcess
+from tlora.link.tls_port import Listener, accept_from
 from tlora.link.versions import unlike_tlora
 from tlora.worker_protocol import REFUSED, Alive, Hello, Load, Refusal, Report
 
@@ -81,11 +82,11 @@ class WorkerPool:
         self._watched = self._asked_tokens = time.monotonic()
         self._ending: dict[RemoteWorker, float] = {}  # whose processes have ended, and until when their last words are waited for
         self.remote_hosts = RemoteHosts(directory, gpus, limits.host_lease, lambda: loads("").device, note)
-        self._listeners: list[Listener] = []
+        self._listeners: list[Listener[Peer]] = []
         self.listen_on(UnixListener(directory))
         self.address = self._listeners[0].address
 
-    def listen_on(self, listener: Listener) -> None:
+    def listen_on(self, listener: Listener[Peer]) -> None:
         """Accept workers that come there too. Closed with this crew."""
         self._listeners.append(listener)
         take = partial(Session, inbox=self.inbox, serve_files=self.remote_hosts.files.serve, reactor=self._reactor)

@@ -11,23 +11,20 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tlora import durable
 from tlora.errors import ConfigError
-from tlora.link.address import tcp_address, tcp_place
-from tlora.link.authentication import AuthOk, Entry, admission_line, read_admission
+from tlora.link.address import tcp_place
+from tlora.link.authentication import AdmissionError, AuthOk, Entry, admission_line, read_admission
 from tlora.link.lines import Connection, Line
-from tlora.link.tls import TlsStream, connect_tls, make_certificate, server_context
+from tlora.link.tls import connect_tls, make_certificate, server_context
+from tlora.link.tls_port import ADMISSION_SECONDS, Stranger, TlsPort, accept_from
 from tlora.worker_protocol import Refusal
 
 CUT_SECONDS = 30  # without an answer of the other host's kernel, after which the line has ended
-ADMIT_SECONDS = 10.0  # for each of: the handshake, the key, the first message
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 4
-_ACCEPT_SECONDS = 0.05
-_MOST_STRANGERS = 16  # connections that are being admitted at a time; more are closed
 
 
 class KeyedListener:
@@ -40,54 +37,31 @@ class KeyedListener:
         text, self.fingerprint = make_certificate("tlora worker")
         certificate = directory / "listener.pem"
         durable.write_file(certificate, text, mode=0o600)
-        self._context, self._serve, self.key = server_context(certificate), serve, secrets.token_hex(32)
-        self._listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        self.address = tcp_address(*self._listener.getsockname()[:2])
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
-        threading.Thread(target=self._accept, name="keyed-listener", daemon=True).start()
+        self._serve, self.key = serve, secrets.token_hex(32)
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        port = TlsPort(listener, server_context(certificate), self._check)
+        self.address, self.close = port.address, port.close
+        threading.Thread(target=accept_from, args=(port, self._take), name="keyed-listener", daemon=True).start()
 
-    def close(self) -> None:
-        """Lets nobody in any more; lines that are there stay."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
+    def _check(self, _: Stranger, entry: Entry) -> None:
+        if not secrets.compare_digest(entry.token.encode(), self.key.encode()):
+            raise AdmissionError("it comes with another key")
 
-    def _accept(self) -> None:
-        while self._listener.fileno() >= 0:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed, or too many open files for a while
-                time.sleep(_ACCEPT_SECONDS)
-                continue
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._meet, args=(connection,), name="keyed-line", daemon=True).start()
-            else:
-                connection.close()
+    def _take(self, connection: Connection, admit: Callable[[Line], None]) -> None:
+        threading.Thread(target=self._meet, args=(connection, admit), name="keyed-line", daemon=True).start()
 
-    def _meet(self, connection: socket.socket) -> None:
-        line = None
+    def _meet(self, connection: Connection, admit: Callable[[Line], None]) -> None:
         with contextlib.suppress(OSError, ValueError):  # a stranger, a host that is gone, or a message that cannot be read
+            line = Line(connection, CUT_SECONDS)
             try:
-                stream = TlsStream(connection, self._context, server_side=True)
-                line = Line(stream, CUT_SECONDS)
-                is_known = self._admit(stream, line)
-            finally:
-                self._strangers.release()
-            if is_known:
+                admit(line)
+                _keep_watch(connection)
                 self._serve(line)
-        if line is not None:
-            line.end()
-            line.close()
-
-    def _admit(self, stream: TlsStream, line: Line) -> bool:
-        stream.handshake(ADMIT_SECONDS)
-        entry = read_admission(line, ADMIT_SECONDS)
-        if not isinstance(entry, Entry) or not secrets.compare_digest(entry.token.encode(), self.key.encode()):
-            line.send(admission_line(Refusal("it comes with another key")))
-            return False
-        _keep_watch(stream)
-        line.send(admission_line(AuthOk()))
-        return True
+            except AdmissionError as error:
+                line.send(admission_line(Refusal(str(error))))
+            finally:
+                line.end()
+                line.close()
 
 
 def dial_keyed(address: str, fingerprint: str, key: str) -> Line:
@@ -97,7 +71,7 @@ def dial_keyed(address: str, fingerprint: str, key: str) -> Line:
         line = Line(stream, CUT_SECONDS)
         line.send(admission_line(Entry(key, os.getpid(), 0, "")))
         try:
-            if not isinstance(read_admission(line, ADMIT_SECONDS), AuthOk):
+            if not isinstance(read_admission(line, ADMISSION_SECONDS), AuthOk):
                 raise ConnectionRefusedError("it lets this worker in no more")
         except OSError:
             line.close()

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from tlora.engine.messages import FROM_RANK, FromRank, Sending
 from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, LendingMessage, Lent, RankEnded, StartRank, read_frame
-from tlora.link.keyed_listener import ADMIT_SECONDS, CUT_SECONDS, KeyedListener
+from tlora.link.keyed_listener import CUT_SECONDS, KeyedListener
 from tlora.link.lines import Line
+from tlora.link.tls_port import ADMISSION_SECONDS
 from tlora.worker_protocol import Listening
 
 Hear = Callable[[int, FromRank | Sending | None], object]
@@ -138,7 +139,7 @@ class LentRanks:
 
     def _admit(self, line: Line) -> _Lender:
         """Raises ValueError for one whose GPUs another lends."""
-        first = LENDING.decode(line.read_line(ADMIT_SECONDS) or b"")
+        first = LENDING.decode(line.read_line(ADMISSION_SECONDS) or b"")
         if not isinstance(first, Lent):
             raise ValueError(f"{type(first).__name__} comes first, and not Lent")
         lender = _Lender(line, first.host, first.gpus)
