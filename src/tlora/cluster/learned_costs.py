@@ -23,7 +23,7 @@ from tlora.shape.cost import LEAST_CORRECTION, MOST_CORRECTION, CostModel, Learn
 
 FILE = "learned-costs.json"
 VERSION = 1
-_MOST_ENTRIES = 4  # of one base, each with other constants
+_MOST_ENTRIES = 4  # of one base on one kind of GPU, each with other constants
 _ENTRIES: TypeAdapter[dict[str, dict[str, dict[str, Any]]]] = TypeAdapter(dict[str, dict[str, dict[str, Any]]])
 SAVE_SECONDS = 60.0  # between two saves of observations that change no prediction
 
@@ -38,11 +38,14 @@ class LearnedCosts:
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
         self._path, self._note = directory / FILE, note
-        self._stored = self._read()  # by base and digest of its constants, the newest last; also of bases that are not known here
+        self._stored = (
+            self._read()
+        )  # by base and digest of its constants (and the kind of GPU), the newest last; also of bases that are not known here
         self._of: dict[str, str] = {}  # base -> what its observations are of
+        self._models: dict[str, CostModel] = {}  # by kind of GPU; "": the cluster's own
         self._saved_at = -math.inf
         self._saved_corrections = -1
-        self._saved: dict[str, Learned] = {}  # with ages as of the save
+        self._saved: dict[tuple[str, str], Learned] = {}  # by base and kind, with ages as of the save
         self._broken = False
 
     def teach(self, cost: CostModel, base: str, of: str, now: float) -> None:
@@ -51,31 +54,43 @@ class LearnedCosts:
         Each entry is of some constants, and counts once the base has these: they may come later, from a worker's measurement.
         """
         self._of[base] = of
-        for digest, entry in self._stored.get(base, {}).items():
+        self._models[""] = cost
+        for kind, model in self._models.items():
+            self._recall(model, base, kind, now)
+
+    def teach_kind(self, kind: str, cost: CostModel, now: float) -> None:
+        """The same of GPUs of a kind, whose model is new."""
+        self._models[kind] = cost
+        for base in self._of:
+            self._recall(cost, base, kind, now)
+
+    def _recall(self, cost: CostModel, base: str, kind: str, now: float) -> None:
+        for key, entry in self._stored.get(base, {}).items():
             try:
-                if entry["of"] == of:
+                if entry["of"] == self._of[base] and (digest := _digest_of(key, kind)):
                     cost.recall(base, digest, _parse(entry), now)
             except (ValueError, TypeError, KeyError) as error:
                 self._note(f"{self._path}: what it says of {base!r} is damaged ({error}): its speed is learned anew")
 
-    def see(self, cost: CostModel, now: float, *, at_once: bool = False) -> None:
+    def see(self, now: float, *, at_once: bool = False) -> None:
         """Save what is new, now and then; `at_once` at an end. After a full disk a later call saves it."""
-        corrected = cost.times_corrected != self._saved_corrections
-        if not self._of or not (at_once or corrected or now - self._saved_at >= SAVE_SECONDS):
+        corrections = sum(model.times_corrected for model in self._models.values())
+        if not self._of or not (at_once or corrections != self._saved_corrections or now - self._saved_at >= SAVE_SECONDS):
             return
         self._saved_at = now
-        state = {base: cost.learned(base, 0.0) for base in self._of}
+        known = [(base, kind) for kind, model in self._models.items() for base in self._of if base in model.constants]
+        state = {(base, kind): self._models[kind].learned(base, 0.0) for base, kind in known}
         if state == self._saved:
             return
-        for base, of in self._of.items():
-            learned = cost.learned(base, now)
+        for base, kind in known:
+            learned = self._models[kind].learned(base, now)
             if any(weight for _, weight, _ in learned.means):
-                entry = {"of": of, "unix_seconds": time.time(), **asdict(learned)}
+                entry = {"of": self._of[base], "unix_seconds": time.time(), **asdict(learned)}
                 entries = self._stored.setdefault(base, {})
-                newest = constants_digest(cost.constants[base])
+                newest = _key(constants_digest(self._models[kind].constants[base]), kind)
                 entries.pop(newest, None)  # so that it comes last
                 entries[newest] = entry
-                for oldest in list(entries)[:-_MOST_ENTRIES]:
+                for oldest in [key for key in entries if _digest_of(key, kind)][:-_MOST_ENTRIES]:
                     del entries[oldest]
         if not self._stored:
             return
@@ -86,7 +101,7 @@ class LearnedCosts:
                 self._note(f"{error}; what was learned of speeds is kept for this run only")
             self._broken = True
         else:
-            self._broken, self._saved_corrections, self._saved = False, cost.times_corrected, state
+            self._broken, self._saved_corrections, self._saved = False, corrections, state
 
     def _read(self) -> dict[str, dict[str, dict[str, Any]]]:
         if not self._path.exists():
@@ -100,6 +115,17 @@ class LearnedCosts:
             why = str(error).splitlines()[0]
             self._note(f"{self._path}: what was learned of speeds cannot be read ({why}): it is learned anew")
             return {}
+
+
+def _key(digest: str, kind: str) -> str:
+    """Of an entry: of some constants, on GPUs of a kind."""
+    return f"{digest} {kind}" if kind else digest
+
+
+def _digest_of(key: str, kind: str) -> str:
+    """ "" for an entry of another kind."""
+    digest, _, of = key.partition(" ")
+    return digest if of == kind else ""
 
 
 def _parse(found: dict[str, Any]) -> Learned:

@@ -196,6 +196,7 @@ class _Run:
             learned = LearnedCosts(self._out / "workers", self._watcher.note)
             of = learned_of(self._run.base_model, self._places[0].partition(":")[0], self._run.recompute)
             learned.teach(scheduler.state.cost, _BASE, of, backend.now())
+            scheduler.state.kinds.begin = lambda kind, cost: learned.teach_kind(kind, cost, backend.now())
             least = self._least_gpus()
             submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], self._most_gpus, least) for spec in specs])
             for name in untold:
@@ -205,10 +206,10 @@ class _Run:
                 log.write(seconds, item)
                 self._see(item)
                 if isinstance(item, Tick):
-                    learned.see(scheduler.state.cost, seconds)
+                    learned.see(seconds)
 
             run_controller(scheduler, backend, see)
-            learned.see(scheduler.state.cost, backend.now(), at_once=True)
+            learned.see(backend.now(), at_once=True)
         return self._finish(received, guard)
 
     @cached_property

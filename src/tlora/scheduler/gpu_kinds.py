@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tlora.shape.cost import CostModel, scaled_constants
@@ -12,7 +12,8 @@ from tlora.shape.cost import CostModel, scaled_constants
 @dataclass(slots=True)
 class GpuKinds:
     """`kind_of` a GPU, of those of which it is known; `speeds` of training there against an H200. Each kind has a cost model of its own,
-    which its measurements and its steps correct: the constants of the cluster's, scaled until a worker has measured there.
+    which its measurements and its steps correct: the constants of the cluster's, scaled until a worker has measured there. `begin` gets the
+    kind and its model, once, before anything is predicted by it.
 
     Times alone, and whatever is predicted for GPUs that are not chosen yet, are those of the `reference`: the slowest kind that is there.
     Jobs on a faster one have slowdowns below 1, which is what they are worth more there.
@@ -20,6 +21,7 @@ class GpuKinds:
 
     kind_of: dict[int, str] = field(default_factory=dict[int, str])
     speeds: dict[str, float] = field(default_factory=dict[str, float])
+    begin: Callable[[str, CostModel], object] = lambda _, __: None
     _costs: dict[str, CostModel] = field(default_factory=dict[str, CostModel])
 
     @property
@@ -62,6 +64,7 @@ class GpuKinds:
         found = self._costs.get(kind)
         if found is None:
             found = self._costs[kind] = CostModel({}, own.fill_share)
+            self.begin(kind, found)
         found.memory = own.memory
         if len(found.constants) != len(own.constants):
             for base, constants in own.constants.items():

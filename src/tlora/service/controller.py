@@ -337,6 +337,7 @@ class Controller:
                     self._cluster, self.scheduler = cluster, scheduler
                     if self._closing:  # `close` came too early to stop it
                         cluster.stop()
+                    scheduler.state.kinds.begin = lambda kind, cost: self._learned.teach_kind(kind, cost, cluster.now())
                     for name in list(self._sizes):
                         self._learn(scheduler.state.cost, name, cluster.now())
                     early, self._early = self._early, {}
@@ -353,7 +354,7 @@ class Controller:
             finally:
                 with self._lock:
                     self._cluster = None
-                    self._learned.see(scheduler.state.cost, cluster.now(), at_once=True)
+                    self._learned.see(cluster.now(), at_once=True)
                 self._usage.save(cluster.now(), at_once=True)
                 cluster.close()
                 self._events.close()
@@ -386,7 +387,7 @@ class Controller:
         self._queue.see(now, item)
         if isinstance(item, Tick) and self.scheduler is not None:
             with self._lock:  # a base may be added meanwhile
-                self._learned.see(self.scheduler.state.cost, now)
+                self._learned.see(now)
 
     def _see_fault(self, reason: str) -> None:
         self._live.count("policy_fault")
