@@ -106,16 +106,16 @@ def test_a_job_of_two_gpus_has_both(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stages_hold_the_base(tmp_path: Path) -> None:
-    """A worker of two GPUs has one stage on each. What cannot go through them fails alone."""
+    """A worker of two GPUs has one stage on each, and for two layers it gets no third. What cannot go through them fails alone."""
     base, data = save_base(tmp_path / "base", num_hidden_layers=2), str(write_rows(tmp_path / "a.jsonl", 20, 1, high=20))
-    orders = [job("one", data, lora_dropout=0.1), job("two", data, max_steps=8, r=7, seed=2, target_modules=["down_proj"])]
+    orders = [job("one", data, gpus=3, lora_dropout=0.1), job("two", data, max_steps=8, r=7, seed=2, target_modules=["down_proj"])]
     train(base, tmp_path / "whole", orders, deterministic=True)
     rows = job("rows", data, trainable_token_indices=[1, 2])
-    results = train_on_cluster(run_spec(base, tmp_path / "out", [*orders, rows], deterministic=True, layout="stages"), gpus=2, device="cpu")
+    results = train_on_cluster(run_spec(base, tmp_path / "out", [*orders, rows], deterministic=True, layout="stages"), gpus=3, device="cpu")
     assert "the base is in stages" in results["rows"].reason
     same_bytes(tmp_path / "out" / "jobs", tmp_path / "whole", ["one", "two"])
     started = [item for _, item in read_event_log(tmp_path / "out" / "events.jsonl") if isinstance(item, StartGroup)]
-    assert {item.group.gpus for item in started} == {(0, 1)}
+    assert {len(item.group.gpus) for item in started} == {2}
 
 
 class Cluster:

@@ -67,7 +67,7 @@ from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import earlier_base, pin_base, pin_dtype, write_run_file
-from tlora.supermodel.load import Base, find_directory, load_config, outline
+from tlora.supermodel.load import Base, find_directory, layers_of, load_config, outline
 from tlora.supermodel.stage_base import check_stages
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
@@ -226,8 +226,11 @@ class _Run:
 
     @property
     def _most_gpus(self) -> int | None:
-        """That a job can get; None where other hosts may come with any number."""
-        return len(self._places) if self._listener is None and self._open_keeper is None else None
+        """That a job can get: in stages one for each layer. None where other hosts may come with any number."""
+        bounds = [len(self._places)] if self._listener is None and self._open_keeper is None else []
+        if self._run.layout == "stages":
+            bounds.append(len(layers_of(self._base.decoder)))
+        return min(bounds, default=None)
 
     def _least_gpus(self) -> int:
         """The number of GPUs on which the base fits, in parts if it has to. If it fits on none, a worker reports that."""
@@ -258,7 +261,7 @@ class _Run:
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
             elif self._most_gpus is not None and spec.gpus > self._most_gpus:
-                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn: there are fewer GPUs")
+                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn, on {self._most_gpus} GPUs")
         return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 
     def _costs(self) -> CostModel:
