@@ -265,6 +265,7 @@ def test_planted_bugs_are_caught(bug: Change, caught_by: str, bases: Bases, tmp_
         ("blocks", r"down_proj_blocks is \[4, 256, 10, 15\] in torch.uint8, and no blocks of 16 bytes of experts"),
         ("shape", r"scales \[4, 256, 9\] in torch.uint8 for blocks \[4, 256, 10, 16\]"),
         ("experts", r"1 tensors are missing or of another shape, model.layers.0.mlp.experts.down_proj first"),
+        ("number", r"down_proj_scales has a scale of 255, which is no number in MXFP4"),
         ("kept", r"modules_to_not_convert of its quantization_config is 'lm_head', and must be a list of names"),
     ],
 )
@@ -278,6 +279,8 @@ def test_what_does_not_fit_together_is_one_message(damage: str, words: str, base
             tensors[f"{key}down_proj_blocks"] = tensors[f"{key}down_proj_blocks"][..., :15].contiguous()
         case "shape":
             tensors[f"{key}down_proj_scales"] = tensors[f"{key}down_proj_scales"][..., :9].contiguous()
+        case "number":
+            tensors[f"{key}down_proj_scales"][3, 2, 1] = 255
         case "experts":
             for end in ("blocks", "scales"):
                 tensors[f"{key}down_proj_{end}"] = tensors[f"{key}down_proj_{end}"][:3].contiguous()

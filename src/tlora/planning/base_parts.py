@@ -16,24 +16,29 @@ from tlora.shape.stages import LayerRange
 from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.lora_linear import LoraLinear
+from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
 
 _TOKENS = 2048  # of a micro-batch by which stages are compared
 
 
-def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts:
-    """Of `model`, on the meta device, as it would be on a `device` with adapters of up to `rank`. Raises ModelError."""
+def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False) -> BaseParts:
+    """Of `model`, on the meta device, as it would be on a `device` with adapters of up to `rank`, of experts too or not. Raises
+    ModelError.
+    """
     base, base_bytes = model.base, model.base.num_bytes
-    memory = measure(model, base_bytes, device, rank)
+    memory = measure(model, base_bytes, device, rank, adapts_experts)
     layers, names = layers_of(base.decoder), {module: name for name, module in model.model.named_modules()}
     targets, cut = model.targets(), can_be_cut(model)
     layer_names = tuple(names[layer] for layer in layers)
-    weights = [sum(k * n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]
-    weights[-1:] = [weights[-1] + sum(k * n for k, n in targets.values()) - sum(weights)] if weights else []  # of linears in no layer
+    each = {name: k * n for name, (k, n) in targets.items()} | active_weights(model)
+    weights = [sum(size for name, size in each.items() if name.startswith(f"{layer}.")) for layer in layer_names]
+    weights[-1:] = [weights[-1] + sum(each.values()) - sum(weights)] if weights else []  # of linears in no layer
     features = [sum(k + n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]
     embedding = model.model.get_input_embeddings().weight
-    plain = not any(isinstance(m, LoraLinear) and m.form.dtype.itemsize < 2 for m in model.model.modules())
+    packed = getattr(base.model.config, "quantization_config", None) is not None
+    plain = not packed and not any(isinstance(m, LoraLinear) and m.form.dtype.itemsize < 2 for m in model.model.modules())
     others = possible_precisions(device, base.head.weight_VH.dtype) if plain and can_be_asked(device) else []
     return BaseParts(
         memory=memory,
@@ -50,8 +55,14 @@ def count_parts(model: SuperModel, device: torch.device, rank: int) -> BaseParts
         shared_bytes=tuple(bytes_when_shared(model, base_bytes, count) for count in range(1, MOST_GPUS + 1)) if cut else (),
         streamed=bytes_when_streamed(model, base_bytes, device) if cut else None,
         no_stages=why_no_stages(base, device),
+        takes_plain_path=takes_plain_path(memory, device),
         precision_bytes={precision: bytes_in(precision, model, base_bytes) for precision in others},
     )
+
+
+def takes_plain_path(memory: MemoryModel, device: torch.device) -> bool:
+    """Whether a base with that memory is computed without our kernels on a `device` that is a GPU, where stages need them."""
+    return device.type == "cuda" and not memory.num_layers
 
 
 def _bytes_of(layer: nn.Module) -> int:
@@ -59,14 +70,15 @@ def _bytes_of(layer: nn.Module) -> int:
 
 
 def memory_of_fullest(
-    stages: Sequence[LayerRange], model: SuperModel, device: torch.device, rank: int, _adapts_experts: bool = False
+    stages: Sequence[LayerRange], model: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False
 ) -> MemoryModel:
-    """Of that of `stages` which takes most, with adapters of up to `rank`: all take what that one can."""
-    parts = count_parts(model, device, rank)
+    """Of that of `stages` which takes most, with adapters of up to `rank`, of experts too or not: all take what that one can."""
+    parts = count_parts(model, device, rank, adapts_experts)
     memories = [parts.stage_memory(cut.first, cut.stop, len(stages) - place) for place, cut in enumerate(stages)]
     return max(memories, key=lambda memory: memory.total_bytes([], _TOKENS, 0))
 
 
 def memory_of_stage(run: RunSpec, model: SuperModel, device: torch.device, stage: LayerRange) -> MemoryModel:
     """Of the last stage of a run's base, which has one micro-batch at a time."""
-    return count_parts(model, device, max(job.r for job in run.jobs)).stage_memory(stage.first, stage.stop, in_flight=1)
+    rank, adapts_experts = max(job.largest_rank for job in run.jobs), any(job.target_parameters for job in run.jobs)
+    return count_parts(model, device, rank, adapts_experts).stage_memory(stage.first, stage.stop, in_flight=1)

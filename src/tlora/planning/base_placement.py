@@ -9,11 +9,11 @@ import torch
 
 from tlora.errors import CapacityError, ConfigError
 from tlora.job import LayoutSetting, RunSpec
-from tlora.planning.base_parts import count_parts
+from tlora.planning.base_parts import count_parts, takes_plain_path
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.layout_here import predict_here, without_peers
 from tlora.planning.memory import bytes_when_shared, can_be_cut
-from tlora.planning.plan import RunPlan, plan_memory
+from tlora.planning.plan import RunPlan, adapt_experts, plan_memory
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
 from tlora.shape.stages import LayerRange, cut_layers
@@ -83,7 +83,8 @@ def choose_form(
         return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
     unshared = "" if can_be_cut(model) else "the base cannot be shared"
     if gpus > 1 and wanted != "shared" and (unshared := unshared or ("" if reads_peers else "GPUs cannot read each other's memory")):
-        if fits_whole and (rows_trained(jobs) or why_no_stages(model.base, device)):
+        unfused = not run.deterministic and takes_plain_path(whole.memory, device)
+        if fits_whole and (unfused or rows_trained(jobs) or why_no_stages(model.base, device)):
             return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
         return _in_stages(run, jobs, model, device, limits, speeds, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
@@ -157,7 +158,7 @@ def _in_stages(
     layers = len(layers_of(model.base.decoder))
     if layers < gpus:
         raise ConfigError(f"layout: stages needs a decoder layer for each GPU, and the base has {layers} for {gpus}. Take --gpus {layers}")
-    parts = count_parts(model, device, max(job.spec.r for job in jobs))
+    parts = count_parts(model, device, max(job.spec.largest_rank for job in jobs), adapt_experts(jobs))
     cuts = cut_layers(parts.layer_weights, parts.head_weights, speeds or [1.0] * gpus)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
     fullest = max(range(gpus), key=lambda rank: sizes[rank] - limits[rank])

@@ -16,6 +16,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_sketch import AdapterSketch, JobSketch, LinearSketch
 from tlora.planning.layout_choice import LayoutChoice, predict_form
 from tlora.planning.layout_units import Device
+from tlora.planning.plan import adapt_experts
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
@@ -31,9 +32,9 @@ def predict_here(
     before: Form | None = None,
 ) -> LayoutChoice | None:
     """The layout that `tlora plan` names for the same run on `gpus`, of which a run may take `limits`. None where nothing is predicted."""
-    rank = max(job.spec.largest_rank for job in jobs)
+    rank, experts = max(job.spec.largest_rank for job in jobs), adapt_experts(jobs)
     try:
-        parts = {gpu: _parts_on(gpu, model, rank) for gpu in dict.fromkeys(gpus)}
+        parts = {gpu: _parts_on(gpu, model, rank, experts) for gpu in dict.fromkeys(gpus)}
     except ModelError:  # the base says so itself where it is laid out
         return None
     devices = [Device(gpu, parts[gpu], limit) for gpu, limit in zip(gpus, limits, strict=True)]
@@ -45,9 +46,9 @@ def without_peers(gpu: GpuModel) -> GpuModel:
     return replace(gpu, peer_gb_per_second=0.0)
 
 
-def _parts_on(gpu: GpuModel, model: SuperModel, rank: int) -> BaseParts:
+def _parts_on(gpu: GpuModel, model: SuperModel, rank: int, adapts_experts: bool) -> BaseParts:
     with as_if_on(gpu.name, gpu.capability):
-        return count_parts(model, torch.device("cuda"), rank)
+        return count_parts(model, torch.device("cuda"), rank, adapts_experts)
 
 
 def _sketch(job: PlannedJob) -> JobSketch:

@@ -131,6 +131,8 @@ def _why_no_stages(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Devic
     rows = [job.name for job in jobs if job.layout is not None and any(shape.out_features == 0 for shape in job.layout.shapes)]
     if rows:
         return f"{rows[0]} trains rows of the embedding, which needs embedding and head in one place"
+    if not run.deterministic and any(device.parts.takes_plain_path for device in devices):
+        return "it takes the plain path on these GPUs, and stages there need the fused kernels"
     return devices[0].parts.no_stages
 
 

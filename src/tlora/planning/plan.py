@@ -165,7 +165,8 @@ def plan_memory(
     sound = [job for job in jobs if is_sound(job) and not job.kept_out]
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory) + _expert_warnings(device, sound)
-    others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None else []
+    packed = getattr(model.base.model.config, "quantization_config", None) is not None  # in its files: there is no other
+    others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None and not packed else []
     bytes_of = {precision: bytes_in(precision, model, base_bytes) for precision in others}
     other_bytes = dict(sorted(bytes_of.items(), key=lambda item: -item[1]))
     more = more_memory(device, limit, run.memory_limit)

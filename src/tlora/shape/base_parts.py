@@ -18,8 +18,8 @@ class BaseParts:
     """`memory`: of the whole base on one such device, without jobs. Of each decoder layer its name, the bytes of its weights, and how many
     of these each token is multiplied with, and features into and out of its linears; the same of the head, and the bytes of the embedding.
     `shared_bytes`: on each of 1, 2, … GPUs that hold it in parts; empty where it cannot be cut. `streamed`: likewise from the host's
-    memory. `no_stages`: why it cannot be cut into stages, if so. `precision_bytes`: of the whole base in other precisions that the device
-    has.
+    memory. `no_stages`: why it cannot be cut into stages, if so; `takes_plain_path`: on such a GPU, without our kernels.
+    `precision_bytes`: of the whole base in other precisions that the device has.
     """
 
     memory: MemoryModel
@@ -37,6 +37,7 @@ class BaseParts:
     streamed: StreamedBytes | None
     precision_bytes: Mapping[str, int]
     no_stages: str = ""
+    takes_plain_path: bool = False
 
     @property
     def timed_weights(self) -> int:

@@ -11,7 +11,13 @@ from tlora.supermodel.supermodel import SuperModel
 
 def multiplied_weights(model: SuperModel) -> int:
     """Weights that each token is multiplied with, in forward and again in backward; of all stages."""
-    return sum(k * n for k, n in model.targets().values()) + model.base.head.weight_VH.numel()
+    linears = sum(k * n for k, n in model.targets().values())
+    return linears + sum(active_weights(model).values()) + model.base.head.weight_VH.numel()
+
+
+def active_weights(model: SuperModel) -> dict[str, int]:
+    """Of each parameter of experts, the weights that a token is multiplied with."""
+    return {name: size.per_token * size.in_features * size.out_features for name, size in model.experts.sizes.items()}
 
 
 def timed_weights(model: SuperModel, device_type: str) -> int:

@@ -15,6 +15,7 @@ from tlora.supermodel.packed_format import Format, PackedTensor, find_packed, pa
 from tlora.supermodel.tensor_files import StoredTensor
 
 GROUP = 32  # numbers of a scale, in 16 bytes
+_NO_NUMBER = 255  # an exponent
 
 
 def open_format(settings: Mapping[str, Any], base_model: str) -> Format:
@@ -51,8 +52,10 @@ def find_experts(key: str, stored: Mapping[str, StoredTensor]) -> PackedTensor:
     experts, rows, groups, _ = blocks.shape
 
     def read() -> dict[str, Tensor]:
-        codes = blocks.whole()
-        return {"weight": ((codes << 4) | (codes >> 4)).flatten(), "scale": scales.whole().flatten()}
+        codes, exponents = blocks.whole(), scales.whole()
+        if bool(exponents.eq(_NO_NUMBER).any()):
+            raise ModelError(f"{scales.name} has a scale of {_NO_NUMBER}, which is no number in MXFP4. Copy the checkpoint again")
+        return {"weight": ((codes << 4) | (codes >> 4)).flatten(), "scale": exponents.flatten()}
 
     names, shape = frozenset({blocks.name, scales.name}), (experts, groups * GROUP, rows)
     return PackedTensor(shape, torch.bfloat16, names, GROUP, E2M1, False, read, scale_dtype=torch.uint8)
