@@ -36,6 +36,14 @@ def test_a_group_spans_hosts_where_a_job_or_the_base_needs_it(orders: int, least
     assert kept is None or "more than the 2 of the widest" in kept.reason
 
 
+def test_a_group_keeps_what_its_base_needs_though_a_host_could_hold_it() -> None:
+    """As where GPUs are uneven, and those that have room lie on two hosts."""
+    groups, *_ = wide()
+    groups.see(submitted(1, least=2))
+    assert groups.keep(group_on(0, 1000), [1]) == (group_on(0, 1000), None)
+    assert groups.stages(group_on(0, 1000)) == 2
+
+
 def test_a_base_is_cut_where_no_host_holds_it() -> None:
     groups, *_ = wide()
     assert groups.stages(group_on(0, 1, 1000)) == 0, "replicas"
@@ -54,6 +62,8 @@ def test_a_job_asks_for_what_is_there_and_waits_where_its_base_needs_more() -> N
     assert groups.admit(large) is groups.admit(large) is None
     assert said == ["a waits for workers of other hosts: its base takes 4 GPUs, and 3 are there"]
     nodes.see([NodeAdded("c", (2000,))])
+    assert groups.admit(large) is None, "the scheduler gives whole hosts and a part of one"
+    nodes.see([NodeAdded("d", (3000, 3001))])
     admitted = groups.admit(large)
     assert admitted is not None and admitted.gpus == 4
     fixed, *_ = wide(come=False)

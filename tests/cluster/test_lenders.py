@@ -39,11 +39,11 @@ def backend(tmp_path: Path) -> Iterator[LocalBackend]:
         yield made
 
 
-def come(backend: LocalBackend) -> FakeWorker:
-    """A worker of the other host, which has loaded nothing."""
-    worker = RemoteWorker((STRIDE,), None, FakeProcess(), 1, 180.0, LABELS, STRIDE)
+def come(backend: LocalBackend, first: int = STRIDE) -> FakeWorker:
+    """A worker of another host, which has loaded nothing."""
+    worker = RemoteWorker((first,), None, FakeProcess(), 1, 180.0, LABELS, first)
     worker.reached_at = "10.0.0.1"
-    backend.worker_pool.workers[STRIDE] = worker
+    backend.worker_pool.workers[first] = worker
     return FakeWorker(worker, backend.worker_pool.inbox)
 
 
@@ -81,6 +81,20 @@ def test_a_group_is_led_on_its_first_host_and_the_others_lend(backend: LocalBack
     leader.obey()
     backend.advance()
     assert leader.remote.lent == () and lender.stopping
+
+
+def test_no_lender_is_told_anything_before_all_are_there(backend: LocalBackend) -> None:
+    """Else the first would load the base as a worker of its own."""
+    backend.worker_pool.remote_hosts.events.append(NodeAdded("c", (2 * STRIDE,)))
+    lender = come(backend)
+    backend.execute(StartGroup(wide("g", (0, 1, STRIDE, 2 * STRIDE), "a")))
+    leader = next(worker for worker in STARTED if worker is not lender)
+    leader.say(Loaded(), DOOR)
+    backend.advance()
+    assert lender.worker_reconciler.want is None and lender.remote.load is None
+    other = come(backend, 2 * STRIDE)
+    backend.execute(ChangeGroup(replace(wide("g", (0, 1, STRIDE, 2 * STRIDE), "a"), weights=(2.0,))))
+    assert lend(lender) is not None and lend(other) is not None and leader.changes == [(0, 1, STRIDE, 2 * STRIDE)]
 
 
 def test_a_leader_without_a_group_lets_go_and_a_lender_that_comes_again_is_asked_again(backend: LocalBackend) -> None:

@@ -55,13 +55,13 @@ class LearnedCosts:
         """
         self._of[base] = of
         self._models[""] = cost
-        for kind, model in self._models.items():
+        for kind, model in list(self._models.items()):  # the scheduler's thread may add one
             self._recall(model, base, kind, now)
 
     def teach_kind(self, kind: str, cost: CostModel, now: float) -> None:
         """The same of GPUs of a kind, whose model is new."""
         self._models[kind] = cost
-        for base in self._of:
+        for base in list(self._of):
             self._recall(cost, base, kind, now)
 
     def _recall(self, cost: CostModel, base: str, kind: str, now: float) -> None:
@@ -74,11 +74,11 @@ class LearnedCosts:
 
     def see(self, now: float, *, at_once: bool = False) -> None:
         """Save what is new, now and then; `at_once` at an end. After a full disk a later call saves it."""
-        corrections = sum(model.times_corrected for model in self._models.values())
+        corrections = sum(model.times_corrected for model in list(self._models.values()))
         if not self._of or not (at_once or corrections != self._saved_corrections or now - self._saved_at >= SAVE_SECONDS):
             return
         self._saved_at = now
-        known = [(base, kind) for kind, model in self._models.items() for base in self._of if base in model.constants]
+        known = [(base, kind) for kind, model in list(self._models.items()) for base in list(self._of) if base in model.constants]
         state = {(base, kind): self._models[kind].learned(base, 0.0) for base, kind in known}
         if state == self._saved:
             return

@@ -53,7 +53,7 @@ class Lenders:
         group of its own. Where the leader cannot listen, an event keeps the group on its host.
         """
         home, rest = self.split(leader, group.gpus)
-        ready, awaited = list[int](), leader.listening is None
+        ready, taken, awaited = list[int](), list[RemoteWorker](), leader.listening is None
         if leader.listening is not None and leader.listening.problem:
             events.append(GroupKept(group.group_id, home, leader.listening.problem))
             return None
@@ -67,12 +67,15 @@ class Lenders:
             if not set(part) <= lent:
                 awaited = True
                 continue
-            for worker in lenders:
-                if worker.load is None:
-                    self._load(worker, group)
-                worker.lends_to = group.group_id
+            taken += lenders
             ready += part
-        return None if awaited else ready
+        if awaited:
+            return None
+        for worker in taken:  # all at once: what one has to load is told together with whom it lends to
+            if worker.load is None:
+                self._load(worker, group)
+            worker.lends_to = group.group_id
+        return ready
 
     def tell(self, group: JobGroup, leader: RemoteWorker, jobs: tuple[Join, ...]) -> None:
         """The lenders of what the leader has: whom they work for, and what they may read of `jobs`."""

@@ -38,14 +38,19 @@ class Nodes:
         return told
 
     @property
+    def sizes(self) -> list[int]:
+        """GPUs of each host."""
+        return [len(node.gpus) for node in self._nodes.values()]
+
+    @property
     def widest(self) -> int:
         """GPUs of the host that has most of them."""
-        return max((len(node.gpus) for node in self._nodes.values()), default=0)
+        return max(self.sizes, default=0)
 
     @property
     def num_gpus(self) -> int:
         """Of all hosts."""
-        return sum(len(node.gpus) for node in self._nodes.values())
+        return sum(self.sizes)
 
     def check(self, name: str) -> None:
         """Raises ConfigError for a host that there is not."""

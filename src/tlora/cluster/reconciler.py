@@ -249,7 +249,7 @@ class Reconciler:
             group = self._own_group(worker)
             if worker.obeys and group is not None:
                 self._let_in(group, worker, held)
-            elif worker.obeys and worker.load is not None:
+            elif worker.obeys and worker.load is not None and not worker.lends_to:
                 worker.give_back()
 
     def _provide(self, group: JobGroup) -> None:

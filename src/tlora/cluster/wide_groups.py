@@ -8,6 +8,7 @@ from dataclasses import replace
 from tlora.cluster.nodes import Nodes
 from tlora.job import LayoutSetting
 from tlora.protocol import GroupKept, JobGroup, JobSubmitted
+from tlora.scheduler.draft import has_room
 
 
 class WideGroups:
@@ -35,10 +36,11 @@ class WideGroups:
         there = self._nodes.num_gpus
         if not (self._takes_what_comes and there):  # before the first host has come, any number may come
             return job
-        if job.least_gpus <= there:
-            if job.gpus > there:
-                self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {there} GPUs are there as it arrives")
-            return replace(job, gpus=max(1, job.least_gpus, min(job.gpus, there)))
+        for gpus in range(max(job.least_gpus, min(job.gpus, there)), job.least_gpus - 1, -1):
+            if has_room(self._nodes.sizes, gpus, self._nodes.widest):  # whole hosts and a part of one, as the scheduler gives them
+                if job.gpus > gpus:
+                    self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {there} GPUs are there as it arrives")
+                return replace(job, gpus=gpus)
         if job.job_id not in self._waiting:
             self._waiting.add(job.job_id)
             self._note(f"{job.job_id} waits for workers of other hosts: its base takes {job.least_gpus} GPUs, and {there} are there")
@@ -48,7 +50,7 @@ class WideGroups:
         """The group, on one host where none of its jobs, which order so many GPUs, nor its base needs several."""
         here, widest = self._on_one_host(group.gpus), self._nodes.widest
         needs = max((self._least.get(group.base_model, 1), *orders))
-        if len(here) == len(group.gpus) or needs > widest:
+        if len(here) == len(group.gpus) or needs > widest or len(here) < self._least.get(group.base_model, 1):
             return group, None
         why = f"a group has GPUs of one host, unless its base or a job of it needs more than the {widest} of the widest"
         return group.on(here), GroupKept(group.group_id, here, why)

@@ -34,7 +34,8 @@ class Worker:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.told: list[tuple[float, Report]] = []
         self._news = threading.Condition()
-        self.group = WorkerGroup(load, gpus, self.inbox, self._hear, Heartbeat(), tuple)
+        self.heartbeat = Heartbeat()
+        self.group = WorkerGroup(load, gpus, self.inbox, self._hear, self.heartbeat, tuple)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._go_on, daemon=True)
         self._thread.start()

@@ -14,12 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cluster.test_listeners import wait_for
 from tests.engine.ranks.test_group_changes import Worker, World
 from tests.engine.ranks.test_group_changes import ended as ended
 from tests.engine.ranks.test_lent_gpus import LENT, Host, listen
 from tests.engine.tiny_runs import job, write_rows
-from tlora.engine.messages import SetGpus, SetPlan
+from tlora.engine.messages import SetGpus, SetPlan, Stop
+from tlora.engine.ranks.lending_line import LENDING, Lent
 from tlora.engine.ranks.worker_group import LostLenderError
+from tlora.link.keyed_listener import dial_keyed
 from tlora.worker_protocol import GpusChanged, Joined, Load, Loaded, Report
 
 
@@ -51,9 +54,13 @@ class Apart(World):
         save_file(spoiled, where / "model.safetensors", {"format": "pt"})
         return where
 
-    def spanning(self, out: Path) -> tuple[Worker, Host]:
+    def leader(self, out: Path) -> Worker:
         worker = Worker(Load(str(self.last), str(out), "cpu", time.time(), deterministic=True, layout="stages", stages=2), (0,))
         self.workers.append(worker)
+        return worker
+
+    def spanning(self, out: Path) -> tuple[Worker, Host]:
+        worker = self.leader(out)
         host = Host(self.first, out, listen(worker))
         worker.inbox.put(SetPlan(128))
         self.join(worker)  # before the other host's GPU is told of: the jobs wait for it
@@ -101,13 +108,29 @@ def test_a_lost_host_costs_what_followed_the_checkpoint(world: Apart, tmp_path: 
     world.finish(again, tmp_path)
 
 
-@pytest.mark.slow
-def test_stages_that_are_stopped_save_all_jobs(world: Apart, tmp_path: Path) -> None:
-    """The parts of the first stage too, which then is let go."""
-    worker, host = world.spanning(tmp_path)
-    worker.until(lambda _: worker.steps("dropout")[-1:] > [5])
+def test_a_leader_that_waits_for_its_hosts_can_be_stopped(world: Apart, tmp_path: Path) -> None:
+    """A host that has come, and starts no rank yet."""
+    worker = world.leader(tmp_path)
+    lending = listen(worker)
+    line = dial_keyed(lending.address, lending.fingerprint, lending.key)
+    line.send(LENDING.encode(Lent("b", 1, (LENT,))))
+    worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))
+    wait_for(lambda: worker.heartbeat.phase == "waiting")
     worker.stop()
     assert worker.error is None
+    line.close()
+
+
+@pytest.mark.slow
+def test_stages_that_are_stopped_save_all_jobs(world: Apart, tmp_path: Path) -> None:
+    """The parts of the first stage too, whose host is stopped at the same time."""
+    worker, host = world.spanning(tmp_path)
+    worker.until(lambda _: worker.steps("dropout")[-1:] > [5])
+    host.commands.put(Stop())
+    worker.stop()
+    assert worker.error is None
+    saved = [int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("dropout/checkpoint-*")]
+    assert max(saved) >= worker.steps("dropout")[-1] > 5
     host.thread.join(60)
     again, _ = world.spanning(tmp_path)
     world.finish(again, tmp_path)

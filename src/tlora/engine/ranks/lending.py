@@ -28,6 +28,7 @@ from tlora.sharing.multicast import NO_MULTICAST
 from tlora.worker_protocol import Join, Lending, Load
 
 _GONE_SECONDS = 20.0
+_SAVE_SECONDS = 20.0  # for a leader to save what stages here have parts of
 
 
 class Lender:
@@ -39,6 +40,7 @@ class Lender:
         self._processes: dict[int, SupervisedProcess] = {}
         self._gpu_of: dict[int, int] = {}
         self._coming: dict[tuple[int, str], Spread] = {}  # parts whose data is on its way here, by rank and job
+        self._has_stages, self._over = False, threading.Event()
 
     def run(self, commands: queue.SimpleQueue[Any]) -> str:
         """Until the leader lets it go, is gone, or a `Stop` comes. Returns why. Raises ConfigError where the leader cannot be reached."""
@@ -60,6 +62,7 @@ class Lender:
                 else:
                     self._send(line, rank, encode(FROM_RANK, report))
         finally:
+            self._over.set()
             line.end()
             for process in self._processes.values():
                 process.kill(_GONE_SECONDS)
@@ -87,6 +90,8 @@ class Lender:
         while not isinstance(commands.get(), Stop):
             pass
         reasons.append("it was told to stop")
+        if self._has_stages:  # the leader, where it is told so at the same time, saves its jobs with what is here
+            self._over.wait(_SAVE_SECONDS)
         line.end()
 
     # -- what the leader says ----------------------------------------------------------------------------------------------
@@ -123,6 +128,7 @@ class Lender:
     def _pass(self, line: Line, rank: int, command: ToRank | Sending) -> None:
         match command:
             case Enter():
+                self._has_stages = bool(command.stages)
                 load = replace(self._load, layout="whole", calibrate=False)
                 device = worker_device(load.device, self._gpus, self._gpu_of[rank])
                 command = replace(command, load=load, device=device, store="", together=1, worker_pid=os.getpid())

@@ -121,8 +121,8 @@ class WorkerGroup:
                     self._hear(rank, report)
                 for rank in self._change.late(time.monotonic()):
                     self._refuse_change(None, f"the rank on GPU {self._change.gpu_of[rank]} has not loaded the base in time")
-                # What is said to a rank that is not there is lost.
-                while not self._told.empty() and all(rank in rank_group.hellos for rank in self._change.taking):
+                # What is said to a rank that is not there is lost; a gang that waits holds what is for ranks.
+                while not self._told.empty() and (self._gang.waits or all(rank in rank_group.hellos for rank in self._change.taking)):
                     self._obey(self._told.get())
         except BaseException:
             rank_group.kill()
@@ -284,10 +284,12 @@ class WorkerGroup:
                 pass  # it has nothing to save
             case Bye() if self._stopping and self._gang.is_cut:
                 self._rank_group.stop()  # the last stage has saved all jobs
-            case Lost(reason, lent=lent) if rank not in change.ending:
-                self._lose(rank, reason, lent=lent)
+            case Lost(reason, broken, lent) if rank not in change.ending:
+                self._lose(rank, reason, lent=lent and (broken is None or report.by_another))
             case Hello():
                 begin, expected = self._gang.complete(rank, self._rank_group.hellos), self._expected()
+                if self._gang.is_cut:  # while hosts are waited for, nothing is loaded
+                    self._heartbeat.begin("loading" if begin else "waiting")
                 for each in begin:
                     self._enter(each, expected)
                 for command in self._gang.release():
