@@ -289,6 +289,22 @@ def test_a_hello_of_another_host_that_is_refused_says_why(station: TcpStation, h
     assert not station.worker_pool.remote_hosts.events
 
 
+def test_a_worker_without_jobs_that_has_gone_makes_room_at_once(station: TcpStation) -> None:
+    """As where it is started again; its lease would last minutes."""
+    first = station.enter_as({"boot": "of another host"})
+    first.send(worker_line(REMOTE))
+    assert b'"ack"' in (first.read_line(60) or b"")
+    first.close()
+    (gone,) = station.worker_pool.workers.values()
+    wait_for(lambda: not gone.connected)
+    again = station.enter_as({"boot": "of another host"})
+    again.send(worker_line(replace(REMOTE, incarnation="another")))
+    wait_for(lambda: gone.process.wait(0.0))
+    station.do(lambda: station.worker_pool.workers.pop(STRIDE, None))  # as the back end does when it hears of an end
+    assert b'"ack"' in (again.read_line(60) or b"")
+    again.close()
+
+
 def test_two_workers_of_a_host_cannot_have_one_gpu_and_a_replayed_hello_takes_nothing(station: TcpStation) -> None:
     first = station.enter_as({"boot": "of another host"})
     first.send(worker_line(REMOTE))

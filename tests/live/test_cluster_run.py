@@ -112,7 +112,7 @@ def test_stages_hold_the_base(tmp_path: Path) -> None:
     train(base, tmp_path / "whole", orders, deterministic=True)
     rows = job("rows", data, trainable_token_indices=[1, 2])
     results = train_on_cluster(run_spec(base, tmp_path / "out", [*orders, rows], deterministic=True, layout="stages"), gpus=3, device="cpu")
-    assert "the base is in stages" in results["rows"].reason
+    assert "base is in stages" in results["rows"].reason
     same_bytes(tmp_path / "out" / "jobs", tmp_path / "whole", ["one", "two"])
     started = [item for _, item in read_event_log(tmp_path / "out" / "events.jsonl") if isinstance(item, StartGroup)]
     assert {len(item.group.gpus) for item in started} == {2}

@@ -130,6 +130,11 @@ class RemoteHosts:
         if isinstance(worker.process, LeasedProcess) and worker.is_over:
             worker.process.prove_end("has ended by itself")
 
+    def see_successor(self, worker: RemoteWorker) -> None:
+        """Another has come for its GPUs. One whose line has ended and that holds no job writes nothing: its lease need not be awaited."""
+        if isinstance(worker.process, LeasedProcess) and not (worker.connected or worker.jobs):
+            worker.process.prove_end("has ended: another has come for its GPUs")
+
     def prove(self, workers: Iterable[RemoteWorker], end: ProvenEnd) -> None:
         """An engine's word. Of a whole host it is no proof for a worker whose line stands: it is repeated, and counts later."""
         for worker in workers:

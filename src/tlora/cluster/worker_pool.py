@@ -259,7 +259,10 @@ class WorkerPool:
             arrived = replace(arrived, peer=replace(arrived.peer, is_remote=True, identity=None))
         session, hello = arrived.session, arrived.hello
         gpus = self.remote_hosts.numbers(hello, arrived.peer)
-        if any(worker.is_over and worker.incarnation != hello.incarnation for worker in self._on(gpus)):
+        before = [worker for worker in self._on(gpus) if worker.incarnation != hello.incarnation]
+        for worker in before:
+            self.remote_hosts.see_successor(worker)
+        if any(worker.is_over or worker.process.wait(0.0) for worker in before):
             self._unheard.append(arrived)  # it begins anew, and its end has not been handled yet
             return
         session.open()

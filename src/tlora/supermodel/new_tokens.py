@@ -47,13 +47,13 @@ class NewTokens:
         """What `lora` trains here, as the last part of its layout. Raises ModelError for ids that the embedding lacks, and ConfigError for
         a base in stages.
         """
-        shapes = row_shapes(self._model, lora)
-        if not shapes:
-            return ()
-        if self._staged:
+        if self._staged and lora.trainable_token_indices:
             raise ConfigError(
                 "trainable_token_indices needs the embedding and the head in one place, and this base is in stages. Set layout: shared"
             )
+        shapes = row_shapes(self._model, lora)
+        if not shapes:
+            return ()
         if self._weight is not None and self._weight.device.type != "meta":
             self._check_lookup(shapes[0].tokens)
         return shapes
