@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.test_worker_pool import HELLO, Station
-from tlora.cluster import listeners
+from tlora.cluster import listeners, session
 from tlora.cluster.credentials import CERTIFICATE, TOKENS, WorkerTokens
 from tlora.cluster.hosts import STRIDE
 from tlora.cluster.listeners import TlsListener
@@ -37,7 +37,7 @@ from tlora.link.authentication import (
     read_number,
 )
 from tlora.link.endpoint import Endpoint, dial
-from tlora.link.lines import Line
+from tlora.link.lines import Connection, Line
 from tlora.link.process_identity import ProcessIdentity, identify
 from tlora.link.tls import connect_tls
 from tlora.link.versions import versions
@@ -219,6 +219,27 @@ def test_more_strangers_than_there_is_room_for_are_shut_out(tmp_path: Path, monk
         line, answer = station.say_hello()
         assert b'"ack"' in answer
         line.close()
+    station.close()
+
+
+@pytest.mark.parametrize("fault", [OSError("it has ended"), RuntimeError("can't start new thread")])
+def test_a_connection_that_cannot_be_taken_gives_its_place_back(fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = [fault]
+
+    def make_line(connection: Connection) -> Line:
+        if faults:
+            raise faults.pop()
+        return Line(connection)
+
+    monkeypatch.setattr(tls_port, "_MOST_STRANGERS", 1)
+    monkeypatch.setattr(session, "Line", make_line)
+    station = TcpStation(tmp_path)
+    with socket.create_connection(tcp_place(station.listener.address)) as first:
+        first.settimeout(60)
+        assert not first.recv(1) and not faults
+    line, answer = station.say_hello()
+    assert b'"ack"' in answer
+    line.close()
     station.close()
 
 

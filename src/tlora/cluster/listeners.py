@@ -55,10 +55,10 @@ class UnixListener:
     def __init__(self, directory: Path) -> None:
         self._listener, self.address = listen(directory)
 
-    def accept(self) -> tuple[Connection, Callable[[Line], Peer]]:
+    def accept(self) -> tuple[Connection, Callable[[Line], Peer], Callable[[], None]]:
         connection, _ = self._listener.accept()
         connection.settimeout(None)
-        return connection, lambda _: admit_unix(connection)
+        return connection, lambda _: admit_unix(connection), connection.close
 
     @property
     def is_closed(self) -> bool:

@@ -87,6 +87,7 @@ class Session:
         serve_files: Callable[[Line, OpenStore], None],
         reactor: Reactor,
     ) -> None:
+        """Raises OSError, RuntimeError: then nothing is admitted."""
         self._serve_files, self._reactor = serve_files, reactor
         self._admit, self._line, self._inbox = admit, Line(connection), inbox
         self._channel = Channel(self._line, self._hear, self._end)

@@ -48,11 +48,11 @@ class KeyedListener:
             raise AdmissionError("it comes with another key")
 
     def _take(self, connection: Connection, admit: Callable[[Line], None]) -> None:
-        threading.Thread(target=self._meet, args=(connection, admit), name="keyed-line", daemon=True).start()
+        line = Line(connection, CUT_SECONDS)
+        threading.Thread(target=self._meet, args=(connection, line, admit), name="keyed-line", daemon=True).start()
 
-    def _meet(self, connection: Connection, admit: Callable[[Line], None]) -> None:
+    def _meet(self, connection: Connection, line: Line, admit: Callable[[Line], None]) -> None:
         with contextlib.suppress(OSError, ValueError):  # a stranger, a host that is gone, or a message that cannot be read
-            line = Line(connection, CUT_SECONDS)
             try:
                 admit(line)
                 _keep_watch(connection)

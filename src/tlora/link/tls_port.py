@@ -29,9 +29,10 @@ Admitted = TypeVar("Admitted", covariant=True)
 class Listener(Protocol[Admitted]):
     address: str
 
-    def accept(self) -> tuple[Connection, Callable[[Line], Admitted]]:
+    def accept(self) -> tuple[Connection, Callable[[Line], Admitted], Callable[[], None]]:
         """The next connection, and what admits it, in a thread of its own: a slow peer delays no other. That raises AdmissionError, whose
-        reason is sent to the peer; OSError for a connection that is closed silently. Raises OSError.
+        reason is sent to the peer; OSError for a connection that is closed silently. The third closes a connection that is not admitted:
+        one of the two is to be called. Raises OSError.
         """
         ...
 
@@ -41,17 +42,19 @@ class Listener(Protocol[Admitted]):
 
 
 def accept_from(listener: Listener[T], take: Callable[[Connection, Callable[[Line], T]], object]) -> None:
-    """Hand all connections that come to `take`, until the listener is closed."""
+    """Hand all connections that come to `take`, until the listener is closed. What it raises ends that connection alone: it may raise only
+    before it admits.
+    """
     while not listener.is_closed:
         try:
-            connection, admit = listener.accept()
+            connection, admit, drop = listener.accept()
         except OSError:  # closed, or too many open files for a while
             time.sleep(_ACCEPT_SECONDS)
             continue
         try:
             take(connection, admit)
-        except RuntimeError:  # no more threads: it will dial again
-            connection.close()
+        except (OSError, RuntimeError):  # it has ended by now, or there are no more threads: it will dial again
+            drop()
 
 
 def close_listener(listener: socket.socket) -> None:
@@ -81,21 +84,25 @@ class TlsPort(Generic[T]):
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
         self.address = tcp_address(*listener.getsockname()[:2])
 
-    def accept(self) -> tuple[TlsStream, Callable[[Line], T]]:
+    def accept(self) -> tuple[TlsStream, Callable[[Line], T], Callable[[], None]]:
         """As `Listener`."""
         while True:
             connection, (host, port, *_) = self._listener.accept()
             if self._strangers.acquire(blocking=False):
                 break
             connection.close()
+
+        def drop() -> None:
+            connection.close()
+            self._strangers.release()
+
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream, reached_at = TlsStream(connection, self._context, server_side=True), connection.getsockname()[0]
         except BaseException:
-            connection.close()
-            self._strangers.release()
+            drop()
             raise
-        return stream, lambda line: self._admit(stream, Stranger(line, f"a connection from {host}:{port}", host, reached_at))
+        return stream, lambda line: self._admit(stream, Stranger(line, f"a connection from {host}:{port}", host, reached_at)), drop
 
     @property
     def is_closed(self) -> bool:
