@@ -157,6 +157,15 @@ def test_a_lender_that_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pyt
     ranks.close()
 
 
+def test_a_lender_that_comes_as_the_group_ends_is_let_go(tmp_path: Path) -> None:
+    ranks = LentRanks("127.0.0.1", tmp_path, lambda rank, said: None)
+    line = dial_keyed(ranks.listening.address, ranks.listening.fingerprint, ranks.listening.key)
+    ranks.close()
+    line.send(LENDING.encode(Lent("b", 7, (LENT,))))
+    assert line.read_line(20) is None
+    line.close()
+
+
 def test_a_lender_says_that_it_is_still_there(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "BEAT_SECONDS", 0.05)
     said: queue.SimpleQueue[object] = queue.SimpleQueue()

@@ -92,7 +92,7 @@ class LentRanks:
         self._lenders: dict[int, _Lender] = {}  # by GPU
         self._wanted = set[int]()
         self._waiting: dict[int, LentRank] = {}  # ranks whose lender has not come, by GPU
-        self._lock = threading.Lock()
+        self._closed, self._lock = False, threading.Lock()
         self._listener = KeyedListener(address, directory, self._serve)
         self.listening = Listening(self._listener.address, self._listener.fingerprint, self._listener.key)
 
@@ -124,6 +124,7 @@ class LentRanks:
     def close(self) -> None:
         self._listener.close()
         with self._lock:
+            self._closed = True
             for lender in self._lenders.values():
                 lender.line.end()
 
@@ -138,12 +139,14 @@ class LentRanks:
             self._lose(lender)
 
     def _admit(self, line: Line) -> _Lender:
-        """Raises ValueError for one whose GPUs another lends."""
+        """Raises ValueError for one whose GPUs another lends, and where no lender is wanted any more."""
         first = LENDING.decode(line.read_line(ADMISSION_SECONDS) or b"")
         if not isinstance(first, Lent):
             raise ValueError(f"{type(first).__name__} comes first, and not Lent")
         lender = _Lender(line, first.host, first.gpus)
         with self._lock:
+            if self._closed:
+                raise ValueError("the group has ended")
             if not self._lenders.keys().isdisjoint(first.gpus):
                 raise ValueError(f"GPUs {first.gpus} are lent already")
             self._lenders |= dict.fromkeys(first.gpus, lender)
