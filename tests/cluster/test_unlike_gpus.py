@@ -9,16 +9,18 @@ import pytest
 from tests.cluster.fake_workers import local_backend
 from tests.scheduler.mirror import made_spec
 from tlora.cluster.hosts import STRIDE, node_events
+from tlora.cluster.listeners import Peer
 from tlora.cluster.local_machine import LocalMachine
 from tlora.cluster.remote_hosts import RemoteHosts, _why_another_kind
 from tlora.errors import ConfigError
+from tlora.link.versions import versions
 from tlora.protocol import KindsFound, MemoryFound, NodeAdded, StartGroup
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.shape.cost import CostModel, scaled_constants
 from tlora.shape.gpu_files import training_speed
 from tlora.shape.predicted_constants import live_constants
-from tlora.worker_protocol import Device, HostLabels
+from tlora.worker_protocol import Device, Hello, HostLabels
 
 NEW, OLD = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090"
 
@@ -64,6 +66,15 @@ def test_a_host_of_another_kind_is_refused_where_bits_must_not_depend_on_it(tmp_
     assert not _why_another_kind(old, OLD) and not _why_another_kind(old, ""), "the first host decides"
     assert _why_another_kind(both, "").startswith(f"it has {NEW}, and this cluster is deterministic: it keeps its jobs on {OLD}")
     assert RemoteHosts(tmp_path, (), 1.0, lambda: "cuda", print).only_kind is None, "else all kinds are taken"
+
+
+def test_a_worker_that_comes_to_leave_decides_no_kind(tmp_path: Path) -> None:
+    hosts, peer = RemoteHosts(tmp_path, (), 1.0, lambda: "cuda", lambda _: None), Peer(7, None, is_remote=True)
+    hosts.only_kind = ""
+    for name, kind, said, decided in (("old", OLD, {"tlora": "0.0.1"}, ""), ("new", NEW, versions(), NEW), ("more", OLD, versions(), NEW)):
+        host = HostLabels(name, devices=(Device(kind),))
+        hosts.take_on((hosts.hosts.first_number(host),), Hello(name, (0,), said, host=host), host, peer, 1)
+        assert hosts.only_kind == decided
 
 
 def test_a_host_brings_what_its_gpus_are() -> None:

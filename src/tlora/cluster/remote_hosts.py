@@ -44,7 +44,7 @@ class RemoteHosts:
         self.hosts, self._leases, self._began = Hosts(own), Leases(directory), time.monotonic()
         self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
         self._outlived: set[str] = set()  # incarnations that were lost by their leases
-        self.only_kind: str | None = None  # of GPUs, where all jobs stay on one: "" until the first has come
+        self.only_kind: str | None = None  # of GPUs, where all jobs stay on one: "" until the first has come to stay
         self._leaving: set[str] = set()  # incarnations that came to save their jobs and end: their GPUs are not used
         self._lost: list[str] = []  # incarnations whose jobs are not free yet
         self.files = FileService(directory.parent)
@@ -93,13 +93,13 @@ class RemoteHosts:
         if worker.files_by_line and hello.load is not None:
             self.files.grant(hello.incarnation, hello.load.base_model, {held.job_id: (held.attempt, None) for held in hello.jobs})
         self._away.pop(gpus, None)
-        if self.only_kind == "":
-            self.only_kind = host.devices[0].kind
         if reason := why_unlike(hello):
             self._note(f"the worker of {worker.display_name} saves its jobs and ends: it {reason}")
             self._leaving.add(hello.incarnation)
             worker.stop()
         else:
+            if self.only_kind == "":
+                self.only_kind = host.devices[0].kind
             self._note(f"a worker has come for {worker.display_name}")
             self.events += node_events(host, gpus)
         return worker
