@@ -55,7 +55,9 @@ class RelayedMemory:
         part = self._parts.get(sender)
         if part is None or sender == self._rank or not 0 <= start <= start + len(content) <= len(part):
             raise RankError(f"rank {sender} sent {len(content):,} bytes for byte {start:,} of a job that has no such. Start all alike")
-        part[start : start + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        # Words are read meanwhile, and each must be whole.
+        kind = torch.int64 if start % 8 == len(content) % 8 == 0 else torch.uint8
+        part[start : start + len(content)].view(kind).copy_(torch.frombuffer(bytearray(content), dtype=kind))
 
 
 class Relay:

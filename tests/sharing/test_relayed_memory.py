@@ -1,0 +1,46 @@
+"""Memory of ranks of several hosts, in one process: what each holds, what it takes, and how it is written."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tlora.errors import RankError
+from tlora.sharing.relayed_memory import RelayedMemory
+
+CPU = torch.device("cpu")
+
+
+class Copies(TorchDispatchMode):
+    """The dtypes of all copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("start", "content", "whole"), [(8, struct.pack("2q", -2, 5), True), (9, b"12345678", False), (8, b"1", False)])
+def test_no_word_is_read_half_written(start: int, content: bytes, whole: bool) -> None:
+    memory = RelayedMemory(1, 32, 0, [0, 1], CPU, lambda *_: None)
+    with Copies() as copies:
+        memory.take(1, start, content)
+    assert copies.dtypes == [torch.int64 if whole else torch.uint8]
+    read = torch.empty(len(content), dtype=torch.uint8)
+    memory.read(1, start, read)
+    assert read.numpy().tobytes() == content
+
+
+@pytest.mark.parametrize(("sender", "start"), [(0, 0), (2, 0), (1, -1), (1, 32), (1, 25)])
+def test_what_has_no_place_is_refused(sender: int, start: int) -> None:
+    memory = RelayedMemory(1, 32, 0, [0, 1], CPU, lambda *_: None)
+    with pytest.raises(RankError, match=f"rank {sender} sent 8 bytes for byte {start} of a job that has no such"):
+        memory.take(sender, start, b"12345678")
