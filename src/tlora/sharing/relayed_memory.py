@@ -1,5 +1,5 @@
-"""Memory of ranks of several hosts, which cannot read each other's: each keeps a copy of what the others have written, and gets theirs over
-the line by which it also hears that they have.
+"""Memory of ranks of several hosts, which cannot read each other's: each keeps a copy of what those have written that it reads, and gets it
+over the line by which it also hears that they have.
 
 It stands for `PeerMemory` where ranks are apart. A rank's bytes are sent once the device has written them and before the note that
 announces them; one line keeps that order. So what a note announces is there when the note is.
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,17 +20,22 @@ from tlora.errors import RankError
 from tlora.link.transfer import PIECE_BYTES
 from tlora.sharing.host_memory import pin
 
-Send = Callable[[int, int, int, bytes], None]
-"""Takes the meeting's number, the rank that shall get the bytes, where they begin in this rank's memory, and them."""
+Send = Callable[[int, int, bytes], None]
+"""Takes the rank that shall get the bytes, where they begin in this rank's memory, and them."""
 
 
 class RelayedMemory:
     """`own` lies in the host's memory; `device` is where it is copied to. `read` and `own` are those of a `PeerMemory`."""
 
-    def __init__(self, number: int, num_bytes: int, rank: int, ranks: Sequence[int], device: torch.device, send: Send) -> None:
-        """Of rank `rank` among `ranks`, whose positions are the peers' numbers. Raises CapacityError where it cannot be pinned."""
-        self._number, self._rank, self._ranks, self._send = number, rank, list(ranks), send
-        self._parts = {each: torch.from_numpy(np.zeros(num_bytes, np.uint8)) for each in ranks}  # numpy's take no room until written
+    def __init__(
+        self, num_bytes: int, rank: int, ranks: Sequence[int], device: torch.device, send: Send, heard: Collection[int] | None = None
+    ) -> None:
+        """Of rank `rank` among `ranks`, whose positions are the peers' numbers. `heard`: the peers that are read here, by default all.
+        Raises CapacityError where it cannot be pinned.
+        """
+        self._rank, self._ranks, self._send = rank, list(ranks), send
+        kept = [rank, *(ranks[peer] for peer in (range(len(ranks)) if heard is None else heard))]
+        self._parts = {each: torch.from_numpy(np.zeros(num_bytes, np.uint8)) for each in kept}  # numpy's take no room until written
         self.own, self.device = self._parts[rank], device
         if device.type == "cuda":
             for part in self._parts.values():
@@ -39,12 +45,13 @@ class RelayedMemory:
         target.copy_(self._parts[self._ranks[peer]][start : start + target.numel()], non_blocking=True)
 
     def pass_on(self, start: int, size: int, peer: int | None = None) -> None:
-        """Send bytes of this rank's to that peer, or to all. The device has written them."""
+        """Send bytes of this rank's to that peer, or to all, where each reads all. The device has written them."""
+        assert peer is not None or len(self._parts) == len(self._ranks), "some ranks have no place for what is sent to all"
         for begin, end in _pieces(start, size):
             content = self.own[begin:end].numpy().tobytes()
             for rank in self._ranks if peer is None else [self._ranks[peer]]:
                 if rank != self._rank:
-                    self._send(self._number, rank, begin, content)
+                    self._send(rank, begin, content)
 
     def as_integers(self) -> list[np.ndarray]:
         """All of it, of each peer."""
@@ -65,16 +72,19 @@ class Relay:
     group's own.
     """
 
-    def __init__(self, rank: int, send: Send) -> None:
+    def __init__(self, rank: int, send: Callable[[int, int, int, bytes], None]) -> None:
+        """`send` takes the meeting's number, and what `Send` does."""
         self._rank, self._send = rank, send
         self._memories: dict[int, RelayedMemory] = {}
         self._early: dict[int, list[tuple[int, int, bytes]]] = {}  # of meetings to which this rank is still on its way
         self._last = -1
         self._lock = threading.Lock()
 
-    def open(self, number: int, num_bytes: int, ranks: Sequence[int], device: torch.device) -> RelayedMemory:
+    def open(
+        self, number: int, num_bytes: int, ranks: Sequence[int], device: torch.device, heard: Collection[int] | None = None
+    ) -> RelayedMemory:
         """The memory of a meeting with those ranks, of which this is one. Others may have written by now."""
-        memory = RelayedMemory(number, num_bytes, self._rank, ranks, device, self._send)
+        memory = RelayedMemory(num_bytes, self._rank, ranks, device, partial(self._send, number), heard)
         with self._lock:
             self._memories[number], self._last = memory, max(self._last, number)
             for sender, start, content in self._early.pop(number, []):
@@ -104,8 +114,9 @@ class RelayedPeers:
         self.rank, self.world_size = ranks.index(rank), len(ranks)
         self._relay, self._ranks, self._numbers = relay, ranks, itertools.count()
 
-    def open(self, num_bytes: int, device: torch.device) -> RelayedMemory:
-        return self._relay.open(next(self._numbers), num_bytes, self._ranks, device)
+    def open(self, num_bytes: int, device: torch.device, heard: Collection[int] | None = None) -> RelayedMemory:
+        """`heard` as of `RelayedMemory`."""
+        return self._relay.open(next(self._numbers), num_bytes, self._ranks, device, heard)
 
     def is_alive(self, peer: int) -> bool:
         return True

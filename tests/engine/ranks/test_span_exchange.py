@@ -92,10 +92,10 @@ class World:
     def relayed(self, num_bytes: int, rank: int, count: int) -> RelayedMemory:
         """Its bytes travel with the notes."""
 
-        def send(_: int, to: int, start: int, content: bytes) -> None:
+        def send(to: int, start: int, content: bytes) -> None:
             self.mail[to].append((rank, start, content))
 
-        self.memories.append(RelayedMemory(1, num_bytes, rank, range(count), torch.device("cpu"), send))
+        self.memories.append(RelayedMemory(num_bytes, rank, range(count), torch.device("cpu"), send))
         return self.memories[-1]
 
     def deliver(self, rank: int) -> None:

@@ -66,7 +66,9 @@ class StageLinks:
         small = states * (self.count - 1)  # where measures and checks begin
         flat_bytes = small + measures + _CHECKS_BYTES
         if isinstance(peers, RelayedPeers):
-            hidden, flat = peers.open(2 * ring, device), peers.open(flat_bytes, device)
+            next_to, all_before = {self.rank - 1, self.rank + 1}.intersection(range(self.count)), range(self.last)
+            hidden = peers.open(2 * ring, device, heard=next_to)
+            flat = peers.open(flat_bytes, device, heard=all_before if self.rank == self.last else [self.last])
         else:
             peers.agree("stages", [sizes.tokens, sizes.width, sizes.adapter, str(sizes.hidden_dtype), through_host], "stages of sizes")
             by_host = partial(open_host_memory, peers=peers, device=device)
