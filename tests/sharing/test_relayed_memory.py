@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import struct
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,3 +59,37 @@ def test_what_is_not_read_has_no_place() -> None:
     assert sent == [(4, 0, bytes(8))], "it goes to who reads it"
     with pytest.raises(AssertionError, match="no place for what is sent to all"):
         memory.pass_on(0, 8)
+
+
+class Runtime:
+    """CUDA's, as far as it pins memory: `pinned` are the first and the last page of each, by address."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, tuple[int, int]] = {}
+
+    def cudaHostRegister(self, address: int, size: int, _: int) -> int:  # noqa: N802  (CUDA's name)
+        pages = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
+        if any(first <= pages[1] and pages[0] <= last for first, last in self.pinned.values()):
+            return 712
+        self.pinned[address] = pages
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.pinned[address]
+
+    def cudaGetErrorString(self, _: int) -> str:  # noqa: N802
+        return "part or all of the requested memory range is already mapped"
+
+
+def test_memory_is_unpinned_before_its_addresses_are_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is pinned once."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for _ in range(2):
+        memory = RelayedMemory(1000, 0, [0, 1, 2], torch.device("cuda"), lambda *_: None)
+        assert len(runtime.pinned) == 3
+        del memory
+        gc.collect()
+        assert not runtime.pinned

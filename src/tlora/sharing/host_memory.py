@@ -66,18 +66,22 @@ class HostMemory:
     def __init__(self, num_bytes: int, device: torch.device, ordered: bool = False) -> None:
         if problem := host_problem(num_bytes):
             raise CapacityError(problem)
-        # not torch's pinned allocator, which takes the next power of two, and keeps it
-        region = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError, AttributeError):  # a kernel without huge pages
-            region.madvise(mmap.MADV_HUGEPAGE)
-        self.own = torch.frombuffer(region, dtype=torch.uint8)[:num_bytes]
+        self.own = own_pages(num_bytes)
         if device.type == "cuda" and num_bytes:
-            _pin(self.own, device, "layers are streamed", "take layout: streamed out" if ordered else _ANOTHER_FIT)
-            weakref.finalize(self, _unpin, self.own).atexit = False  # the driver unpins what a process leaves
+            _pin(self.own, device, self, "layers are streamed", "take layout: streamed out" if ordered else _ANOTHER_FIT)
 
     def read(self, peer: int, start: int, target: Tensor) -> None:
         """Copy the bytes from `start` on into `target`. A GPU queues it on its current stream."""
         target.copy_(self.own[start : start + target.numel()], non_blocking=True)
+
+
+def own_pages(num_bytes: int) -> Tensor:
+    """Zeros that take no room until they are written, in pages that hold nothing else: they can be pinned and unpinned alone."""
+    # not torch's pinned allocator, which takes the next power of two, and keeps it
+    region = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without huge pages
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=torch.uint8)[:num_bytes]
 
 
 def host_problem(num_bytes: int) -> str | None:
@@ -117,12 +121,12 @@ def _left_by(directory: Path, limit: str, usage: str) -> float:
         return math.inf
 
 
-def pin(memory: Tensor, device: torch.device) -> None:
-    """Pin memory that processes share, until this one ends. Raises CapacityError where the driver refuses."""
-    _pin(memory, device, "GPUs copy", "use GPUs that read each other's memory")
+def pin(memory: Tensor, device: torch.device, owner: object) -> None:
+    """Pin memory that processes share, as long as `owner` lives. Raises CapacityError where the driver refuses."""
+    _pin(memory, device, owner, "GPUs copy", "use GPUs that read each other's memory")
 
 
-def _pin(memory: Tensor, device: torch.device, use: str, otherwise: str) -> None:
+def _pin(memory: Tensor, device: torch.device, owner: object, use: str, otherwise: str) -> None:
     runtime: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context must be there
@@ -133,6 +137,7 @@ def _pin(memory: Tensor, device: torch.device, use: str, otherwise: str) -> None
             f"{_gib(memory.numel())} of the host's memory cannot be pinned (cudaHostRegister: {why}), and {use} from pinned memory. "
             f"Free host memory, raise the container's limits, or {otherwise}"
         )
+    weakref.finalize(owner, _unpin, memory).atexit = False  # the driver unpins what a process leaves
 
 
 def _unpin(memory: Tensor) -> None:

@@ -94,7 +94,7 @@ class _HostMemory:
     def pin(self, device: torch.device) -> None:
         """Let `device` copy from and to it by itself."""
         for part in (self.own, *self._parts[: self._rank], *self._parts[self._rank + 1 :]):
-            pin(part, device)
+            pin(part, device, self)
 
 
 def map_file(pid: int, descriptor: int, num_bytes: int) -> Tensor:

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from tlora.errors import RankError
 from tlora.link.transfer import PIECE_BYTES
-from tlora.sharing.host_memory import pin
+from tlora.sharing.host_memory import own_pages, pin
 
 Send = Callable[[int, int, bytes], None]
 """Takes the rank that shall get the bytes, where they begin in this rank's memory, and them."""
 
 
 class RelayedMemory:
-    """`own` lies in the host's memory; `device` is where it is copied to. `read` and `own` are those of a `PeerMemory`."""
+    """`own` lies in the host's memory, pinned where `device`, to which it is copied, is a GPU; unpinned and freed with this object. `read`
+    and `own` are those of a `PeerMemory`.
+    """
 
     def __init__(
         self, num_bytes: int, rank: int, ranks: Sequence[int], device: torch.device, send: Send, heard: Collection[int] | None = None
@@ -35,11 +37,11 @@ class RelayedMemory:
         """
         self._rank, self._ranks, self._send = rank, list(ranks), send
         kept = [rank, *(ranks[peer] for peer in (range(len(ranks)) if heard is None else heard))]
-        self._parts = {each: torch.from_numpy(np.zeros(num_bytes, np.uint8)) for each in kept}  # numpy's take no room until written
+        self._parts = {each: own_pages(num_bytes) for each in kept}
         self.own, self.device = self._parts[rank], device
         if device.type == "cuda":
             for part in self._parts.values():
-                pin(part, device)
+                pin(part, device, self)
 
     def read(self, peer: int, start: int, target: Tensor) -> None:
         target.copy_(self._parts[self._ranks[peer]][start : start + target.numel()], non_blocking=True)
