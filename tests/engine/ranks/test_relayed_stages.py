@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
+from tlora.errors import RankError
 from tlora.sharing.relayed_memory import Relay, RelayedPeers
 
 CPU, SIZES = torch.device("cpu"), StageSizes(4, 8, 100, torch.float32, torch.float32)
@@ -61,3 +64,11 @@ def test_each_stage_has_room_for_those_alone_that_it_reads() -> None:
         for name in ("measures", "checks"):
             getattr(early, name)[stage].send(flat_P - stage)
             assert torch.equal(getattr(last, name)[stage].receive((100,), torch.float32, CPU), flat_P - stage)
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_a_host_that_has_chosen_another_dtype_is_refused(odd: int) -> None:
+    """Its CPU has no instructions for that of the others."""
+    sizes = [replace(SIZES, hidden_dtype=torch.bfloat16) if stage == odd else SIZES for stage in range(4)]
+    with pytest.raises(RankError, match=r"has other tensors between stages than rank \d with its StageSizes\(tokens=4, .* Set dtype"):
+        list(Hosts().open(sizes))

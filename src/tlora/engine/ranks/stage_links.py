@@ -6,6 +6,7 @@ Rank r has stage r. The last rank has norm, head and losses besides its layers: 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tlora.errors import RankError
 from tlora.sharing.channel import Channel, DeviceOrder, Ends, InterruptedWaitError, PeerWait, Ring, open_words
 from tlora.sharing.peer_memory import PeerMemory, open_host_memory, open_peer_memory
 from tlora.sharing.peers import Peers
@@ -20,7 +22,7 @@ from tlora.sharing.relayed_memory import RelayedPeers
 
 _EPOCH, _FAILED, _FAILED_AT, _OBEYED, _THROUGH = range(5)
 _HIDDEN_SENT, _HIDDEN_TAKEN, _GRADIENT_SENT, _GRADIENT_TAKEN = range(5, 9)
-_MEASURES_SENT, _CHECKS_SENT, _STATES_SENT, _STATES_TAKEN = range(9, 13)
+_MEASURES_SENT, _CHECKS_SENT, _STATES_SENT, _STATES_TAKEN, _SIZES = range(9, 14)
 _REASON, _REASON_WORDS = 16, 256
 _PER_RANK = _REASON + _REASON_WORDS  # words of the last stage's for each other rank: measures, checks, states taken, states sent
 _WORDS_PER_RANK = 4
@@ -53,7 +55,7 @@ class FailedStage:
 
 class StageLinks:
     """One rank's ends of all links. `device`: where its stage computes; `through_host`: hidden states go through the host's memory, as GPUs
-    that cannot read each other's need it, and `RelayedPeers` always.
+    that cannot read each other's need it, and `RelayedPeers` always. Raises RankError where the ranks have other sizes.
     """
 
     def __init__(self, peers: Peers | RelayedPeers, sizes: StageSizes, device: torch.device, through_host: bool) -> None:
@@ -76,6 +78,8 @@ class StageLinks:
             flat = by_host(flat_bytes, name="adapters")
         self._words = open_words(_PER_RANK + _WORDS_PER_RANK * self.count, peers)
         self.patience, self._still = PeerWait(peers, self._interrupted), PeerWait(peers)
+        if isinstance(peers, RelayedPeers):
+            self._agree_on_sizes()
         order = DeviceOrder(device)
         # On the last stage measures are read beside its products, and states by the host.
         beside, by_host = (DeviceOrder(device), DeviceOrder(torch.device("cpu"))) if self.rank == self.last else (order, order)
@@ -102,6 +106,18 @@ class StageLinks:
             to_last = channel(flat, 0, states, Ends(rank, last, _STATES_SENT, first + 2), self._still, by_host)
             from_last = channel(flat, rank * states, states, Ends(last, rank, first + 3, _STATES_TAKEN), self._still)
             self._states_in[rank], self._states_out[rank] = (to_last, from_last) if own == last else (from_last, to_last)
+
+    def _agree_on_sizes(self) -> None:
+        """Each host finds its own: CPUs of two kinds choose two dtypes."""
+        own = zlib.crc32(str(self.sizes).encode()) + 1
+        self._words.set(_SIZES, own)
+        for rank in range(self.count):
+            self._still.until(lambda rank=rank: self._words.get(rank, _SIZES) != 0, rank)
+            if self._words.get(rank, _SIZES) != own:
+                raise RankError(
+                    f"rank {rank} has other tensors between stages than rank {self.rank} with its {self.sizes}: with dtype auto "
+                    "each host's CPU chooses what it is fast in. Set dtype to one of both"
+                )
 
     def _with(self, rank: int) -> Sequence[int]:
         """The ranks before the last stage with which this one exchanges adapters: all for the last, itself for the others."""

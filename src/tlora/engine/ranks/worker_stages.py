@@ -1,7 +1,7 @@
 """A worker's base in stages, of which its ranks have one each, also ranks that other hosts lend: where it is cut, and what connects them.
 
-All ranks find the same cut and the same sizes by themselves, so that nothing has to be agreed between hosts. Jobs are not known then:
-those that do not go through the links are refused.
+All ranks find the same cut and the same sizes by themselves, and refuse to begin where these differ. Jobs are not known then: those that
+do not go through the links are refused.
 """
 
 from __future__ import annotations
