@@ -128,7 +128,7 @@ def test_no_layout_is_feasible_that_would_refuse_base_or_jobs(run: RunSpec) -> N
     }  # fmt: skip
     plain = [replace(device, parts=replace(device.parts, takes_plain_path=True)) for device in devices]
     (refused,) = plan_layouts(run, sketched(run), plain).refused
-    assert refused.layout.form == "stages" and refused.why.startswith("it takes the plain path on these GPUs")
+    assert refused.name.startswith("stages on 2 GPUs") and refused.why.startswith("it takes the plain path on these GPUs")
     fixed = run.model_copy(update={"deterministic": True})
     assert "stages" in {each.layout.form for each in plan_layouts(fixed, sketched(fixed), plain).feasible}
     cuttable = [replace(device, parts=replace(device.parts, no_stages="")) for device in mixture]
