@@ -38,9 +38,7 @@ class LearnedCosts:
 
     def __init__(self, directory: Path, note: Callable[[str], None]) -> None:
         self._path, self._note = directory / FILE, note
-        self._stored = (
-            self._read()
-        )  # by base and digest of its constants (and the kind of GPU), the newest last; also of bases that are not known here
+        self._stored = self._read()  # by base and `_key`, the newest last; also of bases that are not known here
         self._of: dict[str, str] = {}  # base -> what its observations are of
         self._models: dict[str, CostModel] = {}  # by kind of GPU; "": the cluster's own
         self._saved_at = -math.inf
