@@ -129,11 +129,11 @@ def make_samples(count: int, seed: int = 0, low: int = 2, high: int = 24, vocab:
     return found
 
 
-def make_batch(samples: dict[str, list[Sample]], step: int | None = None, seed: int = 0) -> PackedBatch:
+def make_batch(samples: dict[str, list[Sample]], step: int | None = None, seed: int = 0, device: torch.device | str = "cpu") -> PackedBatch:
     """One batch with each job's samples as its whole global batch; with `step`, dropout is on."""
     rows: list[BatchRow] = []
     for job_id, own in samples.items():
         normalizer = float(sum(s.loss_weights[1:].sum() for s in own))
         for i, s in enumerate(own):
             rows.append(BatchRow(job_id, s.input_ids, s.loss_weights, normalizer, None if step is None else (seed, step, i)))
-    return collate(rows)
+    return collate(rows, device)

@@ -86,7 +86,7 @@ def test_every_poison_of_a_neighbour() -> None:
 def test_on_the_kernels_as_on_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of one job with chunks that end within, at and behind them; layers with chunks and without read their own tables."""
     found = []
-    batch = make_batch({"a": [sample for i, sample in enumerate(samples(3, LENGTHS)) if i in (0, 2, 4)]})
+    batch = make_batch({"a": [sample for i, sample in enumerate(samples(3, LENGTHS)) if i in (0, 2, 4)]}, device=DEVICE)
     with torch.compiler.set_stance("force_eager"):
         for fast in (True, False):
             with monkeypatch.context() as patch:

@@ -465,6 +465,15 @@ def test_a_family_whose_experts_compute_something_else_is_refused() -> None:
     assert found.sizes == {} and found.why_not is not None and "Scaled computes something else" in found.why_not
 
 
+def test_experts_of_the_oldest_transformers_are_targets_too() -> None:
+    """5.17, the oldest that is allowed, says nothing of a norm after experts."""
+    model = make_model("qwen3-moe", torch.float32)
+    for layer in model.model.layers:
+        del layer.mlp.experts.has_post_expert_norm
+    found = Experts(model)
+    assert found.why_not is None and len(found.sizes) == 2 * len(model.model.layers)
+
+
 def test_the_outline_of_a_base_has_its_experts(tmp_path: Path) -> None:
     FAMILIES["gpt-oss"].save_pretrained(tmp_path)
     sizes = SuperModel(outline(str(tmp_path))).experts.sizes

@@ -92,7 +92,7 @@ class ExpertBlock:
         y_SN = expert_linear(dispatch(x_TH.to(up.weight.dtype), routing), lambda: up, routing, adapters.get(self.up), anchor)
         y_SN = module._apply_gate(y_SN) if module.has_gate else module.act_fn(y_SN)
         y_SH = expert_linear(y_SN, lambda: down, routing, adapters.get("down_proj"), anchor)
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # transformers below 5.23 knows none
             y_SH = module.post_expert_norm(y_SH)
         return combine(y_SH, weights_TK, routing).to(x_TH.dtype)
 
@@ -224,7 +224,7 @@ def _adaptable(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Modules of several experts that transformers computes by its `ExpertsInterface`."""
     for name, module in model.named_modules():
         found: Any = module
-        if not all(hasattr(found, key) for key in ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "config")):
+        if not all(hasattr(found, key) for key in ("has_gate", "has_bias", "is_transposed", "config")):
             continue
         parameters = [getattr(found, key, None) for key in ("gate_up_proj" if found.has_gate else "up_proj", "down_proj")]
         if all(isinstance(p, nn.Parameter | HeldExperts) and len(p.shape) == 3 and p.shape[0] > 1 for p in parameters):
