@@ -26,7 +26,7 @@ NEW, OLD = "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090"
 
 
 def test_the_speed_of_a_gpu_is_that_of_the_table() -> None:
-    assert training_speed(NEW) == 1.0 == training_speed("of no row") and 0.05 < training_speed(OLD) < 0.1
+    assert training_speed(NEW) == 1.0 and 0.1 < training_speed("of no row") < 0.2 and 0.05 < training_speed(OLD) < 0.1
 
 
 def test_a_live_cluster_places_jobs_by_the_speed_of_each_gpu(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_what_it_would_run_and_what_fits(run: RunSpec, name: str, kernels: str) 
     assert (found.kernels, found.device, found.limit_bytes) == (kernels, gpu.name, gpu.limit_bytes)
     assert not found.problems and found.resident_jobs == 2 and 0 < found.predicted_bytes < found.limit_bytes
     plain = kernels.startswith("plain")
-    assert (found.tokens_per_second > 0) != plain and bool(found.recompute_choices) != plain
+    assert found.tokens_per_second > 100 and bool(found.recompute_choices) != plain
     assert gpu.name in found.rated_as
 
 
@@ -217,8 +217,15 @@ def test_a_job_that_one_kind_alone_holds_is_planned_there(run: RunSpec, tmp_path
     assert "fits on GPU 1 alone" in found.form
 
 
-def test_kinds_of_which_one_has_no_known_speed_are_refused(run: RunSpec) -> None:
-    with pytest.raises(ConfigError, match="T4 takes the plain path, whose speed is not known"):
-        check(run, gpu="rtx4090,t4")
+def test_a_card_of_the_plain_path_has_a_speed_of_its_own(run: RunSpec) -> None:
+    """65 TFLOP/s by cuBLAS, beside 165 by the kernels: 13 times slower, where an H200's speed was taken before."""
+    both, alone = check(run, gpu="rtx4090,t4"), check(run, gpu="t4")
+    assert not both.problems and both.rated_as == "extrapolated for RTX 4090, and extrapolated for T4 on the plain path"
+    assert both.gpus[0].jobs == ("a", "b") and both.gpus[1].jobs == (), "either ends there before the T4 would end one"
+    assert alone.rated_as == "extrapolated for T4 on the plain path"
+    assert 0 < alone.tokens_per_second < 0.2 * check(run, gpu="rtx4090").tokens_per_second, "small layers count fixed work besides"
+
+
+def test_gpus_that_are_no_multiple_of_their_models_are_refused(run: RunSpec) -> None:
     with pytest.raises(ConfigError, match="--gpus 3: is no multiple of the 2 models in --gpu rtx4090,rtx3090"):
         check(run, gpu="rtx4090,rtx3090", gpus=3)

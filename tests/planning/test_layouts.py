@@ -90,8 +90,7 @@ def test_one_gpu_is_planned_as_check_plans_it(run: RunSpec, name: str) -> None:
     whole = found_of(plan_layouts(run, sketched(run), devices_of(run, gpu)), "whole")
     assert (whole.unit.token_budget, whole.unit.recomputed_layers) == (checked.token_budget, checked.layers_of_budget)
     assert (whole.unit.predicted_bytes, whole.unit.limit_bytes) == (checked.predicted_bytes, checked.limit_bytes)
-    if checked.tokens_per_second:  # of the plain path check tells none
-        assert whole.tokens_per_second == pytest.approx(checked.tokens_per_second, rel=1e-9)
+    assert whole.tokens_per_second == pytest.approx(checked.tokens_per_second, rel=1e-9) and checked.tokens_per_second
 
 
 @pytest.mark.parametrize("ordered", [False, True])

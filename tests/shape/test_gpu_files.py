@@ -11,7 +11,7 @@ import torch
 
 from tlora.kernels.cards import HOPPER
 from tlora.planning import work
-from tlora.shape.gpu_files import calibration_path, gpu_here, speed_here, versions
+from tlora.shape.gpu_files import calibration_path, gpu_here, speed_here, training_speed, versions
 from tlora.shape.gpu_models import find_gpu, speeds_of
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import token_cost_on
@@ -89,12 +89,16 @@ def test_runs_predict_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_live_scheduler_begins_with_the_speed_of_the_slowest() -> None:
     assert speed_here([NAME]) == (1.0, ())
-    assert speed_here([NAME, "Voodoo 2"]) == (1.0, ()), "of which nothing is known"
+    guess, (told,) = speed_here([NAME, "Voodoo 2"])
+    assert guess == training_speed("Voodoo 2") and told.startswith(
+        "the GPU 'Voodoo 2' is not in the table of GPUs: 0.11 of an H200's speed"
+    )
+    assert speed_here([]) == (1.0, ()), "a CPU"
     slow, _ = speed_here([NAME, "NVIDIA GeForce RTX 4090"])
-    assert slow == pytest.approx(find_gpu("rtx4090").flops / TABLE.flops)  # type: ignore[operator]
+    assert slow == pytest.approx(find_gpu("rtx4090").flops / TABLE.flops)
     path = write()
     speed, told = speed_here([NAME, NAME])
-    assert speed == pytest.approx(FLOPS / TABLE.flops) and str(path) in told[0]  # type: ignore[operator]
+    assert speed == pytest.approx(FLOPS / TABLE.flops) and str(path) in told[0]
 
 
 def test_plans_say_whose_speeds_they_have() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tlora.cluster.gpus import list_gpus, visible
 from tlora.errors import ConfigError
 from tlora.shape.gpu_files import gpu_here
-from tlora.shape.gpu_models import GpuModel, comparable, find_gpu, name_gpus
+from tlora.shape.gpu_models import GpuModel, find_gpu, name_gpus
 from tlora.shape.memory import MOST_GPUS
 
 _NAME_THEM = "name GPUs with --gpu, such as --gpu rtx4090, or describe one with --device-spec FILE"
@@ -48,4 +48,4 @@ def _here(count: int | None, note: Callable[[str], object]) -> list[GpuModel]:
         found.append(replace(here.model, memory_bytes=gpu.memory_bytes or here.model.memory_bytes))
     for line in filter(None, told):
         note(line)
-    return comparable(found)
+    return found

@@ -26,7 +26,7 @@ from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_r
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.streaming import StreamPlan, choose_layout
 from tlora.planning.work import known_here, predicted_seconds
-from tlora.shape.gpu_models import AS_AN_H200, name_gpus
+from tlora.shape.gpu_models import name_gpus
 from tlora.shape.token_cost import StreamCost
 from tlora.store.metrics import check_trackers
 from tlora.store.run_directory import check_run_directory
@@ -95,7 +95,7 @@ class RunCheck:
     placement: str = ""  # how far the placement is from the best
     recompute_choices: tuple[RecomputeChoice, ...] = ()  # of a run on one GPU
     tokens_per_second: float = 0.0  # of the resident jobs on one GPU; 0: not predicted
-    rated_as: str = AS_AN_H200  # what its speeds are those of
+    rated_as: str = ""  # what its speeds on a GPU are those of
     streamed: str = ""  # of a base that is streamed from the host's memory: why, and what it costs
     stream_cost: StreamCost | None = None  # of a full micro-batch of it
 

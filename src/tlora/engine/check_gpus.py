@@ -12,14 +12,14 @@ import torch
 from tlora.engine.ranks.kinds import Gpus, gpus_of, place_on
 from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import LayoutSetting, RunSpec
-from tlora.kernels.device import as_if_on, name_of
+from tlora.kernels.device import as_if_on, card_of, name_of
 from tlora.planning.base_placement import BasePlacement, choose_form
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import RunPlan, plan_memory, settle
 from tlora.planning.streaming import Machine, this_machine
 from tlora.planning.work import known_here, rate_here
-from tlora.shape.gpu_models import AS_AN_H200, GpuModel, rated_as, speeds_of
+from tlora.shape.gpu_models import GpuModel, rated_as, speeds_of
 from tlora.shape.work import TrainingRate
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import Memory
@@ -78,14 +78,13 @@ class Devices:
 
     @property
     def rated_as(self) -> str:
-        """What predicted speeds are those of."""
+        """What predicted speeds are those of; "" on a CPU."""
         if self.elsewhere:
             return ", and ".join(dict.fromkeys(speeds_of(gpu) for gpu in self.elsewhere))
-        if self.place.type != "cuda":
-            return AS_AN_H200
-        gpu = known_here(self.place).model
-        measured = gpu is not None and gpu.training_tflops is not None
-        return speeds_of(gpu) if gpu is not None and measured else rated_as(name_of(self.place), self.rate.flops, elsewhere=False)
+        here = known_here(self.place)
+        if here.model is None:
+            return ""
+        return speeds_of(here.model) if here.measured else rated_as(name_of(self.place), card_of(self.place) is None)
 
     def machine(self, layout: LayoutSetting) -> Machine:
         if not self.elsewhere:

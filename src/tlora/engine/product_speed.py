@@ -6,14 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora.shape.work import WITH_FEATURES
 from tlora.sharing.link_speed import Repeated, repeat
 
 _SIZE = {"cuda": 8192, "cpu": 256}  # rows, columns and inner size
 REPEATS = 20
-# What training makes of such a product's rate, where nothing else is known of a GPU: a step was about 0.8 of it
-# (`shape/gpu_models.py`).
-_TRAINING_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -30,15 +26,6 @@ def measure_product(device: torch.device, dtype: torch.dtype, repeats: int = REP
     out = torch.empty(size, size, device=device, dtype=dtype)
     found = repeat(lambda: torch.mm(a, b, out=out), [device], repeats)
     return ProductSpeed(2 * size**3 / found.best, found)
-
-
-def estimate_training(device: torch.device) -> float:
-    """Floating-point operations a second, with what features take, that training makes on a GPU of which nothing is known, by a product
-    that takes some hundredths of a second.
-    """
-    found = measure_product(device, half_precision(device), 3).flops
-    torch.cuda.empty_cache()  # the memory is the base's
-    return _TRAINING_SHARE * WITH_FEATURES * found
 
 
 def half_precision(device: torch.device) -> torch.dtype:

@@ -58,10 +58,9 @@ def measure(
     element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
     kernels = device.type == "cuda" and may_run_kernels(device)
     step_copies = 0 if kernels else 5
+    layers, linears = len(layers_of(model.base.decoder)), model.targets().values()
+    weights, features = sum(k * n for k, n in linears) // max(1, layers), sum(k + n for k, n in linears) // max(1, layers)
     if kernels and takes_fast_path(model):
-        layers = len(layers_of(model.base.decoder))
-        linears = model.targets().values()
-        weights, features = sum(k * n for k, n in linears) // layers, sum(k + n for k, n in linears) // layers
         estimate = _estimate(model, device, rank, adapts_experts)
         return MemoryModel(base_bytes, estimate, layers, element, sums, step_copies, weights, features)
     head = model.base.head.weight_VH
@@ -76,9 +75,9 @@ def measure(
     if device.type == "cuda" and model.base.recurrent:
         moving += _recurrence_bytes(model)
     kept = (many - few) / _PROBE_TOKENS
-    each = kept / max(1, len(layers_of(model.base.decoder)))
-    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model), kept + moving, kept_per_layer=each)
-    return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies)
+    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model), kept + moving, kept_per_layer=kept / max(1, layers))
+    counted = (weights, features) if device.type == "cuda" else (0, 0)  # on a CPU a token costs the same in any micro-batch
+    return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
 
 
 def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:

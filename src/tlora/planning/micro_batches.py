@@ -161,7 +161,8 @@ def _budgets(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: Memor
     batches = [replica_batch(job) for job in jobs if job.data]
     offered, spreads = [mean for mean, _ in batches], [spread for _, spread in batches]
     # a streamed base is fetched as often as there are micro-batches
-    filled = not cost.link_tokens and min(sum(offered), cost.full_tokens) * memory.layer_weights < HIDES_LAUNCHES
+    launched = min(sum(offered), cost.full_tokens) * memory.layer_weights if memory.num_layers else 0  # the plain path hides none
+    filled = not cost.link_tokens and launched < HIDES_LAUNCHES
     budgets = [auto_token_budget(longest, offered, cost.full_tokens, filled=filled, spreads=spreads)]
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)

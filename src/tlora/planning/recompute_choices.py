@@ -30,11 +30,11 @@ class RecomputeChoice:
 
 
 def predicted_rate(plan: RunPlan, seconds: Mapping[str, float], device: torch.device) -> float:
-    """Tokens a second of the resident jobs as they are planned; 0 where nothing is trained, or on the plain path, which is not known."""
+    """Tokens a second of the resident jobs as they are planned; 0 where nothing is trained."""
     jobs = [job for job in plan.residents if not job.problems]
     tokens, needed = sum(map(trained_tokens, jobs)), sum(seconds[job.spec.name] for job in jobs)
     cost = cost_of(plan.micro_batches, sample_lengths(jobs), token_cost(plan.memory, device, plan.link_tokens))
-    return tokens / needed / cost if needed and plan.memory.num_layers else 0.0
+    return tokens / needed / cost if needed else 0.0
 
 
 def recompute_choices(run: RunSpec, plan: RunPlan, seconds: Mapping[str, float], device: torch.device) -> tuple[RecomputeChoice, ...]:

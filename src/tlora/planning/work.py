@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import multiply_adds
 from tlora.shape.gpu_files import GpuHere, gpu_here
 from tlora.shape.gpu_models import gpu_called
+from tlora.shape.gpu_properties import gpu_by_properties
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import TokenCost, token_cost_on
 from tlora.shape.work import TrainingRate
@@ -35,23 +37,29 @@ def rate_of(model: SuperModel, device: torch.device, rate: TrainingRate = _H200)
 
 
 def known_here(device: torch.device) -> GpuHere:
-    """A GPU of this machine by its file or the table of GPUs; by the table where other kernels are forced, or it is not here."""
+    """A GPU of this machine by its file, the table of GPUs, or what its driver says of it; by the last two where other kernels are
+    forced. One that is not here is known by the table alone, and a CPU not at all.
+    """
     if device.type != "cuda" or not can_be_asked(device):
         return GpuHere(None)
-    if is_forced() or is_elsewhere():
-        return GpuHere(gpu_called(name_of(device)))
-    return gpu_here(name_of(device), capability_of(device), torch.cuda.get_device_properties(device).total_memory)
+    name = name_of(device)
+    if is_elsewhere():
+        return GpuHere(gpu_called(name))
+    properties = torch.cuda.get_device_properties(device)
+    here = GpuHere(gpu_called(name)) if is_forced() else gpu_here(name, capability_of(device), properties.total_memory)
+    if here.model is not None:
+        return here
+    hz = 1e3 * getattr(properties, "clock_rate", 0)  # not every build of torch has it
+    found = gpu_by_properties(name, properties.total_memory, capability_of(device), properties.multi_processor_count, hz)
+    return replace(here, model=found)
 
 
 def rate_here(device: torch.device) -> TrainingRate:
-    """Of training on a GPU of this machine, with the kernels that run on it; an H200's for one that is neither measured nor in the table of
-    GPUs, and for a CPU.
-    """
+    """Of training on a GPU of this machine, with the kernels that run on it; an H200's for a CPU, which has a rate of its own."""
     here = known_here(device)
     if here.model is None or here.measured:
         return here.model.rate if here.model is not None else _H200
-    card = card_of(device)
-    return TrainingRate(here.model.flops_by(card)) if card is not None else _H200
+    return TrainingRate(here.model.flops_by(card_of(device)))
 
 
 def _fixed_work(device: torch.device) -> float | None:

@@ -16,6 +16,7 @@ from tlora.cache_directory import cache_dir, gpu_file_name
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
+from tlora.shape.gpu_properties import gpu_by_name_alone
 from tlora.version import __version__
 
 _SAME_MEMORY = 0.05  # drivers of one GPU differ by less
@@ -59,26 +60,31 @@ def gpu_here(name: str, capability: int | None = None, memory_bytes: int | None 
 
 
 def training_speed(name: str) -> float:
-    """Of training on the GPU that its driver calls so, against an H200; 1 where nothing is known of it, as of a CPU."""
-    model, usual = gpu_here(name).model, find_gpu("h200").flops
-    return model.flops / usual if model is not None and model.flops and usual else 1.0
+    """Of training on the GPU that its driver calls so, against an H200; by a guess where nothing but the name is known."""
+    return _named(name).flops / find_gpu("h200").flops
 
 
 def slowest_here(names: Iterable[str]) -> GpuModel | None:
-    """Of GPUs that their driver calls so, the slowest; None where there are none, or nothing is known of one."""
-    models = [gpu_here(name).model for name in dict.fromkeys(names)]
-    known = [(model.flops, model) for model in models if model is not None and model.flops is not None]
-    return min(known, key=lambda each: each[0])[1] if known and len(known) == len(models) else None
+    """Of GPUs that their driver calls so, the slowest; None where there are none."""
+    return min((_named(name) for name in dict.fromkeys(names)), key=lambda gpu: gpu.flops, default=None)
 
 
 def speed_here(names: Iterable[str]) -> tuple[float, tuple[str, ...]]:
-    """Of training on the slowest of the GPUs that their driver calls so, against an H200; 1 where nothing is known of one. With the lines
-    that `gpu_here` tells of them.
+    """Of training on the slowest of the GPUs that their driver calls so, against an H200; 1 where there are none. With the lines that
+    `gpu_here` tells of them, and which are guessed.
     """
     names = tuple(dict.fromkeys(names))
-    slowest, usual = slowest_here(names), find_gpu("h200").flops
-    speed = slowest.flops / usual if slowest is not None and slowest.flops and usual else 1.0
-    return speed, tuple([told for name in names if (told := gpu_here(name).told)])
+    told = [each.told or (_guessed(name) if each.model is None else "") for name in names for each in (gpu_here(name),)]
+    return min(map(training_speed, names), default=1.0), tuple(filter(None, told))
+
+
+def _named(name: str) -> GpuModel:
+    return gpu_here(name).model or gpu_by_name_alone(name)
+
+
+def _guessed(name: str) -> str:
+    speed = training_speed(name)
+    return f"the GPU {name or 'here'!r} is not in the table of GPUs: {speed:.2f} of an H200's speed is guessed; {_AGAIN}"
 
 
 @functools.lru_cache(maxsize=32)

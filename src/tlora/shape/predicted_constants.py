@@ -27,14 +27,14 @@ _SAME_BYTES = 0.01  # relative: of a base that is one of those with constants
 
 def live_constants(base_bytes: float, parts: BaseParts | None = None, gpu: GpuModel | None = None) -> BaseConstants:
     """What a live scheduler begins with for a base of so many bytes on GPUs of a model: the constants that were fitted to measurements of
-    that base on an H200, where both are those; else what the planner predicts. `gpu` None, or without a known speed, is a CPU or a GPU of
-    which nothing is known: the constants of the measured base that is nearest in size, as are those of a base of which only bytes are.
+    that base on an H200, where both are those; else what the planner predicts. `gpu` None is a CPU: the
+    constants of the measured base that is nearest in size, as are those of a base of which only bytes are known.
     Jobs that span hosts exchange their gradients at `HOST_LINK_BYTES_PER_SECOND`.
     """
     measured = cost_model(LIVE_GPU).constants
     like = _over_line(measured[nearest_of(measured, base_bytes)])
     usual = find_gpu("h200").flops
-    if gpu is None or gpu.flops is None or usual is None:
+    if gpu is None:
         return like
     if parts is None or (gpu.flops == usual and abs(math.log(like.base_bytes / base_bytes)) < _SAME_BYTES):
         return scaled_constants(like, gpu.flops / usual) if gpu.flops != usual else like

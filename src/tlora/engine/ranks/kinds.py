@@ -39,10 +39,9 @@ class Gpus:
 
     @property
     def models(self) -> tuple[GpuModel, ...]:
-        """By what was measured or the table has; none where nothing is known of one, as of CPUs."""
-        found = [gpu_here(name).model for name in self.names]
-        known = tuple(model for model in found if model is not None)
-        return known if len(known) == len(found) and len({model.flops is None for model in known}) == 1 else ()
+        """By what was measured or the table has; none where one is in neither, as are CPUs."""
+        known = tuple(model for name in self.names if (model := gpu_here(name).model) is not None)
+        return known if len(known) == len(self.names) else ()
 
     def of_kind(self, kind: str) -> tuple[int, ...]:
         return tuple(rank for rank, name in enumerate(self.names) if name == kind)

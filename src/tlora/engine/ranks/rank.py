@@ -48,7 +48,6 @@ from tlora.engine.messages import (
     ToRank,
     Written,
 )
-from tlora.engine.product_speed import estimate_training
 from tlora.engine.ranks.early_stage import EarlyStage, meet_last_stage
 from tlora.engine.ranks.last_stage import StagePipeline, meet_early_stages
 from tlora.engine.ranks.link import RankLine, connect
@@ -314,8 +313,8 @@ def name_of(device: torch.device) -> str:
 
 
 def training_flops(device: torch.device) -> float:
-    """As was measured, or by the table; of a GPU that is in neither, by a product that is timed; 0 of a CPU."""
-    return (rate_here(device).flops or estimate_training(device)) if device.type == "cuda" else 0.0
+    """As `tlora check` predicts it; 0 of a CPU."""
+    return rate_here(device).flops or 0.0
 
 
 def reads_peers(device: torch.device) -> bool:
