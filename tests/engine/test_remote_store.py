@@ -5,6 +5,7 @@ and is lost in all the ways in which hosts are.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,8 +28,30 @@ from tlora.cluster.worker_pool import WorkerPool
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.worker_protocol import Finished, Join, Joined, Left, Load, Stepped
 
+# In each process of a host before anything else: no rank trains its job beyond step HELD_AT, and no worker gives its controller the
+# files that a job leaves at its end.
+HOOK = """
+import os, sys, time
+if "tlora.engine.ranks.rank" in sys.orig_argv:
+    from tlora.group.job_run import JobRun
+    batch_row = JobRun.batch_row
+    def held(run, row):
+        while not run.evaluating and run.progress.step >= int(os.environ["HELD_AT"]):
+            time.sleep(1.0)
+        return batch_row(run, row)
+    JobRun.batch_row = held
+else:
+    from tlora.engine.job_copy import JOB_FILE, JobCopy
+    send_file = JobCopy._send_file
+    def withheld(copy, path):
+        while path.name != JOB_FILE:
+            time.sleep(1.0)
+        send_file(copy, path)
+    JobCopy._send_file = withheld
+"""
 LEASE = 8.0
-NAME = "mover"
+NAME, STEPS = "mover", 14
+ENDLESS = 100_000
 GROUP = JobGroup("g0", "base", (STRIDE,), ParallelPlan(1, 90), (NAME,), (1.0,))
 
 needs_namespaces = pytest.mark.skipif(bool(why_no_namespaces()), reason=f"no namespaces: {why_no_namespaces()}")
@@ -68,26 +91,25 @@ class Cluster:
         assert worker.files_by_line and worker.display_name == "GPU 0 of host b"
         return worker
 
-    def train(self, worker: RemoteWorker) -> None:
-        """Give it the job, as the reconciler does."""
+    def train(self, worker: RemoteWorker, **fields: Any) -> None:
+        """Give it the job, with `fields` changed, as the reconciler does."""
         self.attempt += 1
         join = self.made.join(NAME)
         data = {
             "path": "/of the controller/rows.jsonl",
             "eval_path": "/of the controller/held-out.jsonl",
         }  # only what is made of them is sent
-        spec = join.job.model_copy(update={"data": join.job.data.model_copy(update=data)})
+        spec = join.job.model_copy(update={"data": join.job.data.model_copy(update=data), **fields})
         worker.give(self.load)
         worker.jobs[NAME] = Held(self.attempt)
         worker.want(GROUP, (Join(spec, join.train_set, join.eval_set, self.attempt),), False)
 
-    def wait_for_checkpoint(self) -> str:
+    def wait_for_checkpoint(self, name: str = "checkpoint-*") -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (there := sorted(self.job.glob("checkpoint-*"))):
+        while not list(self.job.glob(name)):
             assert time.monotonic() < deadline
             self.pool.listen(0.05)
             self.pool.acknowledge()
-        return there[-1].name
 
     def lose(self, worker: RemoteWorker) -> None:
         hear(self.pool, None)
@@ -114,22 +136,40 @@ def cluster(made: Orders, tmp_path: Path, crews: list[WorkerPool]) -> Iterator[C
                 kill_host(process)
 
 
-@pytest.mark.parametrize("namespace", [False, pytest.param(True, marks=[needs_namespaces, pytest.mark.slow])], ids=["process", "namespace"])
-def test_a_job_goes_on_where_a_killed_host_left_it_and_no_bit_differs(cluster: Callable[[bool], Cluster], namespace: bool) -> None:
-    """Nothing is shared but the line. The host is killed after a checkpoint; the next one comes to the files of an undisturbed run."""
+@pytest.mark.parametrize(
+    ("namespace", "steps"),
+    [
+        pytest.param(False, 8, id="process"),
+        pytest.param(True, 8, marks=[needs_namespaces, pytest.mark.slow], id="namespace"),
+        pytest.param(False, STEPS, marks=pytest.mark.slow, id="at_its_end"),
+    ],
+)
+def test_a_job_goes_on_where_a_killed_host_left_it_and_no_bit_differs(
+    cluster: Callable[[bool], Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: bool, steps: int
+) -> None:
+    """Nothing is shared but the line. The host is killed after a checkpoint; the next one comes to the files of an undisturbed run. From
+    the last checkpoint of all it has nothing to train: the job does not join, and is handed over once more.
+    """
     there = cluster(namespace)
-    host = there.start()
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+    with monkeypatch.context() as of_first:
+        of_first.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "hook"), os.environ.get("PYTHONPATH", "")]))
+        of_first.setenv("HELD_AT", str(steps))
+        host = there.start()
     first = there.came()
     there.train(first)
-    there.wait_for_checkpoint()
+    there.wait_for_checkpoint(f"checkpoint-{steps}")
     kill_host(host)
     killed = time.monotonic()
     there.lose(first)
     assert time.monotonic() - killed >= LEASE - 5.0, "its last sign of life may have been 5 s before"
+    assert not (there.job / "result.json").exists()
     there.start()
     second = there.came()
     there.train(second)
-    assert hear(there.pool, Joined).steps >= 4, "from a checkpoint, and not from its start"
+    if steps < STEPS:
+        assert hear(there.pool, Joined).steps == steps
     done = hear(there.pool, Finished)
     del second.jobs[NAME]
     assert done.result["path"] == str(there.job) and done.result["status"] == "done"
@@ -137,7 +177,8 @@ def test_a_job_goes_on_where_a_killed_host_left_it_and_no_bit_differs(cluster: C
     whole = there.made.whole / NAME
     assert steps_taken(there.job) == steps_taken(whole)
     files, of_train = ({path.name for path in directory.iterdir()} for directory in (there.job, whole))
-    assert of_train - files == {"base.json"} and not files - of_train
+    not_removed = {path.name for path in there.job.glob("checkpoint-*")} if steps == STEPS else set[str]()  # by the host that was killed
+    assert of_train - files == {"base.json"} and files - of_train <= not_removed
     assert (there.job / "adapter_config.json").read_bytes() == (whole / "adapter_config.json").read_bytes()
     trees = [path for path in (there.root / "home" / "cache" / "hosts" / "trees").iterdir() if path.is_dir()]
     assert len(trees) == 3, "base, training and evaluation set, each once for both workers"
@@ -161,7 +202,7 @@ def test_a_line_that_is_cut_one_way_and_heals_after_the_lease_lets_nothing_throu
     assert there.apart is not None
     host = there.start()
     worker = there.came()
-    there.train(worker)
+    there.train(worker, max_steps=ENDLESS)
     there.wait_for_checkpoint()
     there.apart.cut(0, direction)
     there.lose(worker)
@@ -181,7 +222,7 @@ def test_sigterm_hands_the_job_back_within_the_grace_period(cluster: Callable[[b
     there = cluster(False)
     host = there.start()
     worker = there.came()
-    there.train(worker)
+    there.train(worker, max_steps=ENDLESS)
     assert hear(there.pool, Stepped).steps > 0
     asked = time.monotonic()
     host.terminate()

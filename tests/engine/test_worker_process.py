@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -23,9 +24,9 @@ from tlora.engine.worker import parse_gpus
 from tlora.errors import ConfigError
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.store.checkpoint import read_progress
-from tlora.worker_protocol import Ending, Join, Joined, Left, Load, Report, Settled, Stepped
+from tlora.worker_protocol import Ending, JobEnd, Join, Joined, Left, Load, Report, Settled, Stepped
 
-BACKLOG: dict[int, list[Report | None]] = {}  # heard by a crew and not asked for yet
+BACKLOG: WeakKeyDictionary[WorkerPool, list[Report | None]] = WeakKeyDictionary()  # heard by a crew and not asked for yet
 PATIENCE_SECONDS = 120.0
 GROUP = JobGroup("g0", "base", (0,), ParallelPlan(1, 90), ("long",), (1.0,))
 
@@ -51,10 +52,10 @@ def crew_of(crews: list[WorkerPool], directory: Path, load: Load, epoch: int = 1
 
 
 def hear(crew: WorkerPool, kind: type[Report] | None) -> Any:
-    """The next report of that kind (None: the end)."""
+    """The next report of that kind (None: the end). A job that ends otherwise meanwhile reports nothing more."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        waiting = BACKLOG.setdefault(id(crew), [])
+        waiting = BACKLOG.setdefault(crew, [])
         waiting += [report for _, report in crew.listen(0.0 if waiting else 1.0)]
         crew.acknowledge()
         while waiting:
@@ -62,6 +63,7 @@ def hear(crew: WorkerPool, kind: type[Report] | None) -> Any:
             if report is None if kind is None else isinstance(report, kind):
                 return report
             assert report is not None, "the worker has ended"
+            assert kind is None or not isinstance(report, JobEnd), f"{report} has come, and {kind.__name__} is waited for"
     raise AssertionError(f"no {kind}")
 
 
