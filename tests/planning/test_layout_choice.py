@@ -13,9 +13,10 @@ from tests.planning.test_layouts import devices_of, limited, sketched
 from tlora.engine.check import check
 from tlora.engine.ranks.kinds import Gpus, earlier_form
 from tlora.job import RunSpec
-from tlora.planning.layout_choice import LEAST_GAIN, choose_form
+from tlora.planning.layout_choice import LEAST_GAIN, choose_form, predict_form
 from tlora.planning.layout_units import UnitPlan
 from tlora.planning.layouts import LayoutPlan, plan_layouts
+from tlora.shape import GPU_SHARE
 from tlora.shape.gpu_models import find_gpu
 from tlora.shape.layout import FORMS, Form, Layout
 
@@ -88,6 +89,34 @@ def test_plan_and_run_choose_alike(layered: Path, tmp_path: Path, gpu: str, form
         choice = choose_form(plans, 2)
         assert choice is not None and choice.form == form, [(str(each.layout), each.seconds) for each in plans]
         assert choice.form == form_of(check(run.model_copy(update={"memory_limit": limit}), gpu=gpu, gpus=2).form)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_plan_and_run_agree_where_the_larger_gpu_alone_holds_a_job(layered: Path, data: Path, tmp_path: Path, deterministic: bool) -> None:
+    """Whole is feasible to both, with that job kept off the smaller one; stages by order are no longer answered with whole."""
+    jobs = [job("a", str(data / "a.jsonl"), r=2), job("wide", str(data / "a.jsonl"), r=256), job("c", str(data / "a.jsonl"), r=2)]
+    run = run_spec(layered, tmp_path / "out", jobs, dtype="bfloat16", deterministic=deterministic, token_budget=64)
+    sketches, roomy = sketched(run), devices_of(run, H100)
+    least = [plan_layouts(run, [one], limited(roomy, 1 << 40), ("whole",)).feasible[0].unit.predicted_bytes for one in sketches]
+    room = (max(least[0], least[2]) + least[1]) // 2
+    gpus = []
+    for name, limit in (("small", room), ("large", 1 << 40)):
+        described = {"name": name, "memory": int(limit / GPU_SHARE) + 1, "compute_capability": 9.0, "tflops": 989}
+        (tmp_path / f"{name}.json").write_text(json.dumps(described))
+        gpus.append(str(tmp_path / f"{name}.json"))
+    devices = devices_of(run, *map(find_gpu, gpus))
+    for ordered in ("whole", "auto"):
+        asked = run.model_copy(update={"layout": ordered})
+        choice = predict_form(asked, sketches, devices)
+        assert choice is not None and choice.form == "whole", plan_layouts(asked, sketches, devices).refused
+        checked = check(asked, gpu=",".join(gpus))
+        assert not checked.problems and form_of(checked.form) == "whole" and checked.form.endswith("wide fits on GPU 1 alone")
+        assert "wide" in checked.gpus[1].jobs
+    both_small = [devices[0], devices[0]]
+    (refused,) = plan_layouts(run, sketches, both_small, ("whole",)).refused
+    assert refused.why.startswith("job 'wide' needs "), "it fits on none"
+    stages = check(run.model_copy(update={"layout": "stages", "deterministic": False}), gpu=",".join(gpus))
+    assert form_of(stages.form) == "stages"
 
 
 def test_stages_of_micro_batches_too_small_to_be_predicted_are_not_taken() -> None:

@@ -29,7 +29,7 @@ from tlora.worker_protocol import Memory
 class GpuCheck:
     """The predicted work of one of several GPUs: the jobs that it leads, their memory, how long they train and how fast
     (`planning/work.py`). `parts`: jobs that another rank leads, of which it computes some replicas. `name`: where GPUs are of several
-    kinds; then `limit_bytes` and `token_budget` are its own.
+    kinds, or some of them hold jobs that others do not; then `limit_bytes` and `token_budget` are its own.
     """
 
     jobs: tuple[str, ...]
@@ -109,27 +109,25 @@ def check_gpus(
 ) -> dict[str, Any]:
     """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
     gpus = where.gpus(run, plan.limit_bytes)
-    unlike = len(gpus.kinds) > 1
     try:
-        limits = gpus.limits if unlike else [plan.limit_bytes] * where.count
-        speeds = gpus.speeds if unlike else ()
-        models = where.elsewhere or gpus.models
-        form = choose_form(run, plan.jobs, model, model.base.num_bytes, where.place, limits, run.links != "host", speeds, models)
+        here = gpus.limits, run.links != "host", gpus.speeds, where.elsewhere or gpus.models
+        form = choose_form(run, plan.jobs, model, model.base.num_bytes, where.place, *here)
     except (CapacityError, ConfigError, ModelError) as error:
         problems.append(str(error))
         return {}
+    unlike = len(gpus.kinds) > 1 or bool(form.holds)
     replicas = choose_replicas(plan.jobs, seconds, where.count, run.deterministic)
     placement, _ = place_on(gpus, seconds, replicas, form.holds, run.deterministic, {})
     for job in plan.jobs:
         job.span = placement.spans.get(job.spec.name)
-    here = [frozenset((*names, *placement.parts(gpu))) for gpu, names in enumerate(placement.jobs)]
-    own = _plans_of_unlike(run, form, model, where, gpus, here) if unlike and not form.stages else []
+    trained = [frozenset((*names, *placement.parts(gpu))) for gpu, names in enumerate(placement.jobs)]
+    own = _plans_of_unlike(run, form, model, where, gpus, trained) if unlike and not form.stages else []
     planned = settle(run, form.plan, form.plan.memory, where.place)
     tokens = {job.spec.name: trained_tokens(job) for job in plan.jobs}
     found: list[GpuCheck] = []
     for gpu, (names, needed) in enumerate(zip(placement.jobs, placement.seconds, strict=True)):
-        each = own[gpu] if own else replace(planned, here=here[gpu])
-        shares = {name: placement.spans[name].part(gpu) if name in placement.spans else 1.0 for name in here[gpu]}
+        each = own[gpu] if own else replace(planned, here=trained[gpu])
+        shares = {name: placement.spans[name].part(gpu) if name in placement.spans else 1.0 for name in trained[gpu]}
         computed = sum(tokens[name] * share for name, share in shares.items())
         rate = computed / needed if needed else 0.0
         checked = GpuCheck(names, each.total_bytes(list(each.resident)), needed, rate, placement.parts(gpu))

@@ -10,6 +10,7 @@ import torch
 from tlora.errors import CapacityError, ConfigError
 from tlora.job import LayoutSetting, RunSpec
 from tlora.planning.base_parts import count_parts, takes_plain_path
+from tlora.planning.holders import find_holders
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.layout_here import predict_here, without_peers
 from tlora.planning.memory import bytes_when_shared, can_be_cut
@@ -65,10 +66,10 @@ def choose_form(
     whole = plan_memory(run, jobs, model, base_bytes, device, limit)
     refused_whole = _refused(whole)
     fits_whole = whole.memory.base_bytes <= limit
-    if fits_whole and refused_whole and max(limits) > limit and run.layout != "shared":
-        if (larger := _on_some(run, jobs, model, base_bytes, device, limits)) is not None:
-            return larger
-        whole = plan_memory(run, jobs, model, base_bytes, device, limit)
+    unequal = fits_whole and refused_whole and max(limits) > limit and run.layout in ("auto", "whole")
+    some = _on_some(run, jobs, model, base_bytes, device, limits) if unequal else None
+    if unequal and some is None:
+        whole = plan_memory(run, jobs, model, base_bytes, device, limit)  # jobs have the problems of the smallest GPU again
     wanted: LayoutSetting = run.layout
     why = f"layout: {wanted}"
     if wanted == "auto" and gpus > 1 and models:
@@ -78,6 +79,8 @@ def choose_form(
             wanted, why = taken.form, taken.why or "base and jobs fit in no other form"
     if wanted == "stages" and gpus > 1:
         return _in_stages(run, jobs, model, device, limits, speeds, why)
+    if some is not None and wanted != "shared":
+        return some
     is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
     if wanted == "whole" or (fits_whole and is_enough and wanted != "shared"):
         return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
@@ -107,19 +110,16 @@ def _on_some(
     run: RunSpec, jobs: tuple[PlannedJob, ...], model: SuperModel, base_bytes: int, device: torch.device, limits: Sequence[int]
 ) -> BasePlacement | None:
     """The whole base on each GPU, and jobs for which some have too little memory on the others. None where a job fits on none of them."""
-    holds: dict[str, tuple[int, ...]] = {}
-    plan = plan_memory(run, jobs, model, base_bytes, device, min(limits))
-    for limit in sorted(set(limits)):  # the largest last, as jobs keep the problems that they have there
-        here = jobs  # without those that do not fit there, of which the longest sample then counts for no other
-        while _refused(plan := plan_memory(run, here, model, base_bytes, device, limit)):
-            refused = [job for job in here if job.too_large in job.problems]
-            largest = max(refused, key=lambda job: (job.longest, job.layout.numel if job.layout is not None else 0))
-            holds[largest.spec.name] = tuple(gpu for gpu, other in enumerate(limits) if other > limit)
-            here = tuple(job for job in here if job is not largest)
-    if not all(holds.values()):
+    plans = list[RunPlan]()  # the last is that of the largest GPU, as jobs keep the problems that they have there
+
+    def refused(here: Sequence[PlannedJob], limit: int) -> list[PlannedJob]:
+        plans.append(plan_memory(run, tuple(here), model, base_bytes, device, limit))
+        return [job for job in here if job.too_large in job.problems]
+
+    if (holds := find_holders(jobs, limits, refused)) is None:
         return None
     each = "; ".join(f"{name} fits on GPU {', '.join(map(str, able))} alone" for name, able in holds.items())
-    return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}; {each}", plan, holds=holds)
+    return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}; {each}", plans[-1], holds=holds)
 
 
 def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:

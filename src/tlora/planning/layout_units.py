@@ -73,11 +73,13 @@ class UnitPlan:
 
 
 class DoesNotFitError(Exception):
-    """A layout that is not feasible, and why. `least_bytes`: of a GPU with which it would be, at least."""
+    """A layout that is not feasible, and why. `least_bytes`: of a GPU with which it would be, at least. `jobs`: for which there is too
+    little memory, where the base fits.
+    """
 
-    def __init__(self, why: str, least_bytes: int) -> None:
+    def __init__(self, why: str, least_bytes: int, jobs: Sequence[JobSketch] = ()) -> None:
         super().__init__(why)
-        self.least_bytes = least_bytes
+        self.least_bytes, self.jobs = least_bytes, tuple(jobs)
 
 
 class Unit(Protocol):
@@ -265,9 +267,10 @@ def _fit(run: RunSpec, jobs: Sequence[JobSketch], memory: MemoryModel, device: D
     micro = choose(run, jobs, longest, memory, int(filled * limit), cost)
     largest = largest_micro_batch(micro.token_budget, longest)
     layouts = [job.layout for job in jobs if job.layout is not None]
-    for job in jobs:
-        if job.layout is not None and (needed := memory.total_bytes([job.layout], largest, micro.recompute)) > limit:
-            raise DoesNotFitError(_too_large(job, memory, largest, micro.recompute, needed, limit), needed)
+    needed = [(job, memory.total_bytes([job.layout], largest, micro.recompute)) for job in jobs if job.layout is not None]
+    if refused := [each for each in needed if each[1] > limit]:
+        first, least = refused[0]
+        raise DoesNotFitError(_too_large(first, memory, largest, micro.recompute, least, limit), least, [job for job, _ in refused])
     held = len(layouts)
     while held > 1 and memory.total_bytes(layouts[:held], largest, micro.recompute) > limit:
         held -= 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tlora.batching.placement import Placement, place
 from tlora.errors import CapacityError
 from tlora.job import RunSpec
+from tlora.planning.holders import find_holders
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
@@ -163,13 +164,15 @@ def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tup
     seconds, totals = by_unit[0], [sum(each.values()) for each in by_unit]
     speeds = [totals[0] / total if total else 1.0 for total in totals]
     kinds = [unit.devices[0].gpu.name for unit in units] if run.deterministic else ()  # each job then stays on one
-    placement = place(seconds, len(units), choose_replicas(jobs, seconds, len(units), run.deterministic), speeds, kinds=kinds)
+    holds = _holders(run, jobs, units) if layout.form == "whole" else {}
+    placement = place(seconds, len(units), choose_replicas(jobs, seconds, len(units), run.deterministic), speeds, holds, kinds)
     spanning = [replace(job, span=placement.spans.get(job.name)) for job in jobs]
     plans: dict[tuple[int, tuple[str, ...]], UnitPlan] = {}
     ends: list[tuple[float, UnitPlan]] = []
     for number, unit in enumerate(units):
         names = {*placement.jobs[number], *placement.parts(number)}
-        here = spanning if run.deterministic else [job for job in spanning if job.name in names] or spanning
+        held = [job for job in spanning if number in holds.get(job.name, (number,))]
+        here = held if run.deterministic else [job for job in held if job.name in names] or held
         key = [other.devices for other in units].index(unit.devices), tuple(job.name for job in here)  # alike units plan alike
         if key not in plans:
             plans[key] = unit.plan(run, here)
@@ -180,6 +183,22 @@ def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tup
     rate = sum(trained_tokens(job) for job in jobs) / end if end else 0.0
     names = tuple(device.gpu.name for unit in units for device in unit.devices)
     return LayoutPlan(layout, names, shown, end, rate, _why(layout, shown, placement, gpus))
+
+
+def _holders(run: RunSpec, jobs: Sequence[JobSketch], units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
+    """Of jobs for which some of the units have too little memory. None of them is kept away where one fits on none: the plan says so."""
+    limits = [unit.devices[0].limit_bytes for unit in units]
+    if len(set(limits)) == 1:
+        return {}
+
+    def refused(here: Sequence[JobSketch], limit: int) -> tuple[JobSketch, ...]:
+        try:
+            units[limits.index(limit)].plan(run, here)
+        except DoesNotFitError as error:
+            return error.jobs
+        return ()
+
+    return find_holders(jobs, limits, refused) or {}
 
 
 def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tuple[str, ...]:
