@@ -12,8 +12,10 @@ from transformers import get_scheduler
 
 from tests.engine.tiny_runs import job, rows, sha256, steps_taken, train
 from tlora.engine import train as front_door
+from tlora.engine.job_length import _describe
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
+from tlora.job import JobSpec
 from tlora.wording.card_seal import CARD_FILE
 
 
@@ -40,6 +42,13 @@ def trainers_rates(kind: str, warmup: float, total: int) -> list[float]:
         optimizer.step()
         scheduler.step()
     return found
+
+
+def test_a_job_that_has_taken_no_step_is_that_of_its_new_length() -> None:
+    """Stopped before its first step: no step followed the old schedule, so there is nothing to warn of."""
+    spec = JobSpec.model_validate({"name": "a", "data": "a.jsonl", "max_steps": 8})
+    assert _describe(spec, 4, 8, done=0) == "8 steps instead of 4"
+    assert "Steps up to 1 followed the one over 4" in _describe(spec, 4, 8, done=1)
 
 
 @pytest.mark.slow

@@ -53,12 +53,12 @@ def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
 def _describe(spec: JobSpec, before: int, now: int, done: int) -> str:
     length = f"{now} steps instead of {before}"
     warmup_stays = spec.warmup_count(before) == spec.warmup_count(now)
-    if spec.lr_scheduler_type == "constant" or (spec.lr_scheduler_type == "constant_with_warmup" and warmup_stays):
+    if done == 0 or spec.lr_scheduler_type == "constant" or (spec.lr_scheduler_type == "constant_with_warmup" and warmup_stays):
         return length
     note = f"{length}: from step {done + 1} on the learning rate follows the {spec.lr_scheduler_type} schedule over {now} steps"
     if done < now:
         note += f" ({learning_rate(spec, done, now):.3g} there; {learning_rate(spec, done, before):.3g} over {before})"
     return (
-        f"{note}, as in transformers' Trainer. The {done} steps already taken followed the one over {before}, so the result is not that "
+        f"{note}, as in transformers' Trainer. Steps up to {done} followed the one over {before}, so the result is not that "
         f"of {now} steps from the start"
     )
