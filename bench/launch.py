@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -47,8 +48,10 @@ class Step:
     num_tokens: int
 
 
-def run_process(command: Sequence[str], environment: Mapping[str, str], output_dir: Path, signal_after: int | None) -> Ended:
-    """Run `command` to its end. With `signal_after`, send SIGTERM when some job under `output_dir` has that many steps in its log."""
+def run_process(
+    command: Sequence[str], environment: Mapping[str, str], output_dir: Path, signal_after: int | None, seconds: float = math.inf
+) -> Ended:
+    """Run `command` to its end. SIGTERM is sent after `seconds`, or when a job's log under `output_dir` has `signal_after` steps."""
     start = time.time()
     process = subprocess.Popen(
         command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -57,7 +60,7 @@ def run_process(command: Sequence[str], environment: Mapping[str, str], output_d
     reader = threading.Thread(target=_read_lines, args=(process, ended))
     reader.start()
     try:
-        _see_to_its_end(process, ended, output_dir, signal_after)
+        _see_to_its_end(process, ended, output_dir, math.inf if signal_after is None else signal_after, seconds)
     except BaseException:
         process.kill()
         raise
@@ -66,18 +69,22 @@ def run_process(command: Sequence[str], environment: Mapping[str, str], output_d
     return ended
 
 
-def _see_to_its_end(process: subprocess.Popen[str], ended: Ended, output_dir: Path, signal_after: int | None) -> None:
-    if signal_after is not None:
-        while process.poll() is None and _steps_logged(output_dir) < signal_after:
+def _see_to_its_end(process: subprocess.Popen[str], ended: Ended, output_dir: Path, signal_after: float, seconds: float) -> None:
+    if min(signal_after, seconds) < math.inf:
+        while (runs := _runs(process)) and time.time() < ended.start + seconds and _steps_logged(output_dir) < signal_after:
             time.sleep(_POLL_SECONDS)
-        if process.returncode is None:
+        if runs:
             ended.signalled = time.time()
             process.send_signal(signal.SIGTERM)
-    if process.returncode is None:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        ended.host_peak_bytes = usage.ru_maxrss << 10
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    ended.host_peak_bytes = usage.ru_maxrss << 10
     ended.end, ended.code = time.time(), process.returncode
+
+
+def _runs(process: subprocess.Popen[str]) -> bool:
+    """Its status stays to be waited for, so that the peak of its memory can be asked."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 def _read_lines(process: subprocess.Popen[str], ended: Ended) -> None:

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor
 
 from bench.machine import wait
+from bench.peft_configs import lora_config
 from bench.shapes import SHAPES, make_model
 from bench.together import compiled_graphs, gib
 from bench.workload import Job
@@ -58,6 +59,7 @@ class Target:
     dtype: torch.dtype
     steps: int
     deadline: float  # of time.perf_counter()
+    layers: int | None = None  # other than the shape's
 
 
 def settings_for(jobs: Sequence[Job]) -> list[Setting]:
@@ -165,9 +167,8 @@ def _build(setting: Setting, rank: int, target: Target, dynamic: bool) -> tuple[
     """The model with one adapter, and the bytes that it, its gradients and its optimizer state take on the device."""
     if setting.liger:
         _apply_liger(SHAPES[target.shape].model_type, setting)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    base = make_model(target.shape, target.device, target.dtype)
-    model: Any = get_peft_model(base, config, autocast_adapter_dtype=False)
+    base = make_model(target.shape, target.device, target.dtype, target.layers)
+    model: Any = get_peft_model(base, lora_config(target.shape, rank, 2 * rank), autocast_adapter_dtype=False)
     model.train()
     weights = torch.cuda.memory_allocated(target.device) if target.device.type == "cuda" else 0
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -1,5 +1,7 @@
 """Real jobs through the command that users run: launches of `tlora train` on the jobs of bench/real_jobs.yaml, measured by their logs.
 
+Over a mixture of experts the jobs are those of bench/expert_jobs.yaml, whose adapters are at the experts too.
+
     python -m bench.real_jobs --shape llama-3-8b --launches cold,warm,one-dropout:warm,all-dropout:warm,sigterm --out FILE
     python -m bench.real_jobs --shape qwen3-1.7b --launches cold,warm --out FILE
     python -m bench.real_jobs --shape llama-3-8b --launches cold,nf4:warm,plain:warm,nf4:warm --set token_budget=2048 --out FILE
@@ -7,6 +9,7 @@
     python -m bench.real_jobs --shape llama-3-8b --case nf4 --steps 24 --jobs 4 --set memory_limit=12GiB --out FILE
     python -m bench.real_jobs --shape qwen3-1.7b --case plain-path --steps 24 --rivals trl --out FILE
     python -m bench.real_jobs --shape llama-3-8b --gpus 2 --launches plain:cold,shared:cold,stages-host:cold,stages:warm --out FILE
+    python -m bench.real_jobs --shape qwen3-30b-a3b --layers 36 --launches cold --launch-seconds 120 --rivals peft --out FILE
     python -m bench.real_jobs --shape llama-3-8b --work heterogeneous --steps 12 --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -37,10 +41,11 @@ import yaml
 
 from bench import launch, machine, rivals, summaries
 from bench.base_files import make_base
-from bench.shapes import SHAPES
+from bench.shapes import SHAPES, experts_per_token, shape_of
 from tlora.kernels.device import FORCED
 
 JOBS_FILE = Path(__file__).with_name("real_jobs.yaml")
+_EXPERT_JOBS_FILE = JOBS_FILE.with_name("expert_jobs.yaml")  # over a mixture
 _ROOT = Path(__file__).parent.parent
 DROPOUT = "lora_dropout=0.05"
 CASES: dict[str, tuple[str, ...]] = {
@@ -76,12 +81,14 @@ class Order:
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--layers", type=int, help="of the base's decoder; default: the shape's own")
     parser.add_argument("--case", choices=CASES, default="plain", help="of launches that name none")
     parser.add_argument("--work", choices=("real", *summaries.WORKS), default="real", help="the file's jobs, or those of bench.summaries")
     parser.add_argument("--jobs", help="names of the file's jobs, with commas, or how many of the first; default: all")
     parser.add_argument("--launches", default="cold,warm", help="[CASE:]cold|warm|sigterm, in their order")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
     parser.add_argument("--signal-after", type=int, default=20, help="steps of some job, for sigterm")
+    parser.add_argument("--launch-seconds", type=float, default=math.inf, help="after which a launch gets SIGTERM; what it trained counts")
     parser.add_argument("--rivals", default="", help=f"with commas, of {', '.join(rivals.RIVALS)}")
     parser.add_argument("--rival-seconds", type=float, default=90.0, help="about what a rival takes")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE", help="as of `tlora train`")
@@ -96,7 +103,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to call this code where there is no git")
     options = parser.parse_args(arguments)
     options.orders = [_order(text, options.case, parser) for text in options.launches.split(",")]
-    known = [job["name"] for job in yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8"))["jobs"]]
+    known = [job["name"] for job in yaml.safe_load(jobs_file_of(options.shape).read_text(encoding="utf-8"))["jobs"]]
     if options.jobs and options.jobs.isdecimal():
         options.jobs = ",".join(known[: int(options.jobs)])
     if options.jobs and (unknown := [name for name in options.jobs.split(",") if name not in known]):
@@ -128,9 +135,10 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         directory = options.work_dir or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
         base_dir, caches = options.base_dir or Path(name) / "bases", options.caches or Path(name) / "caches"
-        base = make_base(options.shape, base_dir, options.device)
+        base = make_base(options.shape, base_dir, options.device, options.layers)
         facts["device"] = base.pop("device") or facts["device"]
-        setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings, "jobs_file": JOBS_FILE.name} | base
+        setup = {"shape": options.shape, "steps": options.steps, "settings": options.settings}
+        setup |= {"jobs_file": jobs_file_of(options.shape).name, "layers": shape_of(options.shape, options.layers).num_hidden_layers} | base
         setup |= {"jobs": options.jobs} if options.jobs else {}
         setup |= {"gpus": options.gpus} if options.gpus else {}
         options.jobs_file, lengths = _jobs_file(options, directory)
@@ -179,7 +187,8 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     environment = os.environ | {variable: str((caches / name).resolve()) for variable, name in CACHES.items()}
     if order.case in _CARD_CLASSES:
         environment[FORCED] = _CARD_CLASSES[order.case]
-    ended = launch.run_process(command, environment, output_dir, options.signal_after if order.kind == "sigterm" else None)
+    signal_after = options.signal_after if order.kind == "sigterm" else None
+    ended = launch.run_process(command, environment, output_dir, signal_after, options.launch_seconds)
     row: dict[str, Any] = asdict(order) | {"exit_code": ended.code, "wall_seconds": ended.end - ended.start}
     row |= {"card_class": environment[FORCED]} if FORCED in environment else {}
     row["memory"] = None if options.gpus else _memory(peaks, [line for _, line in ended.lines])  # ranks have their own
@@ -210,6 +219,11 @@ def _memory(peaks: Path, lines: Sequence[str]) -> dict[str, float] | None:
     }
 
 
+def jobs_file_of(shape: str) -> Path:
+    """Of the eight real jobs over a base of `shape`."""
+    return _EXPERT_JOBS_FILE if experts_per_token(SHAPES[shape]) else JOBS_FILE
+
+
 def _jobs_file(options: argparse.Namespace, directory: Path) -> tuple[Path, dict[str, Any]]:
     """The file of all jobs, or one of those that were asked for; and what is to be known of jobs that are no real ones."""
     if options.work != "real":
@@ -217,8 +231,8 @@ def _jobs_file(options: argparse.Namespace, directory: Path) -> tuple[Path, dict
         published = summaries.PUBLISHED.get(options.shape, {}).get(options.work)
         return path, {"jobs_file": path.name, "samples": lengths, "published_tokens_per_second": published}
     if not options.jobs:
-        return JOBS_FILE, {}
-    content, wanted = yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8")), options.jobs.split(",")
+        return jobs_file_of(options.shape), {}
+    content, wanted = yaml.safe_load(jobs_file_of(options.shape).read_text(encoding="utf-8")), options.jobs.split(",")
     content["jobs"] = [job | {"data": str(JOBS_FILE.parent / job["data"])} for job in content["jobs"] if job["name"] in wanted]
     file = directory / "jobs.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -247,7 +261,7 @@ def _figures(steps: list[launch.Step], of_run: list[dict[str, Any]], ended: laun
 def _errors(order: Order, ended: launch.Ended, output_dir: Path, steps: int) -> list[str]:
     """What makes the launch none that counts."""
     found: list[str] = []
-    expected = 143 if order.kind == "sigterm" else 0
+    expected = 0 if ended.signalled is None else 143
     if order.kind == "sigterm" and ended.signalled is None:
         found.append("it ended before SIGTERM could be sent")
     if ended.code != expected:
@@ -257,7 +271,7 @@ def _errors(order: Order, ended: launch.Ended, output_dir: Path, steps: int) -> 
         found.append("no job has a result")
     for result in results:
         whole = result["status"] == "done" and result["steps"] == steps
-        if not whole and not (order.kind == "sigterm" and result["status"] == "stopped"):
+        if not whole and not (ended.signalled is not None and result["status"] == "stopped"):
             found.append(f"{result['name']}: {result['status']} at step {result['steps']}: {result['reason']}")
     return found
 

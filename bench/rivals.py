@@ -30,6 +30,7 @@ class Rival:
 
 RIVALS = {
     "qlora": Rival(("qlora",)),
+    "peft": Rival(("padding-free", "padded"), warm_up=1),  # packed rows need masks over samples, which sinks and recurrent layers lack
     "trl": Rival(("padding-free", "padded"), ("packed-by-1", "packed-by-2"), 1),  # a packed step is many forward passes
 }
 _PILOT_JOBS = 2
@@ -43,6 +44,7 @@ def command_of(name: str, options: argparse.Namespace, base: Path, result: Path)
     rival = RIVALS[name]
     settings = (rival.packed if trainers.has_trl() else ()) + rival.settings
     command = [sys.executable, "-m", "bench.trl_baseline", "--shape", options.shape, "--device", options.device]
+    command += ["--layers", str(options.layers)] if options.layers else []
     command += ["--settings", ",".join(settings), "--base", str(base), "--max-steps", str(options.steps), "--out", str(result)]
     command += ["--pilot", str(_PILOT_JOBS), "--seconds", str(_SECONDS), "--warm-up", str(rival.warm_up)]
     command += ["--time-limit", str(_CHOOSING_SHARE * options.rival_seconds), *(["--jobs", options.jobs] if options.jobs else [])]

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 DEMO_BASE = Path(__file__).parent.parent / "demo" / "base"
 
@@ -68,6 +77,50 @@ def qwen2_5_32b(layers: int, **changes: Any) -> Qwen2Config:
     )
 
 
+def qwen3_moe(hidden_size: int, moe_intermediate_size: int, num_experts: int, per_token: int, **changes: Any) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,  # of no layer: all have experts
+        moe_intermediate_size=moe_intermediate_size,
+        num_experts=num_experts,
+        num_experts_per_tok=per_token,
+        norm_topk_prob=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        initializer_range=_SMALL,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        **changes,
+    )
+
+
+def gpt_oss(num_local_experts: int, per_token: int, **changes: Any) -> GptOssConfig:
+    """Layers in turn of a sliding window and of full attention, both with sinks."""
+    return GptOssConfig(
+        num_local_experts=num_local_experts,
+        num_experts_per_tok=per_token,
+        initializer_range=_SMALL,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        **changes,
+    )
+
+
+def qwen3_5(**changes: Any) -> Qwen3_5TextConfig:
+    """Three layers of the gated delta rule, then one of attention. The class's defaults are the text model of Qwen3.5-9B."""
+    return Qwen3_5TextConfig(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        initializer_range=0.01,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        **changes,
+    )
+
+
+_SMALL = 0.005  # rounding would grow over many layers, and tokens would become alike, so that all go to the same experts
+_TINY: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_GPT_OSS_20B = gpt_oss(32, 4, num_hidden_layers=24)
+_TINY_GPT_OSS = gpt_oss(4, 2, **_TINY, hidden_size=64, intermediate_size=64, sliding_window=32, max_position_embeddings=2048)
+
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LlamaConfig(
         vocab_size=128256,
@@ -88,6 +141,25 @@ SHAPES: dict[str, PretrainedConfig] = {
     "qwen3-0.6b": qwen3(1024, 3072),
     "qwen3-1.7b": qwen3(2048, 6144),
     "qwen3-1.7b-layer": qwen3(2048, 6144, vocab_size=3072, num_hidden_layers=1),
+    "qwen3-30b-a3b": qwen3_moe(
+        2048, 768, 128, 8, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, max_position_embeddings=40960
+    ),
+    "gpt-oss-20b": _GPT_OSS_20B,
+    "gpt-oss-20b-mxfp4": _GPT_OSS_20B,
+    "qwen3.5-9b": qwen3_5(),
+    "tiny-qwen3-moe": qwen3_moe(64, 32, 8, 2, **_TINY, max_position_embeddings=2048),
+    "tiny-gpt-oss": _TINY_GPT_OSS,
+    "tiny-gpt-oss-mxfp4": _TINY_GPT_OSS,
+    "tiny-qwen3.5": qwen3_5(
+        **_TINY | {"num_hidden_layers": 4},
+        hidden_size=64,
+        intermediate_size=96,
+        max_position_embeddings=2048,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
     "tiny": LlamaConfig(
         vocab_size=512,
         hidden_size=64,
@@ -100,6 +172,14 @@ SHAPES: dict[str, PretrainedConfig] = {
         pad_token_id=0,
     ),
 }
+PACKED = ("gpt-oss-20b-mxfp4", "tiny-gpt-oss-mxfp4")
+"""Shapes whose files have their experts in MXFP4; as models they are plain."""
+EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def experts_per_token(config: PretrainedConfig) -> int:
+    """To how many experts a token goes; 0 of a shape without."""
+    return getattr(config, "num_experts_per_tok", 0)
 
 
 def shape_of(name: str, layers: int | None) -> PretrainedConfig:
@@ -107,15 +187,22 @@ def shape_of(name: str, layers: int | None) -> PretrainedConfig:
     config = copy.deepcopy(SHAPES[name])
     config.num_hidden_layers = layers or config.num_hidden_layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * config.num_hidden_layers
+        config.layer_types = (config.layer_types * config.num_hidden_layers)[: config.num_hidden_layers]
     return config
 
 
-def make_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A causal LM of `shape` with random weights, drawn on `device` itself: 8 billion of them in seconds, where a CPU takes minutes."""
+def make_model(shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> Any:
+    """A causal LM of `shape` with random weights, drawn on `device` itself: 8 billion of them in seconds, where a CPU takes minutes.
+
+    Attention is sdpa, or eager where the family has sinks. In a mixture embeddings are as large as what layers add to them is small, so
+    that tokens differ and spread over the experts.
+    """
     torch.manual_seed(0)
+    config = shape_of(shape, layers)
     with device:
-        model = AutoModelForCausalLM.from_config(SHAPES[shape], dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if experts_per_token(config):
+            torch.nn.init.normal_(model.get_input_embeddings().weight)
     odd = sorted(name for name, p in model.named_parameters() if p.device.type != device.type or p.dtype != dtype)
     assert not odd, f"{odd[0]} is not {dtype} on {device}"
     return model.eval()
@@ -130,10 +217,12 @@ def write_base(shape: str, directory: Path, device: torch.device) -> Path:
 
 
 def matmul_parameters(model: Any) -> int:
-    """Weights that a token is multiplied with: all linears and the head, tied or not, but no embedding.
+    """Weights that a token is multiplied with: all linears, its experts and the head, tied or not, but no embedding.
 
     A token's useful work is 4 of them in FLOP: 2 in the forward, 2 for the input gradients; a frozen weight needs no gradient.
     """
     head = model.get_output_embeddings()
     inner = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
-    return inner + head.weight.numel()
+    experts = [p for name, p in model.named_parameters() if name.endswith(EXPERT_PARAMETERS)]
+    per_token = experts_per_token(model.config)
+    return inner + head.weight.numel() + sum(p.numel() // p.shape[0] * per_token for p in experts)

@@ -4,10 +4,12 @@
     python -m bench.throughput --shape qwen3-0.6b --batch-size 2 --lengths 512 --out FILE
     python -m bench.throughput --shape qwen3-1.7b --dtype float32 --lengths 512 --peft-settings compiled,plain --out FILE
     python -m bench.throughput --shape llama-3-8b --lengths real --data DIRECTORY --token-budget auto --out FILE
+    python -m bench.throughput --shape qwen3-30b-a3b --ranks 32 --batch-size 2 --lengths 512 --systems together,one-by-one --out FILE
     python -m bench.throughput --shape tiny --device cpu --lengths 64 --token-budget 512 --seconds 1 --peft-steps 3
 
 Random weights; tokens are useful ones, without padding, and seconds those of whole windows in which every job takes its optimizer
 steps; medians. All systems get the same samples in the same order. `--lengths real` trains on the .json and .jsonl files of --data.
+Over a mixture all adapters are at its experts too, with their rank divided by the experts of a token.
 With `--dtype float32` torch does not use TF32, for ours and for PEFT alike; our own kernels multiply as `kernels/triton_dot.py` says.
 """
 
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 
 from bench import machine, peft_baseline
-from bench.shapes import SHAPES, make_model, matmul_parameters
+from bench.shapes import SHAPES, experts_per_token, make_model, matmul_parameters, shape_of
 from bench.together import Plan, as_row, gib, train_one_by_one, train_together
 from bench.workload import Job, Order, describe, make_jobs
 from tlora.batching.pack import auto_token_budget
@@ -41,6 +43,7 @@ _LARGEST_AUTO = 8192  # as on every GPU with room for it
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--layers", type=int, help="of the shape's decoder; default: the shape's own")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--jobs", type=int, default=8)
@@ -113,13 +116,15 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     device = torch.device(options.device)
     torch.set_float32_matmul_precision("highest")  # torch's default: no product of its own in TF32
-    order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, most_tokens(options)))
+    experts = experts_per_token(SHAPES[options.shape]) > 0
+    order = Order(options.jobs, options.ranks, options.batch_size, options.lengths, min(2048, most_tokens(options)), experts)
     with tempfile.TemporaryDirectory() as directory:
         jobs = make_jobs(order, SHAPES[options.shape].vocab_size, options.data, Path(directory))
         keys = ("shape", "batch_size", "lengths", "token_budget", "deterministic", "base_precision", "recompute")
         setup = {key: getattr(options, key) for key in keys} | {"dtype": str(dtype_of(options)), "jobs": describe(jobs)}
         setup["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         setup["token_budget"] = token_budget(options, jobs)
+        setup["layers"] = shape_of(options.shape, options.layers).num_hidden_layers
         found: dict[str, Any] = {"benchmark": "throughput", **machine.facts(device, options.commit), "setup": setup, "rows": []}
         mix = {job.spec.name: int(job.data.lengths.sum()) for job in jobs}
         if {"together", "one-by-one"} & set(options.systems):
@@ -129,7 +134,9 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if "peft" in options.systems:
-            target = peft_baseline.Target(options.shape, device, dtype_of(options), options.peft_steps, started + options.time_limit)
+            target = peft_baseline.Target(
+                options.shape, device, dtype_of(options), options.peft_steps, started + options.time_limit, options.layers
+            )
             found["rows"] += peft_baseline.measure(jobs, target, mix, options.peft_settings)
     found["seconds"] = time.perf_counter() - started
     machine.write(options.out, found)
@@ -139,7 +146,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
 def _run_ours(options: argparse.Namespace, jobs: Sequence[Job], found: dict[str, Any]) -> dict[str, int]:
     """Rows of this program; returns the tokens of each job in the time that was measured together."""
     device, start = torch.device(options.device), time.perf_counter()
-    weights = make_model(options.shape, device, dtype_of(options))
+    weights = make_model(options.shape, device, dtype_of(options), options.layers)
     parameters = matmul_parameters(weights)
     if options.base_precision is not None:
         hold(weights, list(find_linears(weights)), device, options.base_precision)
@@ -159,15 +166,21 @@ def _run_ours(options: argparse.Namespace, jobs: Sequence[Job], found: dict[str,
         machine.write(options.out, found)
         print(found["rows"][-1], flush=True)
     if "one-by-one" in options.systems:
-        runs = train_one_by_one(model, jobs, plan)
+        stand_ins = {job.spec.name: job if options.lengths == "real" else _first_of_rank(jobs, job.spec.r) for job in jobs}
+        runs = train_one_by_one(model, list({job.spec.name: job for job in stand_ins.values()}.values()), plan)
         wanted = mix or {job.spec.name: int(job.data.lengths.sum()) for job in jobs}
-        seconds = sum(tokens / runs[name].tokens_per_second for name, tokens in wanted.items())
-        alone = {name: run.tokens_per_second for name, run in runs.items()}
+        alone = {name: runs[job.spec.name].tokens_per_second for name, job in stand_ins.items()}
+        seconds = sum(tokens / alone[name] for name, tokens in wanted.items())
         row = {"system": "one-by-one", "tokens_per_second": sum(wanted.values()) / seconds, "tokens_per_second_of_jobs": alone}
         row |= {"graphs_compiled": sum(run.graphs for run in runs.values())}
         found["rows"].append(row | {"activations_gib": gib(max(run.activation_bytes for run in runs.values()))})
         machine.write(options.out, found)
     return mix
+
+
+def _first_of_rank(jobs: Sequence[Job], rank: int) -> Job:
+    """Of jobs of equal samples, those of one rank are as fast as each other."""
+    return next(job for job in jobs if job.spec.r == rank)
 
 
 def format_table(found: dict[str, Any]) -> str:

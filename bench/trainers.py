@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from bench import machine
+from bench.peft_configs import lora_config
 from bench.shapes import make_model
 from bench.together import gib
 from tlora.data.dataset import Dataset, Sample
@@ -104,6 +105,7 @@ class Target:
     directory: Path
     base: FourBitBase | None = None  # for settings of four bits
     warm_up: int = WARM_UP_STEPS
+    layers: int | None = None  # other than the shape's
 
 
 def has_trl() -> bool:
@@ -175,7 +177,7 @@ def _last_loss(trainer: Any) -> float | None:
 
 def _make_trainer(setting: Setting, task: Task, target: Target) -> tuple[Any, _Watch]:
     spec, watch = task.spec, _Watch(target)
-    lora = LoraConfig(r=spec.r, lora_alpha=spec.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = lora_config(target.shape, spec.r, spec.lora_alpha)
     model = _make_base(setting, target)
     if setting.best:
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
@@ -190,7 +192,7 @@ def _make_base(setting: Setting, target: Target) -> Any:
     if setting.four_bit:
         assert target.base is not None, f"{setting.name} needs a base that is loaded in four bits"
         return target.base.take(prepared=not setting.best)
-    return make_model(target.shape, target.device, torch.bfloat16 if target.device.type == "cuda" else torch.float32)
+    return make_model(target.shape, target.device, torch.bfloat16 if target.device.type == "cuda" else torch.float32, target.layers)
 
 
 def _arguments(setting: Setting, task: Task, target: Target) -> dict[str, Any]:

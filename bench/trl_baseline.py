@@ -1,11 +1,12 @@
-"""TRL on the work of bench/real_jobs.yaml, as its users run it: SFTTrainer, one job after another, in several settings.
+"""TRL on the work of bench.real_jobs over a shape, as its users run it: SFTTrainer, one job after another, in several settings.
 
     python -m bench.trl_baseline --shape llama-3-8b --seconds 10 --out FILE
     python -m bench.trl_baseline --shape llama-3-8b --settings qlora --base DIRECTORY --pilot c4,alpaca --seconds 1.5 --warm-up 2 --out FILE
     python -m bench.trl_baseline --shape tiny --device cpu --max-steps 4 --settings documented,padded
 
-The samples are those of `tlora train`: the same files, tokenizer, max_length and trained tokens, ranks and batches. Weights are bf16 on a
-GPU and as random as in bench.real_jobs; attention is sdpa. Neither loading the base nor preparing data counts, to TRL's advantage. Without
+The samples are those of `tlora train`: the same files, tokenizer, max_length and trained tokens, ranks and batches; over a mixture adapters
+are at its experts too. Weights are bf16 on a GPU and as random as in bench.real_jobs; attention is sdpa, or eager where the family has
+sinks; experts are transformers' own choice (grouped_mm). Neither loading the base nor preparing data counts, to TRL's advantage. Without
 TRL, transformers' Trainer runs the settings that it has. Liger's kernels are used where they are installed.
 
 documented: SFTConfig's defaults (padded batches, fp32 adapters under autocast, gradient checkpointing). padded, padding-free and packed
@@ -40,7 +41,7 @@ import torch
 
 from bench import machine, trainers
 from bench.base_files import write_tokenizer
-from bench.real_jobs import JOBS_FILE
+from bench.real_jobs import jobs_file_of
 from bench.shapes import SHAPES
 from bench.trainers import FourBitBase, Setting, Target, Task
 from tlora.data.order import global_batch
@@ -69,10 +70,11 @@ QLORA = (
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
+    parser.add_argument("--layers", type=int, help="of the shape's decoder; default: the shape's own")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--settings", default=",".join(setting.name for setting in SETTINGS), help="with commas; qlora: all of qlora-*")
     parser.add_argument("--base", type=Path, help="directory of a base and its tokenizer; settings of four bits need it")
-    parser.add_argument("--jobs", help="names of jobs in bench/real_jobs.yaml; default: all")
+    parser.add_argument("--jobs", help="names of jobs in the jobs file of bench.real_jobs; default: all")
     parser.add_argument("--seconds", type=float, default=10.0, help="measured of each job in each setting, after its warm-up")
     parser.add_argument("--warm-up", type=int, default=trainers.WARM_UP_STEPS, help="steps of each job in each setting before those")
     parser.add_argument("--pilot", type=int, metavar="JOBS", help="jobs, those of the most tokens, by which the setting is chosen; all")
@@ -112,7 +114,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         found["rows"] = []
         print(f"{found['device']}, torch {found['versions']['torch']}, {trainer}, commit {found['commit']}: {found['command']}", flush=True)
         base = FourBitBase(options.base, device) if options.base else None
-        target = Target(options.shape, device, tokenizer, 0, options.seconds, Path(name) / "out", base, options.warm_up)
+        target = Target(options.shape, device, tokenizer, 0, options.seconds, Path(name) / "out", base, options.warm_up, options.layers)
         _measure_settings(options, tasks, target, started, found)
         found["whole_seconds"] = time.perf_counter() - started
         machine.write(options.out, found)
@@ -152,7 +154,7 @@ def make_tasks(options: argparse.Namespace, tokenizer: Path, directory: Path) ->
     """The jobs of the file, prepared as `tlora train` prepares them."""
     overrides = [f"defaults.max_length={options.max_length}"] if options.max_length else []
     overrides += [f"defaults.max_steps={options.max_steps}"] if options.max_steps else []
-    jobs = read_jobs_file(JOBS_FILE, overrides).jobs
+    jobs = read_jobs_file(jobs_file_of(options.shape), overrides).jobs
     if options.jobs:
         jobs = [job for job in jobs if job.name in options.jobs.split(",")]
     vocabulary = SHAPES[options.shape].vocab_size

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from bench.shapes import EXPERT_PARAMETERS
 from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.data.order import global_batch
 from tlora.data.prepare import prepare
@@ -39,6 +41,7 @@ class Order:
     batch_size: int
     lengths: int | str
     max_length: int = 2048
+    experts: bool = False  # adapted too, with the rank divided by the experts of a token
 
     @property
     def real(self) -> bool:
@@ -64,6 +67,7 @@ class Job:
 
 def make_jobs(order: Order, vocab_size: int, data: Path | None, directory: Path) -> list[Job]:
     """The jobs of `order`; what they need on disk goes to `directory`. Real texts come from the files in `data`."""
+    experts: dict[str, Any] = {"target_parameters": list(EXPERT_PARAMETERS), "expert_rank": "divide"} if order.experts else {}
     specs = [
         JobSpec(
             name=f"job{i}",
@@ -74,6 +78,7 @@ def make_jobs(order: Order, vocab_size: int, data: Path | None, directory: Path)
             max_steps=ENDLESS,
             learning_rate=1e-4,
             seed=i,
+            **experts,
         )
         for i in range(order.jobs)
     ]

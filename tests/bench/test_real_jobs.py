@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ def test_a_process_that_fails_is_seen_to_fail(tmp_path: Path):
     assert ended.code == 2 and [line for _, line in ended.lines] == ["no base"] and ended.host_peak_bytes > 0
     (error, none) = real_jobs._errors(real_jobs.Order("plain", "cold"), ended, tmp_path, 60)
     assert "exit code 2" in error and "no base" in error and none == "no job has a result"
+
+
+def test_a_process_is_told_to_stop_when_its_seconds_are_over(tmp_path: Path):
+    ended = launch.run_process([sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path, None, 0.2)
+    assert ended.code == -signal.SIGTERM and ended.signalled is not None and ended.host_peak_bytes > 0
+    assert ended.start + 0.2 <= ended.signalled <= ended.end
+    errors = real_jobs._errors(real_jobs.Order("plain", "cold"), ended, tmp_path, 60)
+    assert errors[0].startswith("exit code -15, not 143")
 
 
 def tiny(tmp_path: Path, *arguments: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.json_file import read_object
 
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _PIECE_BYTES = 16 << 20  # written, then hashed while it is in the cache; while another thread computes, each piece waits for Python's lock
 
 
