@@ -5,7 +5,8 @@ A kernel is interpreted when `TRITON_INTERPRET` was set as it was defined, and s
 super-model would then take its GPU path on the CPU; a test module wraps its imports of kernels in `interpreted`.
 
 Nine tenths of the interpreter's time goes to the types of small tensors. Five of its functions are replaced by ones that remember, by
-shape or by element type, what those give, and three of the language's by ones that first look whether there is anything to convert.
+shape or by element type, what those give, three of the language's by ones that first look whether there is anything to convert and remember
+what numbers became, and three by numpy's own operations.
 
 The interpreter's `tl.dot` is numpy's matmul, and so a BLAS. Some BLAS kernels (OpenBLAS's for Haswell and Zen) sum an element in an order
 that depends on where it stands in the tile, which no GPU does. Here `tl.dot` is `dot`, which has one order on every machine. Nor does the
@@ -29,6 +30,7 @@ import pytest
 import torch
 
 _VARIABLE = "TRITON_INTERPRET"
+_MOST_OPERANDS = 512  # that are remembered, each a tile
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 MARKS = [
@@ -221,7 +223,9 @@ def _remember_types() -> None:
 
 
 def _convert_what_differs() -> None:
-    """Most operands are tensors of one type and one shape, and most arguments are neither constants nor lists of these."""
+    """Most operands are tensors of one type and one shape, or a tensor and a number: tiles of the same few numbers, which are made once.
+    Most arguments are neither constants nor lists of these.
+    """
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
@@ -231,18 +235,48 @@ def _convert_what_differs() -> None:
         core._unwrap_if_constexpr,
     )
     plain = {bool, int, float, str, type(None), core.tensor, core.dtype}
+    numbers = {bool, int, float}
+    known: dict[Any, Any] = {}  # operands that a number has become, in the type and shape of the other operand
+
+    def remember(key: Any, operand: Any) -> None:
+        if len(known) >= _MOST_OPERANDS:
+            known.clear()
+        operand.handle.data.flags.writeable = False
+        known[key] = operand
 
     def check_types_that_differ(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        divides = len(args) > 3 or kwargs.get("div_or_mod")  # types may change then
-        if type(lhs) is type(rhs) is core.tensor and not divides:
-            left, right = lhs.dtype, rhs.dtype
-            if type(left) is type(right) is core.dtype and left.name == right.name:  # no pointers
+        left, right = type(lhs), type(rhs)
+        if left is right is core.tensor:
+            divides = len(args) > 3 or kwargs.get("div_or_mod")  # types may change then
+            if not divides and type(lhs.dtype) is type(rhs.dtype) is core.dtype and lhs.dtype.name == rhs.dtype.name:  # no pointers
                 return self.broadcast_impl_value(lhs, rhs)
+        elif left is core.tensor and right in numbers and type(lhs.dtype) is core.dtype:
+            key = (lhs.type.name, right, rhs, "right", args, *kwargs.items())
+            if key in known:
+                return lhs, known[key]
+            first, second = check_types(self, lhs, rhs, *args, **kwargs)
+            if first is lhs:
+                remember(key, second)
+            return first, second
+        elif right is core.tensor and left in numbers and type(rhs.dtype) is core.dtype:
+            key = (rhs.type.name, left, lhs, "left", args, *kwargs.items())
+            if key in known:
+                return known[key], rhs
+            first, second = check_types(self, lhs, rhs, *args, **kwargs)
+            if second is rhs:
+                remember(key, first)
+            return first, second
         return check_types(self, lhs, rhs, *args, **kwargs)
 
     def broadcast_shapes_that_differ(self: Any, lhs: Any, rhs: Any) -> Any:
-        if getattr(lhs.type, "sizes", ()) == getattr(rhs.type, "sizes", ()):
+        left, right = getattr(lhs.type, "sizes", ()), getattr(rhs.type, "sizes", ())
+        if left == right:
             return lhs, rhs
+        if not right and type(rhs.dtype) is core.dtype:
+            key = (left, rhs.dtype.name, rhs.handle.data.tobytes())
+            if key not in known:
+                remember(key, broadcast(self, lhs, rhs)[1])
+            return lhs, known[key]
         return broadcast(self, lhs, rhs)
 
     def unwrap_what_is_wrapped(value: Any) -> Any:
@@ -251,6 +285,29 @@ def _convert_what_differs() -> None:
     TritonSemantic.binary_op_type_checking_impl = check_types_that_differ
     TritonSemantic.broadcast_impl_value = broadcast_shapes_that_differ
     core._unwrap_if_constexpr = unwrap_what_is_wrapped
+
+
+def _compute_directly() -> None:
+    """Sums, differences and products of these types are numpy's, without five functions between."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import TensorHandle
+
+    def replace(name: str, operation: np.ufunc, *pointers: bool) -> None:
+        compute = getattr(TritonSemantic, name)
+
+        def compute_directly(self: Any, lhs: Any, rhs: Any, sanitize_overflow: bool) -> Any:
+            lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs, *pointers)
+            kind = lhs.dtype
+            if kind.name == rhs.dtype.name and kind.name in ("fp32", "int32", "int64"):
+                return core.tensor(TensorHandle(operation(lhs.handle.data, rhs.handle.data), kind), lhs.type)
+            return compute(self, lhs, rhs, sanitize_overflow)
+
+        setattr(TritonSemantic, name, compute_directly)
+
+    replace("add", np.add, True, True)
+    replace("sub", np.subtract, True, False)
+    replace("mul", np.multiply)
 
 
 if find_spec("triton") is not None:
@@ -266,6 +323,7 @@ if find_spec("triton") is not None:
         _read_one_element_as_index()
         _remember_types()
         _convert_what_differs()
+        _compute_directly()
         # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
         precisions = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")
         interpreter_builder.options = InterpreterOptions(sanitize_overflow=False, allowed_dot_input_precisions=precisions)
