@@ -15,7 +15,7 @@ from tlora.planning.micro_batches import MicroBatches
 
 
 @pytest.fixture(scope="module")
-def setting(tmp_path_factory: pytest.TempPathFactory) -> lobra.Setting:
+def setting(tmp_path_factory: pytest.TempPathFactory, forked_children: None) -> lobra.Setting:
     return lobra.make_setting(tmp_path_factory.mktemp("lobra"))
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.engine.conftest import forked as forked
+from tests.engine.conftest import tokenize_once as tokenize_once
 from tests.engine.tiny_runs import job, run_spec, same_bytes, train, write_rows
 from tests.kernels.interpreter import INTERPRETED_ALONE
 from tests.sharing.ranks import Ranks, start_ranks, store_path
