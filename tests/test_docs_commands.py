@@ -25,7 +25,6 @@ from tlora.cli.commands import app
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "tutorial.md", *sorted((DOCS / "how-to").glob("*.md"))]
-QUICK = ("own-loop.md",)  # in every run of the tests; the others are slow
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 SERVE = 'if [ "$1" = serve ]; then shift; set -- serve --port 0 "$@"; fi'  # pages are run side by side
 
@@ -66,11 +65,8 @@ def keys_written(directory: Path) -> set[str]:
     return {key for text in (*rows, *(file.read_text() for file in directory.rglob("result.json"))) for key in json.loads(text)}
 
 
-def as_test(page: Path) -> Any:
-    return pytest.param(page, id=page.relative_to(DOCS).as_posix(), marks=() if page.name in QUICK else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("page", [as_test(page) for page in PAGES])
+@pytest.mark.slow  # that commands and options exist is looked at in every run, and the example of an own loop runs
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     work.mkdir()

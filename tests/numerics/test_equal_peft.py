@@ -70,5 +70,6 @@ def test_fp32_equals_peft_and_alone(family: str) -> None:
     check_family(family, torch.float32)
 
 
+@pytest.mark.slow  # in every run the family is in fp64, and llama in fp32 (`test_promises`)
 def test_fp32_equals_peft_and_alone_for_one_family() -> None:
     check_family("gemma3", torch.float32)

@@ -120,7 +120,10 @@ def pack(plain: Path, directory: Path, settings: dict[str, Any]) -> tuple[Path, 
     return directory, values
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind in ("gptq-32-v2", "gptq-rows", "awq-32") else ()) for kind in KINDS],
+)
 def test_values_are_those_that_were_packed(kind: str, packed_once: Made) -> None:
     packed, values = packed_once(kind)
     loaded, counted = load_base(str(packed)), outline(str(packed))

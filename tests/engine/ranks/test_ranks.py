@@ -37,6 +37,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
         yield world
 
 
+@pytest.mark.slow  # `test_spanning_runs` has them of jobs of one replica too, in every run
 @pytest.mark.parametrize("gpus", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: int) -> None:
     told = Told()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.ranks.worlds import Told, World, open_world
-from tests.engine.tiny_runs import job, sha256, train, write_rows
+from tests.engine.tiny_runs import job, rows, sha256, train, write_rows
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.json_file import read_object
 from tlora.store.fingerprint import BaseGuard
@@ -48,6 +48,13 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: 
     assert facts["homes"]["two"] != facts["homes"]["three"]
     assert facts["spans"]["two"] == {"replicas": 2, "gpus": [facts["homes"]["two"], *facts["spans"]["two"]["gpus"][1:]]}
     assert all(each["exchange_wait_seconds"] >= 0 for each in facts["gpus"].values())
+    assert facts["status"] == "done" and sorted(facts["gpus"]) == [str(rank) for rank in range(gpus)]
+    assert {row["gpu"] for row in rows(tmp_path / "out" / "run.jsonl")} <= set(range(gpus))
+    assert told.said("GPU 0:") and told.said("GPU 1:")
+    assert told.last is not None and {job.status for job in told.last.jobs} == {"done"}
+    assert all(process.has_ended for process in world.processes)
+    assert results.report is not None and results.report.is_file()
+    assert not list((tmp_path / "out").glob(".*")), "the ranks left something behind"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
