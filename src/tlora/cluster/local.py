@@ -6,7 +6,6 @@ worker gets, the worker (`engine/worker.py`) how a micro-batch runs. Workers out
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import os
@@ -18,6 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from tlora import durable
+from tlora.cluster.asked_queue import AskedQueue
 from tlora.cluster.engine_hosts import EngineHosts, OpenKeeper
 from tlora.cluster.epochs import begin_epoch, lock_store
 from tlora.cluster.found_workers import FoundWorkers
@@ -54,7 +54,6 @@ from tlora.worker_protocol import Load, settings_of
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
 _ASKED_AT_ONCE = 64  # requests between which workers are heard
-_HOSTS_SECONDS = 1.0  # between two looks whether the hosts that a job waits for have come
 
 
 class LocalBackend:
@@ -117,8 +116,7 @@ class LocalBackend:
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known
         self._arrives: dict[str, float] = {}  # job -> when it is submitted
         self._folded: dict[str, str] = {}  # the same jobs by their names without case
-        self._asked: list[tuple[float, int, JobSubmitted | JobRequest]] = []  # a heap: seconds, serial, what users ask
-        self._serial = itertools.count()
+        self._asked = AskedQueue()
         self._ended: set[str] = set()  # jobs that may be forgotten
         self._expected: queue.SimpleQueue[tuple[str, JobSpec]] = queue.SimpleQueue()  # bases and jobs
         self._sealed = self._stopped = False
@@ -170,7 +168,7 @@ class LocalBackend:
     @property
     def unfinished(self) -> int:
         """Jobs that have been submitted, or will be, and have not ended."""
-        return len(self.reconciler.open) + sum(isinstance(asked, JobSubmitted) for _, _, asked in self._asked)
+        return len(self.reconciler.open) + len(self._asked.jobs)
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class LocalBackend:
     def _ask(self, request: JobSubmitted | JobRequest, at_seconds: float) -> None:
         if self._sealed and isinstance(request, JobSubmitted):
             raise ConfigError(f"job {request.job_id!r} comes after the back end was sealed. Submit all jobs before")
-        heapq.heappush(self._asked, (at_seconds, next(self._serial), request))
+        self._asked.put(request, at_seconds)
         self.worker_pool.wake()
 
     def _check(self, spec: JobSubmitted, job: LocalJob) -> None:
@@ -258,7 +256,7 @@ class LocalBackend:
             self._found = False
             self._adopt()
         while self._stopped or not self._events:
-            if self._stopped or (self._sealed and not self._asked and not self.reconciler.open):
+            if self._stopped or (self._sealed and self._asked.due_seconds == math.inf and not self.reconciler.open):
                 self.close()
                 return []
             self.worker_pool.acknowledge()  # the caller has got everything
@@ -305,7 +303,7 @@ class LocalBackend:
     def _listen(self) -> None:
         """Wait for a report, a user's request or the next tick; then take in all that has arrived."""
         with self._asking:
-            due = min(self._next_tick, self._asked[0][0] if self._asked else math.inf)
+            due = min(self._next_tick, self._asked.due_seconds)
         for worker, report in self.worker_pool.listen(max(0.0, min(due - self.now(), self._engine_hosts.due_in_seconds))):
             if report is None:
                 given_up = f"{worker.given_up}; " if worker.given_up else ""
@@ -319,8 +317,8 @@ class LocalBackend:
         """
         places = FoundWorkers(self.worker_pool.workers.values())
         with self._asking:
-            early = {asked[2].job_id: asked for asked in self._asked if isinstance(asked[2], JobSubmitted)}
-        arrived: set[int] = set()  # serials
+            early = self._asked.jobs
+        order, arrived = {name: number for number, name in enumerate(early)}, set[str]()
         for worker in self.worker_pool.workers.values():
             if worker.stopping:
                 continue
@@ -332,49 +330,45 @@ class LocalBackend:
                 continue
             if not places.is_last(worker, found.group_id):
                 continue
-            taken = sorted(early.pop(name) for name in found.job_ids if name in early and places.is_best(worker, name))
+            taken = [name for name in found.job_ids if name in early and places.is_best(worker, name)]
             if taken:
-                arrived |= {serial for _, serial, _ in taken}
-                jobs = tuple(asked for _, _, asked in taken if isinstance(asked, JobSubmitted))
-                for job in jobs:
-                    self.reconciler.arrive(job.job_id, again=True)
+                arrived.update(taken)
+                names = tuple(sorted(taken, key=order.__getitem__))
+                jobs = tuple(early.pop(name) for name in names)
+                for name in names:
+                    self.reconciler.arrive(name, again=True)
                 weights = dict(zip(found.job_ids, found.weights, strict=True))
-                names = tuple(job.job_id for job in jobs)
                 group = replace(found, gpus=worker.gpus, job_ids=names, weights=tuple(weights[name] for name in names))
                 self.reconciler.adopt(group)
                 self._events.append(GroupFound(group, jobs, tuple(worker.jobs[name].steps for name in names)))
         with self._asking:
-            self._asked = [asked for asked in self._asked if asked[1] not in arrived]
-            heapq.heapify(self._asked)
+            self._asked.drop_jobs(arrived)
         self._events.append(Tick())
         self._pass_time()  # before the first `listen`: a worker may report the end of a job that left its group
         self._settle()
 
     def _pass_time(self) -> None:
-        now, living = self.now(), self.reconciler.open
+        now = self.now()
         self._collect()
         while not self._drains.empty():
             host, finish, undo = self._drains.get()
             self._events.append(self._nodes.take_back(host) if undo else self._nodes.drain(host, finish=finish))
         with self._asking:
-            most = len(self._events) + _ASKED_AT_ONCE
-            while self._asked and self._asked[0][0] <= now and len(self._events) < most:
-                event = heapq.heappop(self._asked)[2]
-                if isinstance(event, JobSubmitted):
-                    if (admitted := self._wide.admit(event)) is None:
-                        heapq.heappush(self._asked, (now + _HOSTS_SECONDS, next(self._serial), event))
-                        continue
-                    event = admitted
-                    self.reconciler.arrive(event.job_id, again=event.submitted_at is not None)
-                elif event.job_id not in living:  # it has ended meanwhile
-                    continue
-                elif event.verb == "cancel":
+            for event in itertools.islice(self._asked.take(now, self._admit, self.reconciler.open.__contains__), _ASKED_AT_ONCE):
+                if isinstance(event, JobRequest) and event.verb == "cancel":
                     self.reconciler.withdraw(event.job_id)
                     self._ended.add(event.job_id)
                 self._events.append(event)
         if self._next_tick <= now:
             self._events.append(Tick())
             self._next_tick = now + self._machine.tick_seconds
+
+    def _admit(self, job: JobSubmitted) -> JobSubmitted | None:
+        """None while it waits for hosts."""
+        admitted = self._wide.admit(job)
+        if admitted is not None:
+            self.reconciler.arrive(job.job_id, again=job.submitted_at is not None)
+        return admitted
 
     def _settle(self) -> None:
         self.reconciler.step()
