@@ -295,7 +295,10 @@ def test_a_process_that_is_not_here_is_of_another_host(station: TcpStation, chan
         (replace(REMOTE, gpus=(0, 1)), "it names 1 devices for its 2 GPUs"),
         (replace(REMOTE, gpus=(-1,)), "GPUs [-1]"),
         (replace(REMOTE, gpus=(STRIDE,)), f"GPUs [{STRIDE}]"),
-        (replace(REMOTE, host=replace(LABELS, devices=(Device("NVIDIA H100"),))), "it has NVIDIA H100, and this cluster trains on CPUs"),
+        (
+            replace(REMOTE, host=replace(LABELS, devices=(Device("NVIDIA H100"),))),
+            "has NVIDIA H100, and this cluster trains on CPUs",
+        ),
         (replace(REMOTE, versions=versions() | {"torch": "1.0"}), "has torch 1.0, and this is "),
         (replace(REMOTE, versions={"tlora": "0.0.1"}), "is of tlora 0.0.1"),
         (replace(REMOTE, epoch=6), "later controller"),

@@ -113,18 +113,27 @@ def test_one_that_hangs_is_answered_no_more(station: TcpStation) -> None:
         line.read_line(0.1)
 
 
-@pytest.mark.parametrize("change", [{"tlora": "0.0.1"}, {"torch": "1.0"}])
-def test_one_of_another_version_saves_its_jobs_first_and_they_are_free_at_its_last_word(
-    station: TcpStation, change: dict[str, str]
+@pytest.mark.parametrize(
+    ("old", "kind", "why"),
+    [
+        (versions() | {"tlora": "0.0.1"}, None, "is of tlora 0.0.1, and this is"),
+        (versions() | {"torch": "1.0"}, None, "has torch 1.0, and this is"),
+        (versions(), "NVIDIA L4", "has cpu, and this cluster is deterministic: it keeps its jobs on NVIDIA L4"),
+    ],
+)
+def test_one_that_may_not_train_here_saves_its_jobs_first_and_they_are_free_at_its_last_word(
+    station: TcpStation, old: dict[str, str], kind: str | None, why: str
 ) -> None:
-    """As after an upgrade: they would wait for its lease else. Its GPUs are not used. A cut line changes nothing."""
-    held, old = (HeldJob("a", 7, 3, True),), versions() | change
+    """As after an upgrade, or where another kind of GPU was the first in a deterministic cluster: they would wait for its lease else. Its
+    GPUs are not used. A cut line changes nothing.
+    """
+    held, station.worker_pool.remote_hosts.only_kind = (HeldJob("a", 7, 3, True),), kind
     Leases(station.directory).grant("of b", {"a": 7}, LEASE)
     line, answer = come(station, jobs=held, versions=old)
     (worker,) = station.worker_pool.workers.values()
     assert answer["kind"] == "desiredstate" and answer["stop"] and not answer["begins_anew"] and worker.holds("a", 7)
     (note,) = station.notes
-    assert "saves its jobs and ends" in note and f"{next(iter(change))} {next(iter(change.values()))}, and this is" in note
+    assert f"saves its jobs and ends: it {why}" in note
     line.send(worker_line(Envelope(1, 0, Left("a", 9, "steps/9", 7))))
     wait_for(lambda: bool(station.reports))
     line.end()

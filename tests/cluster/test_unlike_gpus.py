@@ -62,9 +62,9 @@ def test_a_deterministic_cluster_has_gpus_of_one_kind(tmp_path: Path) -> None:
 
 def test_a_host_of_another_kind_is_refused_where_bits_must_not_depend_on_it(tmp_path: Path) -> None:
     old, both = (HostLabels("h", devices=tuple(Device(kind) for kind in kinds)) for kinds in ((OLD,), (OLD, NEW)))
-    assert _why_another_kind(old, NEW).startswith(f"it has {OLD}, and this cluster is deterministic: it keeps its jobs on {NEW}")
+    assert _why_another_kind(old, NEW).startswith(f"has {OLD}, and this cluster is deterministic: it keeps its jobs on {NEW}")
     assert not _why_another_kind(old, OLD) and not _why_another_kind(old, ""), "the first host decides"
-    assert _why_another_kind(both, "").startswith(f"it has {NEW}, and this cluster is deterministic: it keeps its jobs on {OLD}")
+    assert _why_another_kind(both, "").startswith(f"has {NEW}, and this cluster is deterministic: it keeps its jobs on {OLD}")
     assert RemoteHosts(tmp_path, (), 1.0, lambda: "cuda", print).only_kind is None, "else all kinds are taken"
 
 

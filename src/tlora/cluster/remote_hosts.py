@@ -73,17 +73,23 @@ class RemoteHosts:
             return "it says nothing of its host"
         if hello.incarnation in self._outlived:
             return "its lease has ended, and its jobs have gone on elsewhere. Start it again"
-        on_cpu = self._device() == "cpu"
-        if any((device.kind == "cpu") != on_cpu for device in host.devices):
-            return f"it has {host.devices[0].kind}, and this cluster trains on {'CPUs' if on_cpu else 'GPUs'}"
-        if self.only_kind is not None and (reason := _why_another_kind(host, self.only_kind)):
-            return reason
         if known is not None and not known.files_by_line and not peer.shares_store:
             return f"it does not see {self._directory} any more, where it has begun. Mount it again, and start it again"
         return self.hosts.why_not(host, hello.gpus)
 
+    def why_unused(self, hello: Hello) -> str:
+        """Why the worker of another host may not train here, though it may come to save its jobs; "" if it may."""
+        on_cpu = self._device() == "cpu"
+        if reason := unlike_tlora(hello.versions):
+            return f"{reason}. Start it with the same version"
+        if reason := unlike_torch(hello.versions):
+            return f"{reason}. Install the same there"
+        if hello.host is not None and any((device.kind == "cpu") != on_cpu for device in hello.host.devices):
+            return f"has {hello.host.devices[0].kind}, and this cluster trains on {'CPUs' if on_cpu else 'GPUs'}"
+        return _why_another_kind(hello.host, self.only_kind) if hello.host is not None and self.only_kind is not None else ""
+
     def take_on(self, gpus: tuple[int, ...], hello: Hello, host: HostLabels, peer: Peer, epoch: int) -> RemoteWorker:
-        """A worker that has come; `gpus` are the cluster's numbers. One of other versions is told to save its jobs and end."""
+        """A worker that has come; `gpus` are the cluster's numbers. One that may not train here is told to save its jobs and end."""
         process, number = LeasedProcess(host.name, peer.pid, self._lease_seconds), self.hosts.first_number(host)
         options = epoch, self._lease_seconds, host, number
         worker = RemoteWorker(gpus, hello.load, process, *options, files_by_line=not peer.shares_store)
@@ -93,7 +99,7 @@ class RemoteHosts:
         if worker.files_by_line and hello.load is not None:
             self.files.grant(hello.incarnation, hello.load.base_model, {held.job_id: (held.attempt, None) for held in hello.jobs})
         self._away.pop(gpus, None)
-        if reason := why_unlike(hello):
+        if reason := self.why_unused(hello):
             self._note(f"the worker of {worker.display_name} saves its jobs and ends: it {reason}")
             self._leaving.add(hello.incarnation)
             worker.stop()
@@ -170,19 +176,11 @@ class RemoteHosts:
         self._lost.clear()
 
 
-def why_unlike(hello: Hello) -> str:
-    """Why a worker of another host may not train here, by its versions; "" if it may."""
-    if reason := unlike_tlora(hello.versions):
-        return f"{reason}. Start it with the same version"
-    reason = unlike_torch(hello.versions)
-    return f"{reason}. Install the same there" if reason else ""
-
-
 def _why_another_kind(host: HostLabels, only: str) -> str:
     """Of a cluster that keeps jobs on one kind; "": the host's first decides."""
     first = only or next((device.kind for device in host.devices), "")
     other = next((device.kind for device in host.devices if device.kind != first), None)
     if other is None:
         return ""
-    kept = f"it has {other}, and this cluster is deterministic: it keeps its jobs on {first}, for another kind gives other last bits"
+    kept = f"has {other}, and this cluster is deterministic: it keeps its jobs on {first}, for another kind gives other last bits"
     return f"{kept}. Take it into a cluster of its own, or set deterministic: false"

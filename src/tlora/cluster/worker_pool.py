@@ -21,7 +21,7 @@ from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.limits import Limits
 from tlora.cluster.listeners import Peer, UnixListener
 from tlora.cluster.refusals import Refusals
-from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts, why_unlike
+from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts
 from tlora.cluster.remote_worker import RemoteWorker, gpu_names
 from tlora.cluster.session import Arrived, Gone, Heard, Inbox, Session, Spoke
 from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
@@ -288,7 +288,8 @@ class WorkerPool:
         """Why a worker that sends Hello is refused; "" if it is accepted."""
         hello, pid, token, remote = arrived.hello, arrived.peer.pid, arrived.peer.token, arrived.peer.is_remote
         who = f"the worker that is process {pid}" + (f" of host {hello.host.name}" if remote and hello.host is not None else "")
-        if remote and (reason := why_unlike(hello)) and not (hello.jobs or self._same(hello)):  # else it comes to save its jobs
+        comes_to_save = bool(hello.jobs or self._same(hello))
+        if remote and not comes_to_save and (reason := self.remote_hosts.why_unused(hello)):
             return f"{who} {reason}"
         if not remote and (reason := unlike_tlora(hello.versions)):
             updated = "The program was updated while this process ran: stop it and start it again. Jobs wait"
