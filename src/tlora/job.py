@@ -355,7 +355,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 UnusedWeights = Literal["refuse", "ignore"]
 Recompute = Literal["auto", "none", "all"] | Annotated[int, Field(ge=0, le=10**9)]
 LayoutSetting = Literal["auto", "whole", "shared", "streamed", "stages"]
-WorkerLayout = Literal["auto", "streamed"]  # where a scheduler places jobs, it also decides which GPUs hold a base together
+WorkerLayout = Literal["auto", "streamed", "stages"]  # where a scheduler places jobs, it also decides which GPUs hold a base together
 LinkSetting = Literal["auto", "host"]
 MemoryLimit = Literal["auto"] | Bytes
 TrackerName = Literal["tensorboard", "wandb", "trackio"]

@@ -19,7 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.engine.tiny_runs import write_rows
+from tests.engine.tiny_runs import job as job_fields
+from tests.engine.tiny_runs import sha256, train, write_rows
 from tests.service import served
 from tlora.json_file import read_object
 
@@ -36,12 +37,12 @@ def until(look: Callable[[], T | None]) -> T:
 class Server:
     """A process over `directory`, and a client of it with the first key."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, settings: str = "") -> None:
         self.directory = directory
         (directory / "address").unlink(missing_ok=True)
         command = [sys.executable, "-m", "tlora", "serve", "--data-dir", str(directory), "--port", "0", "--base-model", f"base={BASE}"]
         config = directory.parent / "server.yaml"
-        config.write_text("device: cpu\ngpus: [0, 1]\ndeterministic: true\n")
+        config.write_text(f"device: cpu\ngpus: [0, 1]\ndeterministic: true\n{settings}")
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         with (directory.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -244,3 +245,26 @@ def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path) -> None:
         assert (end["status"], end["steps"]) == ("succeeded", 30), end["reason"]
         again = server.submit(name="again", **wide)
         assert server.ended(again)["status"] == "succeeded" and server.adapter(again) == server.adapter(job)
+
+
+@pytest.mark.slow
+def test_a_base_is_cut_where_the_settings_say_so(tmp_path: Path) -> None:
+    """A job that orders one GPU gets two, with a stage each, and the bytes of one process."""
+    directory, data = tmp_path / "server", write_rows(tmp_path / "data.jsonl", 40)
+    order: dict[str, Any] = {"max_steps": 6, "batch_size": 4, "r": 4, "learning_rate": 1e-3}
+    directory.mkdir()
+    train(BASE, tmp_path / "alone", [job_fields("cut", str(data), **order)], deterministic=True)
+    with running(directory) as servers:
+        servers.append(server := Server(directory, settings="layout: stages\n"))
+        file = server.ask("POST", "/v1/files", files={"file": ("d.jsonl", data.read_bytes())}, data={"purpose": "fine-tune"})["id"]
+        job = server.submit(name="cut", data={"file": file}, **order)
+        end = server.ended(job)
+        assert end["status"] == "succeeded", end["reason"]
+        assert sha256(directory / "jobs" / job) == sha256(tmp_path / "alone" / "cut")
+        assert server.end() == 0
+    said = "".join(path.read_text() for path in (directory / "workers").glob("gpu*.log"))
+    assert "layers 0 to 2 of 4 are loaded" in said and f"{BASE} is loaded" in said, said
+    started = [
+        json.loads(line)["group"] for line in (directory / "logs" / "events.jsonl").read_text().splitlines() if '"StartGroup"' in line
+    ]
+    assert [group["gpus"] for group in started] == [[0, 1]], started

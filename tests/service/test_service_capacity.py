@@ -97,6 +97,24 @@ def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
     assert reason is not None and "on each of 4 GPUs" in reason
 
 
+def test_a_base_that_is_ordered_in_stages_needs_two_gpus_and_gets_one_for_each_layer(bases: Path) -> None:
+    outline = known_outline(bases, BASE, Precision())
+    assert outline is not None
+    layers, most = len(outline.parts.layers), 4 * outline.bytes
+    for gpus, listens, cut in ((2, None, True), (1, "tcp://127.0.0.1:7000", True), (0, "tcp://127.0.0.1:7000", True), (1, None, False)):
+        config = config_of(bases.parent).model_copy(update={"layout": "stages", "worker_listen": listens})
+        ordered = Capacity(config, Devices("cuda", tuple(range(gpus)), most))
+        assert ordered.least_gpus("base") == (2 if cut else 1), "also where nothing is known of it yet"
+        ordered._outlines["base"] = outline
+        assert ordered.least_gpus("base") == (2 if cut else 1) and ordered.why_never("base", 1) is None
+        assert [ordered.most_gpus("base", there) for there in (0, 1, 2, layers + 9)] == (
+            [layers, 1, 2, layers] if cut else [0, 1, 2, layers + 9]
+        )
+        ordered._outlines["base"] = replace(outline, parts=replace(outline.parts, no_stages="its layers share a cache"))
+        why = "base_model 'base' cannot be cut into stages: its layers share a cache. Set layout: auto in the server's settings"
+        assert ordered.why_never("base", 1) == (why if cut else None)
+
+
 def test_a_base_beyond_the_only_gpu_is_streamed_to_it(bases: Path) -> None:
     """As a worker does; it is refused where not even two layers fit."""
     outline = known_outline(bases, BASE, Precision())

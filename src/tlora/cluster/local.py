@@ -373,7 +373,8 @@ class LocalBackend:
     def _settle(self) -> None:
         self.reconciler.step()
         while not self._expected.empty():
-            self.reconciler.expect(*self._expected.get(), self._machine.gpus)
+            startable = self._machine.gpus if self._machine.layout != "stages" else ()  # for one GPU the base would be loaded whole
+            self.reconciler.expect(*self._expected.get(), startable)
             self.reconciler.step()  # which tells the worker
         self._collect()
 

@@ -63,6 +63,7 @@ from tlora.shape.gpu_files import slowest_here, speed_here
 from tlora.shape.hardware import nearest_base
 from tlora.shape.memory import BaseMemory, least_gpus
 from tlora.shape.predicted_constants import is_predicted, live_constants
+from tlora.shape.stages import LEAST_STAGES
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
@@ -245,7 +246,7 @@ class _Run:
         count = least_gpus(self._memory.bytes_by_gpus[: self._most_gpus], limit)
         if count is not None and count > 1:
             self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {count} or more, which hold it in parts")
-        return max(count or 1, 2 if cut else 1)
+        return max(count or 1, LEAST_STAGES if cut else 1)
 
     def _profile(self) -> dict[str, ProfiledJob]:
         """Profile the jobs that are to be trained; the others are done or have failed."""

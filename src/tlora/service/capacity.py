@@ -12,6 +12,7 @@ from tlora.service.problems import RefusedError
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, least_gpus
+from tlora.shape.stages import LEAST_STAGES
 
 _MOST_REMEMBERED = 1_000
 _SHAPE = {
@@ -35,6 +36,7 @@ class Capacity:
         self._precision = precision_of(config, places.device)
         self._place = "a GPU here" if places.device == "cuda" else "this machine"
         self._most, self._gpus = places.memory_bytes, len(places.gpus)
+        self._cuts = config.layout == "stages" and (self._gpus != 1 or config.worker_listen is not None)  # else it lies as with auto
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):
             self._most, self._place = config.memory_limit, "a run here (memory_limit)"
         self._outlines: dict[str, BaseShape] = {}
@@ -72,6 +74,8 @@ class Capacity:
     def why_never(self, base: str, parameters: int) -> str | None:
         """Why an adapter of so many parameters can never be trained over the base, if so. A lower bound: activations are not counted."""
         outline = self._outlines.get(base)
+        if self._cuts and outline is not None and outline.parts.no_stages:
+            return f"base_model {base!r} cannot be cut into stages: {outline.parts.no_stages}. Set layout: auto in the server's settings"
         if outline is None or self._most is None:
             return None
         beside = outline.memory.least_weights(self._gpus)
@@ -89,11 +93,17 @@ class Capacity:
         )
 
     def least_gpus(self, base: str) -> int:
-        """On fewer the base leaves no room for jobs; 1 where that is not known."""
-        outline = self._outlines.get(base)
+        """On fewer the base leaves no room for jobs, or is in no stages as it is ordered; 1 where that is not known."""
+        outline, least = self._outlines.get(base), LEAST_STAGES if self._cuts else 1
         if outline is None or self._most is None:
-            return 1
-        return least_gpus(outline.memory.bytes_by_gpus[: self._gpus], self._most) or 1
+            return least
+        return max(least, least_gpus(outline.memory.bytes_by_gpus[: self._gpus], self._most) or 1)
+
+    def most_gpus(self, base: str, there: int) -> int:
+        """That a job gets of `there` (0: not known): in stages one for each layer."""
+        outline = self._outlines.get(base)
+        layers = len(outline.parts.layers) if self._cuts and outline is not None else 0
+        return min(there or layers, layers or there)
 
     def _count(self, order: OrderSpec, outline: BaseShape) -> int:
         shape = order.model_dump_json(include=_SHAPE)

@@ -315,7 +315,8 @@ class Controller:
         if status not in ("preparing", "queued", "running", "paused"):
             return
         try:
-            submit(cluster, row, self._reader.spec(row, self._bases), self._live.gpus, self._capacity.least_gpus(row.base_model))
+            bounds = self._capacity.most_gpus(row.base_model, self._live.gpus), self._capacity.least_gpus(row.base_model)
+            submit(cluster, row, self._reader.spec(row, self._bases), *bounds)
         except (TloraError, ValueError, KeyError) as error:
             self._outcomes.fail(row.id, str(error))
             return

@@ -107,7 +107,7 @@ class OrderReader:
         return message.replace(str(self._directory), "")
 
 
-def submit(cluster: Cluster, row: Row[Any], spec: JobSpec, gpus_there: int, least_gpus: int) -> None:
+def submit(cluster: Cluster, row: Row[Any], spec: JobSpec, most_gpus: int, least_gpus: int) -> None:
     """Of a job that an earlier server has accepted it is told when, where the cluster's workers are that server's. Raises TloraError,
     ValueError, KeyError.
     """
@@ -115,7 +115,7 @@ def submit(cluster: Cluster, row: Row[Any], spec: JobSpec, gpus_there: int, leas
     profile = JobProfile(**intake["profile"] | {"length_histogram": tuple(intake["profile"]["length_histogram"])})
     created = cluster.now() + row.created - time.time()
     deadline = None if spec.deadline_seconds is None else created + spec.deadline_seconds
-    gpus = max(least_gpus, min(spec.gpus, gpus_there or spec.gpus))  # accepted when there were more: its replicas run in turn
+    gpus = max(least_gpus, min(spec.gpus, most_gpus or spec.gpus))  # accepted when there were more: its replicas run in turn
     rest = (row.tenant, spec.priority, deadline, spec.max_slowdown)
     submitted = JobSubmitted(row.id, row.base_model, gpus, profile, *rest, least_gpus=least_gpus)
     arrival = min(created, cluster.now())

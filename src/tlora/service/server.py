@@ -141,6 +141,9 @@ def local_hall(config: ServerConfig) -> BackendFactory:
     else:
         listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
+    if config.layout == "stages" and len(places.gpus) == 1 and listener is None:
+        warn("layout: stages is of several GPUs, and here is one: bases lie as with layout: auto")
+
     def make(base_models: Mapping[str, str]) -> LocalBackend:
         here = places.gpus, places.device, base_models, config.directory
         settings = settings_of(config)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+LEAST_STAGES = 2  # of a base that is ordered in stages
+
 
 @dataclass(frozen=True)
 class LayerRange:
