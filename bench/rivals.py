@@ -30,7 +30,8 @@ class Rival:
 
 RIVALS = {
     "qlora": Rival(("qlora",)),
-    "peft": Rival(("padding-free", "padded"), warm_up=1),  # packed rows need masks over samples, which sinks and recurrent layers lack
+    "peft": Rival(("padding-free", "padded"), warm_up=1),  # packed rows need a mask over samples, which attention with sinks is slow with
+    "padded": Rival(("padded",), warm_up=1),  # of hybrids: transformers' own recurrences go on from one sample into the next of a row
     "trl": Rival(("padding-free", "padded"), ("packed-by-1", "packed-by-2"), 1),  # a packed step is many forward passes
 }
 _PILOT_JOBS = 2
