@@ -30,6 +30,7 @@ from tlora.kernels import bank_chunks, forced_card, fused_linear, varlen_attenti
 from tlora.kernels.bank_chunks import CHUNK
 from tlora.kernels.cards import CardClass
 from tlora.kernels.device import capability_of, class_of, is_forced
+from tlora.kernels.expert_launches import ExpertRequest, expert_launches
 from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update
@@ -91,8 +92,7 @@ class PackedRequest:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What is to be compiled: launches of `groups` in `dtype` with S `width` wide, of `attentions`, of `head` and of the optimizer step,
-    for GPUs like `gpu`.
+    """What is to be compiled for GPUs like `gpu`: launches of `groups` in `dtype` with S `width` wide, and all others that are named.
 
     `capability` is 90 for 9.0; `programs` the number of SMs. With `dropout` some job has it.
     """
@@ -107,6 +107,7 @@ class CompileRequest:
     attentions: tuple[AttentionRequest, ...] = ()
     head: HeadRequest | None = None
     packed: tuple[PackedRequest, ...] = ()
+    experts: tuple[ExpertRequest, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def read_order(text: str) -> CompileRequest:
     attentions = tuple(AttentionRequest(**each) for each in row.pop("attentions"))
     head = HeadRequest(**head_row) if (head_row := row.pop("head")) is not None else None
     packed = tuple(PackedRequest(**each) for each in row.pop("packed"))
-    return CompileRequest(**row, groups=groups, attentions=attentions, head=head, packed=packed)
+    experts = tuple(ExpertRequest(**each) for each in row.pop("experts"))
+    return CompileRequest(**row, groups=groups, attentions=attentions, head=head, packed=packed, experts=experts)
 
 
 def compile_all(order: CompileRequest, workers: int) -> None:
@@ -176,6 +178,7 @@ def launches_of(order: CompileRequest) -> list[Callable[[], object]]:
     launches += [partial(launch, dtype) for launch in (_measure_step, _update_step, _copy_chunks)]
     launches += [partial(_compile_loss, dtype, order.head, gradient) for gradient in (True, False) if order.head]
     launches += [partial(_compile_dequantize, dtype, packed) for packed in order.packed]
+    launches += [launch for experts in order.experts for launch in expert_launches(experts, dtype, table.card)]
     return launches
 
 

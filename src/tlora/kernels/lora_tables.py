@@ -123,7 +123,7 @@ def build_tables(runs: Sequence[Run], slots: Slots, num_tokens: int, keys_T: Ten
         np.array([int(dropout * 2**31) for dropout in dropouts], np.int32),
         slots.module_keys_L.astype(np.int32, copy=False),
     ]
-    buffer, moved = _to_device(parts, device)
+    buffer, moved = copy_together(parts, device)
     rows_t, starts_t, table_t, order_t, samples_t, tiles_t, items_t, scales_t, thresholds_t, module_keys_t = moved
     return LoraTables(
         runs_S4=table_t,
@@ -155,7 +155,7 @@ def _items(tiles_X2: np.ndarray, num_runs: int) -> np.ndarray:
     return items
 
 
-def _to_device(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def copy_together(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """All arrays in one buffer and one asynchronous copy: the buffer, and the arrays in it, each at a multiple of 16 bytes."""
     offsets = np.cumsum([0] + [-(-part.nbytes // 16) * 16 for part in parts])
     host = np.zeros(int(offsets[-1]), np.uint8)
