@@ -72,16 +72,17 @@ def gemm_tiles(card: CardClass, rows: int) -> list[Tile]:
     if rows == 64:
         sizes = ((256, 4, 4, 8), (256, 4, 8, 8), (128, 5, 4, 8), (64, 5, 4, 8), (128, 4, 4, 32))
     else:
-        sizes = ((256, 4, 8, 8), (128, 4, 4, 8), (128, 3, 8, 8), (256, 3, 8, 32))
+        sizes = ((256, 3, 8, 8), (128, 4, 4, 8), (256, 4, 8, 4), (256, 4, 8, 16))
     return [*tiles, *(Tile(rows, columns, 64, stages, warps, band=band) for columns, stages, warps, band in sizes)]
 
 
 def shrink_tiles(rows: int) -> list[SkinnyTile]:
-    return [kernels.shrink_tile(rows, torch.bfloat16), SkinnyTile(rows, 128, 3, 4), SkinnyTile(rows, 128, 3, 8), SkinnyTile(rows, 64, 4, 8)]
+    sizes = ((rows, 128, 3, 4), (64, 64, 3, 4), (64, 256, 3, 4), (32, 128, 3, 4))
+    return [kernels.shrink_tile(torch.bfloat16), *(SkinnyTile(*size) for size in sizes)]
 
 
 def sum_tiles() -> list[SkinnyTile]:
-    sizes = ((16, 128, 1, 4), (64, 128, 1, 4), (32, 64, 1, 2), (32, 256, 1, 8), (32, 128, 2, 4))
+    sizes = ((32, 128, 1, 4), (16, 256, 1, 8), (32, 256, 1, 8), (16, 128, 1, 2), (16, 64, 1, 2))
     return [kernels.sum_tile(torch.bfloat16), *(SkinnyTile(*size) for size in sizes)]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.expert_cases import Case, Job, Layer
-from tests.kernels.interpreter import MARKS
+from tests.kernels.expert_cases import Case, Job, Layer, drawn, kernels
+from tests.kernels.interpreter import DEVICE, MARKS
+from tests.planted import Change, planted
 from tests.tolerances import KERNEL, assert_close
+from tlora.kernels import experts as plain
 
 pytestmark = MARKS
 FP32 = torch.float32
@@ -98,3 +101,55 @@ def test_sums_are_the_same_in_any_cut() -> None:
     for part in (first, second):
         part.by_kernels()
     assert all(torch.equal(a, b) for a, b in zip(whole.sums(0), second.sums(0), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [FP32, torch.float16], ids=str)
+def test_slots_are_put_together_as_on_the_plain_path(dtype: torch.dtype) -> None:
+    """Routers' weights in fp32, as some families have them; out, and the gradients of both."""
+    layer, case = Layer(experts=5, slots=4), Case(Layer(experts=5, slots=4), JOBS[:1])
+    routing = kernels.route(case.chosen_TK, kernels.make_batch([JOBS[0].lengths], 64, {}, DEVICE), layer.experts, 64)
+    plain_routing = plain.route(case.chosen_TK, [64], layer.experts)
+    y_SH, weights_TK, dout_TH = drawn(1, (256, 48), dtype), drawn(2, (64, 4), FP32), drawn(3, (64, 48), dtype)
+    results: list[list[Tensor]] = []
+    for combine, found in ((kernels.combine, routing), (plain.combine, plain_routing)):
+        y, weights = y_SH.clone().requires_grad_(), weights_TK.clone().requires_grad_()
+        out = combine(y, weights, found)  # type: ignore[operator]
+        results.append([out, *torch.autograd.grad((out * dout_TH).sum(), [y, weights])])
+    for name, ours, theirs in zip(("out", "dy", "dweights"), *results, strict=True):
+        assert_close(ours, theirs, KERNEL[dtype], name)
+
+
+# -- planted bugs --------------------------------------------------------------------------------------------------------
+
+
+def unsorted(chosen_TK: Tensor, batch: kernels.ExpertBatch, num_experts: int, tile_rows: int) -> kernels.ExpertRouting:
+    """Equal keys lie in an order that depends on how many rows there are."""
+    routing = healthy_route(chosen_TK, batch, num_experts, tile_rows)
+    order = routing.order_S.clone()
+    if len(order) > 2 * sum(JOBS[1].lengths):
+        for start, end in zip(routing.cells.tolist(), routing.cells[1:].tolist(), strict=False):
+            order[start:end] = order[start:end].flip(0)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=DEVICE))
+    return replace(routing, order_S=order, inverse_S=inverse)
+
+
+def tiles_from_the_first_row(routing: kernels.ExpertRouting) -> None:
+    """A tile has rows of two experts."""
+    healthy_list_tiles(routing)
+    starts = torch.arange(len(routing.tiles), dtype=torch.int32, device=DEVICE) * routing.tile_rows
+    firsts = routing.cells[:: routing.num_samples].contiguous()
+    routing.tiles[:, 0] = torch.where(starts < len(routing.order_S), torch.searchsorted(firsts, starts, right=True) - 1, -1)
+    routing.tiles[:, 1], routing.tiles[:, 2] = starts, len(routing.order_S)
+
+
+healthy_route, healthy_list_tiles = kernels.route, kernels.list_tiles
+BUGS: dict[str, tuple[Change, Callable[[], None]]] = {
+    "unstable sort": ((kernels, "route", unsorted), lambda: check_alone(Layer(experts=3))),
+    "a tile with two experts": ((kernels, "list_tiles", tiles_from_the_first_row), lambda: check_formula(Case(Layer(), JOBS))),
+}
+
+
+@pytest.mark.parametrize(("bug", "caught_by"), BUGS.values(), ids=BUGS)
+def test_planted_bugs_are_caught(bug: Change, caught_by: Callable[[], None]) -> None:
+    with planted(bug), pytest.raises(AssertionError):
+        caught_by()

@@ -30,7 +30,7 @@ from tlora.kernels import bank_chunks, forced_card, fused_linear, varlen_attenti
 from tlora.kernels.bank_chunks import CHUNK
 from tlora.kernels.cards import CardClass
 from tlora.kernels.device import capability_of, class_of, is_forced
-from tlora.kernels.expert_launches import ExpertRequest, expert_launches
+from tlora.kernels.expert_launches import META, ExpertRequest, expert_launches
 from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update
@@ -45,7 +45,6 @@ from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy
 from tlora.kernels.varlen_attention import Rule, Saved, list_tiles, tiles_of
 from tlora.processes import num_cores
 
-META = torch.device("meta")
 Name = Literal["shrink x", "forward", "shrink dy", "input gradient", "sum dy", "sum x"]
 _ATTENTION = ("forward", "dq", "dkv")
 _TOKENS = 128
@@ -93,7 +92,6 @@ class PackedRequest:
 @dataclass(frozen=True)
 class CompileRequest:
     """What is to be compiled for GPUs like `gpu`: launches of `groups` in `dtype` with S `width` wide, and all others that are named.
-
     `capability` is 90 for 9.0; `programs` the number of SMs. With `dropout` some job has it.
     """
 
@@ -154,11 +152,10 @@ def read_order(text: str) -> CompileRequest:
     """The inverse of what `start` writes."""
     row = json.loads(text)
     groups = tuple(GroupRequest(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
-    attentions = tuple(AttentionRequest(**each) for each in row.pop("attentions"))
     head = HeadRequest(**head_row) if (head_row := row.pop("head")) is not None else None
-    packed = tuple(PackedRequest(**each) for each in row.pop("packed"))
-    experts = tuple(ExpertRequest(**each) for each in row.pop("experts"))
-    return CompileRequest(**row, groups=groups, attentions=attentions, head=head, packed=packed, experts=experts)
+    kinds = {"attentions": AttentionRequest, "packed": PackedRequest, "experts": ExpertRequest}
+    others: Any = {name: tuple(kind(**each) for each in row.pop(name)) for name, kind in kinds.items()}
+    return CompileRequest(**row, groups=groups, head=head, **others)
 
 
 def compile_all(order: CompileRequest, workers: int) -> None:

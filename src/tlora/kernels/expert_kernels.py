@@ -51,6 +51,12 @@ class ExpertBatch:
     rows_LJ5: Tensor
     scales_LJ: Tensor
     width: int
+    buffer: Tensor  # uint8: all of the tensors are views of it
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """All that launches depend on, except the number of tokens and where the banks lie."""
+        return self.num_samples, len(self.runs_J), tuple(self.places), self.width
 
     def rows(self, parameter: str) -> ExpertRows | None:
         """None where no job adapts it."""
@@ -73,9 +79,9 @@ def make_batch(
     for place, (rows_J5, scales_J) in enumerate(rows.values()):
         rows_LJ5[place, : len(lengths)], scales_LJ[place, : len(lengths)] = rows_J5, scales_J
     runs_J = np.array([0, *accumulate(counts)], np.int32)
-    _, (rows_t, scales_t, runs_t, sample_t) = copy_together([rows_LJ5, scales_LJ, runs_J, sample_T], device)
+    buffer, (rows_t, scales_t, runs_t, sample_t) = copy_together([rows_LJ5, scales_LJ, runs_J, sample_T], device)
     width = -(-int(rows_LJ5[:, :, RANK].max(initial=1)) // PIECE) * PIECE
-    return ExpertBatch(len(samples) + 1, sample_t, runs_t, {name: i for i, name in enumerate(rows)}, rows_t, scales_t, width)
+    return ExpertBatch(len(samples) + 1, sample_t, runs_t, {name: i for i, name in enumerate(rows)}, rows_t, scales_t, width, buffer)
 
 
 @dataclass(frozen=True)
@@ -127,39 +133,43 @@ def list_tiles(routing: ExpertRouting) -> None:
 
 
 def tile_rows_for(rows: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Rows of a tile, for so many rows in all: no row's bits depend on it."""
-    return 64 if dtype.itemsize == 4 or rows < 96 * num_experts else 128
+    """Rows of a tile, for so many rows in all: no row's bits depend on it. 128 is faster from 64 rows an expert on (H200)."""
+    return 64 if dtype.itemsize == 4 or rows < 48 * num_experts else 128
 
 
 def gemm_tile(rows: int, columns: int, dtype: torch.dtype, card: CardClass) -> Tile:
-    """Of a product that gives `columns` in tiles of `rows` rows: `inner`, which bits depend on, is of the dtype and the card alone."""
+    """Of a product that gives `columns` in tiles of `rows` rows: `inner`, which bits depend on, is of the dtype and the card alone.
+
+    Of those tried on an H200, and on one made to run sm_80's code, the fastest (bench/results/h200_03970e40_expert_kernels*.json).
+    """
     if dtype.itemsize == 4:
         return Tile(rows, min(64, triton.next_power_of_2(columns)), 32, 3, 4)
     widest = 256 if card.sized and rows == 128 else 128
     width = min(widest, triton.next_power_of_2(columns))
     if card.sized:
-        return Tile(rows, width, 64, 3 if width == 256 else 4, 8 if width == 256 else 4)
+        return Tile(rows, width, 64, 4, 8 if width == 256 else 4)
     return Tile(rows, width, 32, 4, 4)
 
 
-def shrink_tile(rows: int, dtype: torch.dtype) -> SkinnyTile:
-    return SkinnyTile(rows, 32, 3, 4) if dtype.itemsize == 4 else SkinnyTile(rows, 64, 3, 4)
+def shrink_tile(dtype: torch.dtype) -> SkinnyTile:
+    """64 rows at a time are faster than 128, though jobs' rows are read more often (0.09 and 0.13 ms of x [8192, 2048] on an H200)."""
+    return SkinnyTile(64, 32, 3, 4) if dtype.itemsize == 4 else SkinnyTile(64, 128, 3, 4)
 
 
 def sum_tile(dtype: torch.dtype) -> SkinnyTile:
     """Its `tokens` and no more are part of the bits: where blocks of a sample's rows begin."""
-    return SkinnyTile(32, 64, 1, 4) if dtype.itemsize == 4 else SkinnyTile(32, 128, 1, 4)
+    return SkinnyTile(32, 64, 1, 4) if dtype.itemsize == 4 else SkinnyTile(16, 128, 1, 4)
 
 
 def shrink(x: Tensor, routing: ExpertRouting, rows: ExpertRows, which: int, gathers: bool, tile: SkinnyTile | None = None) -> Tensor:
     """S [S, width], scaled (which A), or dS (which B). `gathers`: x has a row for each token, not for each sorted row."""
     s = torch.empty(len(routing.order_S), rows.width, dtype=x.dtype, device=x.device)
-    tile = tile or shrink_tile(routing.tile_rows, x.dtype)
-    launch: Any = expert_shrink_kernel[(len(routing.tiles),)]
+    tile = tile or shrink_tile(x.dtype)
+    launch: Any = expert_shrink_kernel[(len(routing.tiles) * (routing.tile_rows // tile.tokens),)]
     launch(
         x, routing.order_S, s, routing.tiles, routing.cells, routing.runs_J, rows.rows_J5, rows.scales_J, x.shape[1],
         routing.num_samples, routing.num_runs, rows.width,
-        WHICH=which, SLOTS=routing.slots if gathers else 0, R=PIECE, BM=routing.tile_rows, BK=tile.columns,
+        WHICH=which, SLOTS=routing.slots if gathers else 0, R=PIECE, BM=routing.tile_rows, BT=tile.tokens, BK=tile.columns,
         MASKED=x.shape[1] % tile.columns != 0, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return s

@@ -7,7 +7,7 @@ or when a layer's weights move.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,10 +17,26 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from tlora.kernels.expert_kernels import ExpertBatch, ExpertRouting
+from tlora.kernels.experts import ExpertWeights
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.fused_linear import LinearGroup, backward, forward
 from tlora.kernels.lora_tables import LoraTables
 from tlora.kernels.packed_attention import AttentionPlan, attend, attend_backward
+
+
+@dataclass(frozen=True)
+class ExpertPass:
+    """What the operations of experts look up (`expert_operations.py`), in a pass with a job that adapts some.
+
+    `names` and `weights` of all parameters, by number. `routings` of each block, `shrunk` of each parameter, from forward to backward.
+    """
+
+    batch: ExpertBatch
+    names: Sequence[str]
+    weights: Sequence[Callable[[], ExpertWeights]]
+    routings: dict[int, ExpertRouting] = field(default_factory=dict)
+    shrunk: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -36,6 +52,7 @@ class PassState:
     weights: BaseWeights
     tables: LoraTables
     attention: AttentionPlan
+    experts: ExpertPass | None = None
     shrunk: dict[int, Tensor] = field(default_factory=dict)
     recomputing: bool = False
     number: Tensor = field(init=False)
@@ -48,12 +65,24 @@ class PassState:
     @property
     def shape(self) -> tuple[object, ...]:
         """Passes of as many tokens and one shape launch the same kernels, over tensors that differ in nothing but their numbers."""
-        return *self.tables.shape, *self.attention.shape
+        return *self.tables.shape, *self.attention.shape, self.experts_shape
+
+    @property
+    def experts_shape(self) -> Hashable:
+        """The part of it that goes by jobs at experts."""
+        return None if self.experts is None else self.experts.batch.shape
 
     def weights_of(self, group: LinearGroup) -> tuple[list[Tensor], list[Tensor]]:
         """Weights [N_m, K] and biases [N_m] (or none at all) of a group's linears."""
         linears = [self.weights(name) for name in self.names[group.first : group.first + group.size]]
         return [linear.weight.operand() for linear in linears], [linear.bias_N for linear in linears if linear.bias_N is not None]
+
+
+def experts_of(pass_number: Tensor) -> ExpertPass:
+    """Of a pass with a job that adapts experts."""
+    experts = _states[int(pass_number)].experts
+    assert experts is not None, "no job of this pass adapts experts"
+    return experts
 
 
 _states: WeakValueDictionary[int, PassState] = WeakValueDictionary()

@@ -153,24 +153,28 @@ def expert_gemm_kernel(x_ptr, order_ptr, w_ptr, bias_ptr, y_ptr, s_ptr, tiles_pt
 
 @triton.jit(do_not_specialize=COUNTS)
 def expert_shrink_kernel(x_ptr, order_ptr, s_ptr, tiles_ptr, cells_ptr, runs_ptr, rows_ptr, scales_ptr, K, samples, num_runs, stride_s,
-                         WHICH: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-                         MASKED: tl.constexpr):  # fmt: skip
-    """S = scale * x @ rows^T of each row's own expert and job. Grid (row tiles,). No other rows and ranks are written."""
-    expert, m0, end, lo, hi = tile_at(tiles_ptr, tl.program_id(0))
-    if expert >= 0:
-        at, offsets = rows_from(x_ptr, order_ptr, m0, end, K, SLOTS, BM)
-        i, r, k = tl.arange(0, BM), tl.arange(0, R), tl.arange(0, BK)
+                         WHICH: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
+                         BK: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """S = scale * x @ rows^T of each row's own expert and job. No other rows and ranks are written.
+
+    Grid (row tiles * BM / BT,): a program has BT rows of a tile, of which more wait for memory at a time than of whole tiles.
+    """
+    expert, m0, end, lo, hi = tile_at(tiles_ptr, tl.program_id(0) // (BM // BT))
+    m0 += tl.program_id(0) % (BM // BT) * BT
+    if expert >= 0 and m0 < end:
+        at, offsets = rows_from(x_ptr, order_ptr, m0, end, K, SLOTS, BT)
+        i, r, k = tl.arange(0, BT), tl.arange(0, R), tl.arange(0, BK)
         s_at = s_ptr + tl.cast(m0, tl.int64) * stride_s
         for run in tl.range(lo, hi, num_stages=1):
             t0, t1 = run_rows(cells_ptr, runs_ptr, expert, run, samples)
             base, rank = rows_of(rows_ptr, 0, num_runs, run, WHICH, s_ptr.dtype.element_ty)
             base += expert * rank * tl.cast(K, tl.int64)
             own = (m0 + i >= t0) & (m0 + i < t1)
-            if t1 <= t0:
+            if t1 <= max(t0, m0) or t0 >= m0 + BT:
                 rank = 0
             for first in tl.range(0, rank, R, num_stages=1):
                 ranks = first + r < rank
-                acc = tl.zeros((BM, R), tl.float32)
+                acc = tl.zeros((BT, R), tl.float32)
                 for k0 in range(0, K, BK):
                     a = load_x(at, offsets, k0, K, BK, MASKED)
                     mask = ranks[:, None] & (k0 + k < K)[None, :]

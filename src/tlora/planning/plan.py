@@ -164,7 +164,7 @@ def plan_memory(
     base_bytes = memory.base_bytes
     sound = [job for job in jobs if is_sound(job) and not job.kept_out]
     longest = max((job.longest for job in sound), default=1)
-    warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory) + _expert_warnings(device, sound)
+    warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory) + _expert_warnings(model, device, sound)
     packed = getattr(model.base.model.config, "quantization_config", None) is not None  # in its files: there is no other
     others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None and not packed else []
     bytes_of = {precision: bytes_in(precision, model, base_bytes) for precision in others}
@@ -226,9 +226,9 @@ def _budget_warnings(run: RunSpec, jobs: list[PlannedJob], longest: int) -> tupl
     )
 
 
-def _expert_warnings(device: torch.device, jobs: list[PlannedJob]) -> tuple[str, ...]:
+def _expert_warnings(model: SuperModel, device: torch.device, jobs: list[PlannedJob]) -> tuple[str, ...]:
     names = [job.spec.name for job in jobs if adapt_experts([job])]
-    if device.type != "cuda" or not names:
+    if device.type != "cuda" or not names or model.experts.fit_kernels(device):
         return ()
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (f"{listed}: experts are adapted by torch's own operations on a GPU, not by our kernels, and slower than attention alone",)

@@ -249,7 +249,8 @@ class CudaGraphs:
         keys_T = state.tables.keys_T
         own = replace(batch, input_ids_T=batch.input_ids_T.clone(), position_ids_T=batch.position_ids_T.clone())
         tables = replace(state.tables, keys_T=None if keys_T is None else keys_T.clone())
-        mine = replace(state, tables=tables, shrunk={})
+        experts = None if state.experts is None else replace(state.experts, routings={}, shrunk={})
+        mine = replace(state, tables=tables, shrunk={}, experts=experts)
         captured = _Captured(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), _inputs(own, mine), self._ends_of(len(own.input_ids_T)))
         with torch.autograd.set_multithreading_enabled(False), no_collection():  # a graph that died meanwhile would spoil it
             with self._into(captured.forward, self._pool):
@@ -301,4 +302,5 @@ def _add(counts: OrderedDict[Shape, int], shape: Shape, number: int) -> int:
 def _inputs(batch: PackedBatch, state: PassState) -> list[Tensor]:
     """All that a pass reads on the device and that changes from one micro-batch of a shape to the next."""
     keys = [] if state.tables.keys_T is None else [state.tables.keys_T]
-    return [batch.input_ids_T, batch.position_ids_T, *keys, state.tables.buffer, *state.attention.buffers]
+    experts = [] if state.experts is None else [state.experts.batch.buffer]
+    return [batch.input_ids_T, batch.position_ids_T, *keys, state.tables.buffer, *state.attention.buffers, *experts]

@@ -6,23 +6,31 @@ family's own. A family is proven when a model of it is taken: our path has to gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tlora.adapter_shape import ExpertSize
+from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout
+from tlora.kernels.device import may_run_kernels
 from tlora.kernels.experts import ExpertAdapters, ExpertWeights, combine, dispatch, expert_linear, route
 from tlora.kernels.multi_lora import LoraWeights
 from tlora.kernels.reference import Segment
+from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.lora_linear import ActiveBatch, Context
+
+if TYPE_CHECKING:
+    from tlora.kernels.expert_kernels import ExpertBatch  # these bring triton, which not every CPU install has
+    from tlora.kernels.expert_launches import ExpertRequest
 
 NAME = "tlora_experts"
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
@@ -32,16 +40,42 @@ _OF_16_BITS = 5e-2
 
 @dataclass(frozen=True)
 class JobRows:
-    """The jobs of a batch at one parameter: where their tokens end, and each one's rows and scale, None where it adapts it not."""
+    """The jobs of a batch at one parameter: where their tokens end, and each one's rows and scale, None where it adapts it not. `batch`:
+    the tables of kernels, where these compute experts.
+    """
 
     ends: tuple[int, ...]
     slots: tuple[tuple[range, float] | None, ...]
     weights: LoraWeights
     anchor: Tensor | None = None
+    batch: ExpertBatch | None = None
 
 
 Source = Callable[[str], JobRows | None]
 """What jobs add at the parameter of a dotted name, in the pass that runs now; None where none does."""
+
+
+@dataclass(frozen=True)
+class PassExperts:
+    """How a block finds its pass on the kernels: by the numbers of its two parameters, 0-d tensors on the CPU. Nothing here but these is
+    another for another layer, or torch.compile would compile each layer by itself.
+    """
+
+    context: Context
+    up: Tensor
+    down: Tensor
+    widths: tuple[int, int]
+    dtype: torch.dtype
+
+    def run(self, module: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, pass_number: Tensor) -> Tensor:
+        """As `ExpertBlock.run`, with what the jobs of the pass add."""
+        operations: Any = torch.ops.tlora
+        order_S = operations.route_experts(experts_TK, self.up, pass_number)
+        y_SN = operations.expert_linear(x_TH.to(self.dtype), order_S, self.widths[0], True, self.up, self.up, pass_number)
+        y_SN = module._apply_gate(y_SN) if module.has_gate else module.act_fn(y_SN)
+        y_SH = operations.expert_linear(y_SN, order_S, self.widths[1], False, self.down, self.up, pass_number)
+        y_SH = module.post_expert_norm(y_SH) if getattr(module, "has_post_expert_norm", False) else y_SH
+        return operations.combine_experts(y_SH, weights_TK, self.up, pass_number).to(x_TH.dtype)
 
 
 @dataclass
@@ -52,6 +86,7 @@ class ExpertBlock:
     module: Any
     before: str
     source: Source | None = None
+    passes: PassExperts | None = None
 
     @property
     def up(self) -> str:
@@ -84,17 +119,35 @@ class ExpertBlock:
     def run(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, jobs: dict[str, JobRows | None]) -> Tensor:
         """With what `jobs` add at each parameter."""
         first = next((rows for rows in jobs.values() if rows is not None), None)
+        if first is not None and first.batch is not None:
+            return self._run_kernels(x_TH, experts_TK, weights_TK, first.batch, first.anchor)
         ends = first.ends if first is not None else (x_TH.shape[0],)
-        module, anchor = self.module, None if first is None else first.anchor
+        anchor = None if first is None else first.anchor
         up, down = self.weights(self.up), self.weights("down_proj")
         routing = route(experts_TK, ends, up.weight.shape[0])
         adapters = {name: _adapters(rows, routing, up.weight.shape[0]) for name, rows in jobs.items()}
         y_SN = expert_linear(dispatch(x_TH.to(up.weight.dtype), routing), lambda: up, routing, adapters.get(self.up), anchor)
-        y_SN = module._apply_gate(y_SN) if module.has_gate else module.act_fn(y_SN)
-        y_SH = expert_linear(y_SN, lambda: down, routing, adapters.get("down_proj"), anchor)
-        if getattr(module, "has_post_expert_norm", False):  # transformers below 5.23 knows none
-            y_SH = module.post_expert_norm(y_SH)
-        return combine(y_SH, weights_TK, routing).to(x_TH.dtype)
+        y_SH = expert_linear(self._activated(y_SN), lambda: down, routing, adapters.get("down_proj"), anchor)
+        return combine(self._normed(y_SH), weights_TK, routing).to(x_TH.dtype)
+
+    def _run_kernels(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, batch: ExpertBatch, anchor: Tensor | None) -> Tensor:
+        """The same. x is read where it lies, and nothing waits for the device."""
+        from tlora.kernels import expert_kernels as kernels
+
+        up, down = self.weights(self.up), self.weights("down_proj")
+        experts, dtype = up.weight.shape[0], up.weight.dtype
+        routing = kernels.route(experts_TK, batch, experts, kernels.tile_rows_for(experts_TK.numel(), experts, dtype))
+        rows = {name: batch.rows(f"{self.name}.{name}") for name in self.parameters}
+        y_SN = kernels.expert_linear(x_TH.to(dtype), lambda: up, routing, rows[self.up], True, anchor)
+        y_SH = kernels.expert_linear(self._activated(y_SN), lambda: down, routing, rows["down_proj"], anchor=anchor)
+        return kernels.combine(self._normed(y_SH), weights_TK, routing).to(x_TH.dtype)
+
+    def _activated(self, y_SN: Tensor) -> Tensor:
+        return self.module._apply_gate(y_SN) if self.module.has_gate else self.module.act_fn(y_SN)
+
+    def _normed(self, y_SH: Tensor) -> Tensor:
+        own = getattr(self.module, "has_post_expert_norm", False)  # transformers below 5.23 knows none
+        return self.module.post_expert_norm(y_SH) if own else y_SH
 
 
 def hold_experts(model: nn.Module, name: str, held: HeldExperts) -> None:
@@ -146,6 +199,9 @@ def _block_of(name: str, module: Any) -> ExpertBlock:
 
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The implementation that transformers calls by `NAME`."""
+    passes = module.tlora_block.passes if hasattr(module, "tlora_block") else None
+    if passes is not None and passes.context.pass_number is not None:
+        return passes.run(module, hidden_states, top_k_index, top_k_weights, passes.context.pass_number)
     block = _block_of("", module)
     jobs = {name: block.source(f"{block.name}.{name}") for name in block.parameters} if block.source is not None else {}
     if all(rows is None for rows in jobs.values()) and not block.is_held:
@@ -166,6 +222,15 @@ class Experts:
         usable = [] if self.why_not else self.blocks
         self.sizes = {f"{block.name}.{name}": block.size(name) for block in usable for name in block.parameters}
 
+        here = [block.module.down_proj for block in usable if not block.module.down_proj[0].is_meta]
+        self.on_kernels = bool(here) and self.fit_kernels(here[0][0].device)
+        """Whether passes with jobs at experts compute these by the kernels, not by torch's own operations."""
+
+    def fit_kernels(self, device: torch.device) -> bool:
+        """Whether they would on `device`: one that runs kernels, for plain parameters in 16 or 32 bits whose widths these take."""
+        parameters = [getattr(block.module, name) for block in self.blocks for name in block.parameters]
+        return bool(self.sizes) and all(isinstance(p, nn.Parameter) and _fits(p) for p in parameters) and may_run_kernels(device)
+
     @property
     def widths(self) -> dict[str, tuple[int, int]]:
         """In and out features of each parameter."""
@@ -182,8 +247,44 @@ class Experts:
     def expect(self, layout: AdapterLayout, context: Context, alone: bool) -> None:
         """An adapter of `layout` joins, of which batches that are active in `context` tell. `alone`: no other path computes the model."""
         if any(shape.experts > 1 for shape in layout.shapes):
-            self.install(partial(jobs_in, context))
+            self.install(partial(jobs_in, context, tuple(self.sizes) if self.on_kernels else ()))
             self.take_over(alone)
+
+    def take_passes(self, context: Context) -> None:
+        """Passes on the kernels, which `context` knows by number, compute what jobs adapt here."""
+        from tlora.kernels import expert_operations  # noqa: F401  (defines the operations)
+
+        ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
+        numbers = {name: torch.tensor(number) for number, name in enumerate(self.sizes)}
+        for block in self.blocks:
+            sizes = [self.sizes[f"{block.name}.{name}"] for name in (block.up, "down_proj")]
+            up, down = (numbers[f"{block.name}.{name}"] for name in (block.up, "down_proj"))
+            block.passes = PassExperts(context, up, down, (sizes[0].out_features, sizes[1].out_features), block.module.down_proj.dtype)
+            block.module.tlora_block = block
+
+    def requests(self, device: torch.device) -> tuple[ExpertRequest, ...]:
+        """What passes with jobs at experts launch on `device`, to be compiled ahead."""
+        from tlora.kernels.expert_launches import ExpertRequest
+
+        found: dict[ExpertRequest, None] = {}
+        for block in self.blocks if self.fit_kernels(device) else ():
+            for name in (block.up, "down_proj"):
+                size, dtype = block.size(name), str(self._dtype).removeprefix("torch.")
+                layout = block.module.is_transposed, bool(block.module.has_bias)
+                if size.per_token:
+                    request = ExpertRequest(
+                        size.in_features, size.out_features, size.experts, size.per_token, *layout, name == block.up, dtype
+                    )
+                    found[request] = None
+        return tuple(found)
+
+    def look_ups(self) -> list[Callable[[], ExpertWeights]]:
+        """The weights of each of `sizes`."""
+        return [partial(block.weights, name) for block in self.blocks for name in block.parameters]
+
+    def adapted_by(self, bank: AdapterBank, batch: PackedBatch) -> bool:
+        """Whether a job of `batch` adapts any."""
+        return any(bank.slot(span.job_id, name) for name in self.sizes for span in batch.spans)
 
     def take_over(self, ours: bool) -> None:
         """Whether transformers asks us from now on, or what it asked before."""
@@ -207,8 +308,8 @@ class Experts:
                 block.source = None
 
 
-def jobs_in(context: Context, parameter: str) -> JobRows | None:
-    """A `Source`: of the batch that is active in `context`."""
+def jobs_in(context: Context, on_kernels: tuple[str, ...], parameter: str) -> JobRows | None:
+    """A `Source`: of the batch that is active in `context`. `on_kernels`: all parameters, where kernels compute them."""
     active: ActiveBatch | None = context.active
     if active is None or active.bank is None:
         return None
@@ -217,7 +318,29 @@ def jobs_in(context: Context, parameter: str) -> JobRows | None:
         return None
     rows = active.bank.linear(parameter)
     weights = LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN)
-    return JobRows(tuple(span.t1 for span in active.batch.spans), slots, weights, active.anchor if torch.is_grad_enabled() else None)
+    if on_kernels and not active.expert_batches:
+        active.expert_batches.append(kernel_batch(active.batch, active.bank, on_kernels))
+    batch = active.expert_batches[0] if active.expert_batches else None
+    anchor = active.anchor if torch.is_grad_enabled() else None
+    return JobRows(tuple(span.t1 for span in active.batch.spans), slots, weights, anchor, batch)
+
+
+def kernel_batch(batch: PackedBatch, bank: AdapterBank, parameters: Iterable[str]) -> ExpertBatch:
+    """`batch` as the kernels of experts see it. One copy to the device, which the host does not wait for."""
+    from tlora.kernels.expert_kernels import make_batch
+
+    addresses = [bank.addresses(span.job_id) if span.job_id in bank else {} for span in batch.spans]
+    rows: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for name in parameters:
+        slots = [of_job.get(name) for of_job in addresses]
+        if any(slots):
+            table = [(slot.a, slot.b, slot.da, slot.db, slot.rank) if slot else (0, 0, 0, 0, 0) for slot in slots]
+            rows[name] = np.array(table, np.int64), np.array([slot.scale if slot else 0.0 for slot in slots])
+    return make_batch([span.lengths for span in batch.spans], len(batch.input_ids_T), rows, batch.input_ids_T.device)
+
+
+def _fits(parameter: nn.Parameter) -> bool:
+    return parameter.dtype in (torch.bfloat16, torch.float16, torch.float32) and parameter.shape[1] % 16 == parameter.shape[2] % 16 == 0
 
 
 def _adaptable(model: nn.Module) -> Iterator[tuple[str, Any]]:

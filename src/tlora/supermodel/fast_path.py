@@ -6,8 +6,8 @@ Any family: which linears share an input is seen by running the model, and layer
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel.attention import chunk_of
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, CudaGraphs, Shape
+from tlora.supermodel.experts import Experts, kernel_batch
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
@@ -40,7 +41,7 @@ from tlora.supermodel.structure import find_attentions, find_groups, find_unread
 
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
-    from tlora.kernels.pass_operations import PassState
+    from tlora.kernels.pass_operations import ExpertPass, PassState
 
 _LARGEST_HEAD = 256  # `kernels.varlen_attention.LARGEST_HEAD`, which brings triton
 _MOST_KINDS = 64  # compilations of one layer's code: Gemma 4 has six kinds of layers, each with and without backward, and torch stops at 8
@@ -86,11 +87,14 @@ def fit_kernels(dtype: torch.dtype, widths: Sequence[int]) -> bool:
 class FastPath:
     """The groups of linears of one base, and the passes of its batches on them. `tiles` is a digest of the kernels' tile shapes."""
 
-    def __init__(self, base: Base, linears: Mapping[str, LoraLinear], context: Context, deterministic: bool) -> None:
+    def __init__(self, base: Base, linears: Mapping[str, LoraLinear], context: Context, deterministic: bool, experts: Experts) -> None:
         from tlora.kernels.fused_linear import make_group
 
         share_compiled_kernels()
         self._base, self._context, self._deterministic = base, context, deterministic
+        self._experts = experts if experts.on_kernels else None
+        if self._experts is not None:
+            self._experts.take_passes(context)
         self.recompute = RecomputePlan()  # layers from the first on that backward runs again instead of keeping what they made
         self._recomputed_layers = 0  # by the pass whose forward runs now
         self.largest_rank = 0  # that there was or will be: S is as wide from the start, so that nothing is compiled when it comes or goes
@@ -127,6 +131,11 @@ class FastPath:
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
         captured = device.type == "cuda" and base.layers is None and base.stage is None and not _experts_wait(base, device)
         self._graphs = CudaGraphs(self.run, base.head.weight_VH) if captured else None
+
+    @property
+    def runs_experts(self) -> bool:
+        """Whether passes may have jobs that adapt experts."""
+        return self._experts is not None
 
     def release_memory(self) -> None:
         """Give back what is kept for passes to come."""
@@ -190,7 +199,16 @@ class FastPath:
         groups = self.groups
         if self._context.tokens is not None:  # the embedding learns
             groups = [replace(groups[0], passes_back=True), *groups[1:]]
-        return PassState(groups, self._names, weights, tables, plan_attention(lengths, device, self._deterministic, self._chunks))
+        attention = plan_attention(lengths, device, self._deterministic, self._chunks)
+        return PassState(groups, self._names, weights, tables, attention, self._expert_pass(batch, bank))
+
+    def _expert_pass(self, batch: PackedBatch, bank: AdapterBank | None) -> ExpertPass | None:
+        """None where no job of `batch` adapts experts: these are the base's own then."""
+        if bank is None or self._experts is None or not self._experts.adapted_by(bank, batch):
+            return None
+        from tlora.kernels.pass_operations import ExpertPass
+
+        return ExpertPass(kernel_batch(batch, bank, self._experts.sizes), tuple(self._experts.sizes), self._experts.look_ups())
 
     def decode(
         self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
@@ -220,7 +238,8 @@ class FastPath:
 
         lengths = padded(batch.padded_lengths(tokens))
         attention = attention_shape(lengths, batch.input_ids_T.device, self._deterministic, self._chunks)
-        return Shape(tokens, self.recompute.layers(tokens), (*state.tables.shape_with(len(lengths)), *attention))
+        launches = (*state.tables.shape_with(len(lengths)), *attention, state.experts_shape)
+        return Shape(tokens, self.recompute.layers(tokens), launches)
 
     def run(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
         """The same, launched from Python at once, here and now."""
@@ -228,13 +247,26 @@ class FastPath:
         hidden_TH = self._decode(batch, state)
 
         def backward(dhidden_TH: Tensor) -> None:
-            with self._context.enter_pass(state.number):  # layers that are computed again look it up
+            with self._entered(state):  # layers that are computed again look it up
                 hidden_TH.backward(dhidden_TH)
 
         return hidden_TH.detach(), backward
 
+    @contextmanager
+    def _entered(self, state: PassState) -> Iterator[None]:
+        """In the pass, whose experts are ours where a job adapts some."""
+        ours = self._experts if state.experts is not None else None
+        if ours is not None:
+            ours.take_over(True)
+        try:
+            with self._context.enter_pass(state.number):
+                yield
+        finally:
+            if ours is not None:
+                ours.take_over(False)
+
     def _decode(self, batch: PackedBatch, state: PassState) -> Tensor:
-        with self._context.enter_pass(state.number):
+        with self._entered(state):
             return hidden_states(self._base, batch.input_ids_T, batch.position_ids_T, state.number)
 
     def _slots(self, batch: PackedBatch, bank: AdapterBank | None, num_empty: int) -> Slots:
@@ -261,7 +293,7 @@ class FastPath:
 
 
 def compile_ahead(
-    base: Base, linears: Mapping[str, LoraLinear], device: torch.device, loras: Sequence[LoraConfig]
+    base: Base, linears: Mapping[str, LoraLinear], experts: Experts, device: torch.device, loras: Sequence[LoraConfig]
 ) -> subprocess.Popen[bytes] | None:
     """Start compiling the kernels that `loras` over a base on the meta device will need on `device`, which takes the fused path."""
     from tlora.kernels.compile_ahead import AttentionRequest, GroupRequest, PackedRequest, request_for, start
@@ -293,7 +325,8 @@ def compile_ahead(
         if isinstance(form, PackedWeight)
     )
     order = request_for(device, base.head, width, dropout, groups, attentions)
-    return start(replace(order, packed=tuple(packed)))
+    adapted = experts.requests(device) if any(lora.target_parameters for lora in loras) else ()
+    return start(replace(order, packed=tuple(packed), experts=adapted))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from tlora.kernels.reference import Segment, Segments
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel.batch import PackedBatch, TokenSpan
 from tlora.supermodel.held_linear import HeldLinear
+
+if TYPE_CHECKING:
+    from tlora.kernels.expert_kernels import ExpertBatch  # brings triton, which not every CPU install has
 
 
 def look_up_streamed(form: FrozenWeight, name: str, stream: LayerStream) -> FrozenWeight:
@@ -68,6 +71,7 @@ class ActiveBatch:
     anchor: Tensor
     jobs: ChunkedJobs | None = None
     _slots: dict[Segments, ChunkSlots] = field(default_factory=dict)
+    expert_batches: list[ExpertBatch] = field(default_factory=list)  # one, once a layer of experts on kernels has run
 
     def segments(self, module: str) -> Segments:
         """The batch as the linear `module` sees it; jobs that do not adapt it have no segment."""

@@ -27,14 +27,14 @@ Decode = Callable[[PackedBatch, BaseWeights, AdapterBank | None, Mapping[str, fl
 
 
 def by_targets(fast: Decode, plain: Decode, experts: Experts) -> Decode:
-    """`fast`, but `plain` for a batch with a job that adapts experts, which no kernel of ours computes. They may be the same."""
+    """`fast`, but `plain` for a batch with a job that adapts experts, which no pass of `fast` computes. They may be the same."""
     if fast == plain:
         return plain
 
     def decode(
         part: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
     ) -> tuple[Tensor, Back | None]:
-        if bank is None or not any(bank.slot(span.job_id, name) for name in experts.sizes for span in part.spans):
+        if bank is None or not experts.adapted_by(bank, part):
             return fast(part, weights, bank, dropout, train)
         experts.take_over(True)
         try:

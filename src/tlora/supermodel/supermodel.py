@@ -77,12 +77,14 @@ class SuperModel(nn.Module):
         self._linears = inject(base.model, linears, self.context)
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if (why := why_not_fused(base, self._linears, weight.device, deterministic)) is None:
-            self.fast_path = FastPath(base, self._linears, self.context, deterministic)
+            self.fast_path = FastPath(base, self._linears, self.context, deterministic, self.experts)
         elif base.stage is not None and groups_on(weight.device, deterministic):  # all jobs would go by operators, sample by sample
             raise ConfigError(f"a base in stages needs the fused kernels on a GPU, and {why}. Take one GPU, or GPUs that hold it otherwise")
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
-        decode = by_targets(self._path.decode, self.plain_path.decode, self.experts)
+        decode = self._path.decode
+        if self.fast_path is not None and not self.fast_path.runs_experts:
+            decode = by_targets(decode, self.plain_path.decode, self.experts)
         self.passes = PartPasses(base, decode, base_weights(self._linears), self.bank, self.references, self._dropout_of, self.new_tokens)
         self.optimizer = make_optimizer(self.bank)
 
@@ -160,7 +162,7 @@ class SuperModel(nn.Module):
         """For a base on the meta device: start compiling what `loras` will launch on `device`. None where there is nothing to compile."""
         if device.type != "cuda" or why_not_fused(self.base, self._linears, device, self.deterministic) is not None:
             return None
-        return compile_ahead(self.base, self._linears, device, loras)
+        return compile_ahead(self.base, self._linears, self.experts, device, loras)
 
     def kernels_on(self, device: torch.device, deterministic: bool) -> str:
         """What passes on `device` run, or would: `fused, sm_89, 99 KB`, or `plain: ` and why."""
