@@ -17,14 +17,20 @@ from tlora.kernels.cards import CLASSES, CardClass, class_of_capability
 pytest.importorskip("triton")
 
 with interpreted():
-    from tests.kernels.compiled_kernels import IN_LOOPS, Compiled, compiled
+    from tests.kernels.compiled_kernels import EXPERTS_IN_LOOPS, IN_LOOPS, Compiled, compiled
     from tlora.kernels.compile_ahead import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest
+    from tlora.kernels.expert_launches import ExpertRequest
 
 LEAST_MEMORY = ("sm_86", "sm_120")  # shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes
 # Of tiles that were chosen on Hopper cards by their time. Others would change bits, and are to be timed there first.
 MEASURED_STACKS = {("sm_90", "dkv_kernel"): 296}
 FP32_STACK = 512  # of fp32 kernels, which are for those who want its precision: as FMAs these took up to 9,488
+EXPERTS = (  # Qwen3-30B-A3B's two parameters, and gate and up of gpt-oss: in columns, biased
+    (2048, 1536, 128, 8, False, False, True, "bfloat16"),
+    (768, 2048, 128, 8, False, False, False, "bfloat16"),
+    (2880, 5760, 32, 4, True, True, True, "bfloat16"),
+)
 Shape = tuple[int, tuple[int, ...]]  # a group's in features and widths
 WIDE, PAIR, DOWN = (4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,))
 SMALL = (2048, (2048,))
@@ -61,6 +67,7 @@ def all_16_bits(card: CardClass) -> list[CompileRequest]:
         replace(order(card, "float16", 64, DOWN), packed=(PackedRequest(128, "float16"),)),
         attentions(card, "bfloat16", *heads),
         attentions(card, "float16", heads[2]),
+        replace(order(card, "bfloat16", 16), experts=tuple(ExpertRequest(*each) for each in EXPERTS)),
         *([order(card, "float8_e4m3fn", 64, WIDE, DOWN)] if card.fp8 else []),
     ]
 
@@ -71,6 +78,7 @@ def all_fp32(card: CardClass) -> list[CompileRequest]:
         order(card, "float32", 64, WIDE, DOWN, ENDS_WITHIN, dropout=True),
         replace(order(card, "float32", 16, WIDE, bias=True), packed=(PackedRequest(64, "bfloat16"),)),
         attentions(card, "float32", *heads),
+        replace(order(card, "float32", 16), experts=(ExpertRequest(2048, 1536, 128, 8, False, False, True, "float32"),)),
     ]
 
 
@@ -90,7 +98,7 @@ def faults(card: CardClass, kernel: Compiled, most_stack: int) -> list[str]:
         found.append(f"lacks {kernel.lost} of its products")
     if kernel.stack > max(most_stack, MEASURED_STACKS.get((card.name, kernel.name), 0)):
         found.append(f"has a stack of {kernel.stack} bytes")
-    if kernel.name in IN_LOOPS:
+    if kernel.name in (*IN_LOOPS, *EXPERTS_IN_LOOPS):
         if not kernel.products:
             found.append("runs on no tensor core")
         if not kernel.copies and kernel.stages > 1:
@@ -110,7 +118,7 @@ def test_what_most_runs_launch(card: CardClass, tmp_path: Path) -> None:
 @pytest.mark.parametrize("card", [pytest.param(c, id=c.name, marks=[] if c.name in LEAST_MEMORY else [pytest.mark.soak]) for c in CLASSES])
 def test_all_in_16_bits(card: CardClass, tmp_path: Path) -> None:
     found = check(card, all_16_bits(card), tmp_path)
-    assert all(found[name] for name in (*IN_LOOPS, "add_dropped_kernel", "cross_entropy_kernel", "update_kernel"))
+    assert all(found[name] for name in (*IN_LOOPS, *EXPERTS_IN_LOOPS, "add_dropped_kernel", "cross_entropy_kernel", "update_kernel"))
     assert not card.fp8 or (found["quantize_kernel"] and found["transpose_kernel"])
 
 

@@ -143,9 +143,9 @@ def gemm_tile(rows: int, columns: int, dtype: torch.dtype, card: CardClass) -> T
     Of those tried on an H200, and on one made to run sm_80's code, the fastest (bench/results/h200_03970e40_expert_kernels*.json).
     """
     if dtype.itemsize == 4:
-        return Tile(rows, min(64, triton.next_power_of_2(columns)), 32, 3, 4)
+        return Tile(rows, min(64, int(triton.next_power_of_2(columns))), 32, 3, 4)
     widest = 256 if card.sized and rows == 128 else 128
-    width = min(widest, triton.next_power_of_2(columns))
+    width = min(widest, int(triton.next_power_of_2(columns)))
     if card.sized:
         return Tile(rows, width, 64, 4, 8 if width == 256 else 4)
     return Tile(rows, width, 32, 4, 4)
@@ -320,4 +320,5 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
-        return *spread_slots(dout_TH.contiguous(), *ctx.saved_tensors, ctx.routing, ctx.needs_input_grad[1]), None
+        y_SH, weights_TK = ctx.saved_tensors
+        return *spread_slots(dout_TH.contiguous(), y_SH, weights_TK, ctx.routing, ctx.needs_input_grad[1]), None
