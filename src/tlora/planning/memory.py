@@ -120,15 +120,24 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
     layer = element * sum(n for _, n in shapes) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
-    # x of each row of experts, what each product gives, and what the activation gives: nothing is made again there
-    experts = sum(size.per_token * (size.in_features + size.out_features) for size in model.experts.sizes.values()) if adapts_experts else 0
-    kept = layers * layer + shrunk + element * experts
-    saved = layer - element * hidden  # a recomputed layer keeps its input
-    backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden)
+    experts, again = (element * each for each in _expert_elements(model, device)) if adapts_experts else (0, 0)
+    kept = layers * layer + shrunk + experts
+    saved = layer - element * hidden + (experts / layers if again else 0)  # a recomputed layer keeps its input
+    backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden) + again / layers
     return (
         Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
         Phase(_scratch_bytes(model), kept + backward, saved, kept / layers),
     )
+
+
+def _expert_elements(model: SuperModel, device: torch.device) -> tuple[int, int]:
+    """Of a token in all layers, what experts keep (x of each row, what each product gives) and, where kernels compute them, so that layers
+    are made again, the gradients of it all. Kernels read the first product's x where it lies.
+    """
+    sizes, kernels = model.experts.sizes, model.experts.fit_kernels(device)
+    rows = sum(size.per_token * (size.in_features + size.out_features) for size in sizes.values())
+    copies = sum(size.per_token * size.in_features for name, size in sizes.items() if not name.endswith("down_proj"))
+    return (rows - copies, rows) if kernels else (rows, 0)
 
 
 def _scratch_bytes(model: SuperModel) -> int:

@@ -70,10 +70,10 @@ class PassExperts:
     def run(self, module: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, pass_number: Tensor) -> Tensor:
         """As `ExpertBlock.run`, with what the jobs of the pass add."""
         operations: Any = torch.ops.tlora
-        order_S = operations.route_experts(experts_TK, self.up, pass_number)
-        y_SN = operations.expert_linear(x_TH.to(self.dtype), order_S, self.widths[0], True, self.up, self.up, pass_number)
+        routed, slots = operations.route_experts(experts_TK, self.up, pass_number), experts_TK.shape[1]
+        y_SN = operations.expert_linear(x_TH.to(self.dtype), routed, self.widths[0], slots, self.up, self.up, pass_number)
         y_SN = module._apply_gate(y_SN) if module.has_gate else module.act_fn(y_SN)
-        y_SH = operations.expert_linear(y_SN, order_S, self.widths[1], False, self.down, self.up, pass_number)
+        y_SH = operations.expert_linear(y_SN, routed, self.widths[1], 0, self.down, self.up, pass_number)
         y_SH = module.post_expert_norm(y_SH) if getattr(module, "has_post_expert_norm", False) else y_SH
         return operations.combine_experts(y_SH, weights_TK, self.up, pass_number).to(x_TH.dtype)
 
