@@ -75,9 +75,15 @@ def measure(
     if device.type == "cuda" and model.base.recurrent:
         moving += _recurrence_bytes(model)
     kept = (many - few) / _PROBE_TOKENS
+<<<<<<< HEAD
     phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model), kept + moving, kept_per_layer=kept / max(1, layers))
     counted = (weights, features) if device.type == "cuda" else (0, 0)  # on a CPU a token costs the same in any micro-batch
     return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
+=======
+    each = kept / max(1, len(layers_of(model.base.decoder)))
+    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model, device), kept + moving, kept_per_layer=each)
+    return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies)
+>>>>>>> 5d8c410c (Give kernels the experts that are held otherwise, widened)
 
 
 def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
@@ -126,7 +132,7 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden) + again / layers
     return (
         Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
-        Phase(_scratch_bytes(model), kept + backward, saved, kept / layers),
+        Phase(_scratch_bytes(model, device), kept + backward, saved, kept / layers),
     )
 
 
@@ -140,10 +146,13 @@ def _expert_elements(model: SuperModel, device: torch.device) -> tuple[int, int]
     return (rows - copies, rows) if kernels else (rows, 0)
 
 
-def _scratch_bytes(model: SuperModel) -> int:
-    """What products over one group of linears (gate and up are the widest, two), or one expert, need beyond the weights that are held."""
+def _scratch_bytes(model: SuperModel, device: torch.device) -> int:
+    """What products over one group of linears (gate and up are the widest, two), or over one expert, or a layer's by kernels, need beyond
+    the weights that are held.
+    """
     linears = 2 * max((w.scratch_bytes for w in _weights(model)), default=0)
-    return max(linears, *(held.scratch_bytes for held in held_experts(model.model)), 0)
+    kernels = model.experts.fit_kernels(device)
+    return max(linears, *(held.scratch_bytes(kernels) for held in held_experts(model.model)), 0)
 
 
 def _weights(model: SuperModel) -> list[FrozenWeight]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,17 +55,14 @@ Source = Callable[[str], JobRows | None]
 """What jobs add at the parameter of a dotted name, in the pass that runs now; None where none does."""
 
 
-@dataclass(frozen=True)
 class PassExperts:
-    """How a block finds its pass on the kernels: by the numbers of its two parameters, 0-d tensors on the CPU. Nothing here but these is
-    another for another layer, or torch.compile would compile each layer by itself.
+    """How a block finds its pass on the kernels: by the numbers of its two parameters. Nothing here but these is another for another
+    layer, or torch.compile would compile each by itself.
     """
 
-    context: Context
-    up: Tensor
-    down: Tensor
-    widths: tuple[int, int]
-    dtype: torch.dtype
+    def __init__(self, context: Context, numbers: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> None:
+        self.context, self.widths, self.dtype = context, widths, dtype
+        self.up, self.down = (torch.tensor(number) for number in numbers)
 
     def run(self, module: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, pass_number: Tensor) -> Tensor:
         """As `ExpertBlock.run`, with what the jobs of the pass add."""
@@ -86,7 +83,6 @@ class ExpertBlock:
     module: Any
     before: str
     source: Source | None = None
-    passes: PassExperts | None = None
 
     @property
     def up(self) -> str:
@@ -138,8 +134,8 @@ class ExpertBlock:
         experts, dtype = up.weight.shape[0], up.weight.dtype
         routing = kernels.route(experts_TK, batch, experts, kernels.tile_rows_for(experts_TK.numel(), experts, dtype))
         rows = {name: batch.rows(f"{self.name}.{name}") for name in self.parameters}
-        y_SN = kernels.expert_linear(x_TH.to(dtype), lambda: up, routing, rows[self.up], True, anchor)
-        y_SH = kernels.expert_linear(self._activated(y_SN), lambda: down, routing, rows["down_proj"], anchor=anchor)
+        y_SN = kernels.expert_linear(x_TH.to(dtype), partial(_dense, up), routing, rows[self.up], True, anchor)
+        y_SH = kernels.expert_linear(self._activated(y_SN), partial(_dense, down), routing, rows["down_proj"], anchor=anchor)
         return kernels.combine(self._normed(y_SH), weights_TK, routing).to(x_TH.dtype)
 
     def _activated(self, y_SN: Tensor) -> Tensor:
@@ -199,7 +195,7 @@ def _block_of(name: str, module: Any) -> ExpertBlock:
 
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The implementation that transformers calls by `NAME`."""
-    passes = module.tlora_block.passes if hasattr(module, "tlora_block") else None
+    passes = getattr(module, "tlora_passes", None)
     if passes is not None and passes.context.pass_number is not None:
         return passes.run(module, hidden_states, top_k_index, top_k_weights, passes.context.pass_number)
     block = _block_of("", module)
@@ -227,9 +223,9 @@ class Experts:
         """Whether passes with jobs at experts compute these by the kernels, not by torch's own operations."""
 
     def fit_kernels(self, device: torch.device) -> bool:
-        """Whether they would on `device`: one that runs kernels, for plain parameters in 16 or 32 bits whose widths these take."""
+        """Whether they would on `device`: one that runs kernels, for parameters in 16 or 32 bits whose widths these take."""
         parameters = [getattr(block.module, name) for block in self.blocks for name in block.parameters]
-        return bool(self.sizes) and all(isinstance(p, nn.Parameter) and _fits(p) for p in parameters) and may_run_kernels(device)
+        return bool(self.sizes) and all(_fits(p) for p in parameters) and may_run_kernels(device)
 
     @property
     def widths(self) -> dict[str, tuple[int, int]]:
@@ -255,12 +251,11 @@ class Experts:
         from tlora.kernels import expert_operations  # noqa: F401  (defines the operations)
 
         ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
-        numbers = {name: torch.tensor(number) for number, name in enumerate(self.sizes)}
+        numbers = list(self.sizes)
         for block in self.blocks:
-            sizes = [self.sizes[f"{block.name}.{name}"] for name in (block.up, "down_proj")]
-            up, down = (numbers[f"{block.name}.{name}"] for name in (block.up, "down_proj"))
-            block.passes = PassExperts(context, up, down, (sizes[0].out_features, sizes[1].out_features), block.module.down_proj.dtype)
-            block.module.tlora_block = block
+            up, down = (f"{block.name}.{name}" for name in (block.up, "down_proj"))
+            own, widths = (numbers.index(up), numbers.index(down)), (self.sizes[up].out_features, self.sizes[down].out_features)
+            block.module.tlora_passes = PassExperts(context, own, widths, block.module.down_proj.dtype)
 
     def requests(self, device: torch.device) -> tuple[ExpertRequest, ...]:
         """What passes with jobs at experts launch on `device`, to be compiled ahead."""
@@ -339,7 +334,12 @@ def kernel_batch(batch: PackedBatch, bank: AdapterBank, parameters: Iterable[str
     return make_batch([span.lengths for span in batch.spans], len(batch.input_ids_T), rows, batch.input_ids_T.device)
 
 
-def _fits(parameter: nn.Parameter) -> bool:
+def _dense(weights: ExpertWeights) -> ExpertWeights:
+    """With a plain tensor, as kernels read it."""
+    return replace(weights, weight=weights.weight.dense()) if isinstance(weights.weight, HeldExperts) else weights
+
+
+def _fits(parameter: nn.Parameter | HeldExperts) -> bool:
     return parameter.dtype in (torch.bfloat16, torch.float16, torch.float32) and parameter.shape[1] % 16 == parameter.shape[2] % 16 == 0
 
 

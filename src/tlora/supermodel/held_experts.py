@@ -40,10 +40,15 @@ class HeldExperts(nn.Module):
         matrix = own.dense(self.dtype) if isinstance(own, PackedWeight) else own
         return matrix.t().contiguous() if self.transposed else matrix
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Of one expert's matrix, and of its transpose, where they are made."""
-        return (1 + self.transposed) * self.form.scratch_bytes // self.shape[0]
+    def dense(self) -> Tensor:
+        """All matrices, [E, A, B], in the layout of the plain parameter: packed ones are made for as long as what is given is held."""
+        experts, rows, columns = self.shape
+        matrices = self._look_up().dense(self.dtype)
+        return matrices.view(experts, columns, rows).transpose(1, 2).contiguous() if self.transposed else matrices.view(self.shape)
+
+    def scratch_bytes(self, at_once: bool) -> int:
+        """Of one expert's matrix, or all `at_once`, and of its transpose, where they are made."""
+        return (1 + self.transposed) * self.form.scratch_bytes // (1 if at_once else self.shape[0])
 
 
 def held_experts(model: nn.Module) -> list[HeldExperts]:
