@@ -69,6 +69,7 @@ def test_experts_stay_packed_and_have_transformers_values(bases: Bases) -> None:
     for name, experts in held.items():
         for expert, value in enumerate(widened[name]):
             assert torch.equal(experts[expert], value) and experts[expert].stride() == value.stride(), name
+        assert torch.equal(experts.dense(), widened[name]) and experts.dense().stride() == widened[name].stride(), name
         assert {p.dtype for p in experts.parameters()} == {torch.uint8}
         assert sum(p.numel() for p in experts.parameters()) * 32 == 17 * widened[name].numel()
     whole = load_base(str(plain))

@@ -75,15 +75,9 @@ def measure(
     if device.type == "cuda" and model.base.recurrent:
         moving += _recurrence_bytes(model)
     kept = (many - few) / _PROBE_TOKENS
-<<<<<<< HEAD
-    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model), kept + moving, kept_per_layer=kept / max(1, layers))
+    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model, device), kept + moving, kept_per_layer=kept / max(1, layers))
     counted = (weights, features) if device.type == "cuda" else (0, 0)  # on a CPU a token costs the same in any micro-batch
     return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
-=======
-    each = kept / max(1, len(layers_of(model.base.decoder)))
-    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model, device), kept + moving, kept_per_layer=each)
-    return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies)
->>>>>>> 5d8c410c (Give kernels the experts that are held otherwise, widened)
 
 
 def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
