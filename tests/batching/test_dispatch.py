@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -98,6 +99,32 @@ def test_unequal_ranks_share_by_speed_and_by_what_fits() -> None:
     assert found.lower_bound == pytest.approx(33 / 4)
     assert lower_bound([9.0, 1.0], [fast, slow]) == pytest.approx(3.0), "the long item is computed by the fast rank or not at all"
     assert lower_bound([9.0, 1.0], [Rank(3.0, holds=[1]), Rank(1.0)]) == pytest.approx(9.0), "or by the slow one"
+
+
+@pytest.mark.parametrize("slow", [0.1, 0.4, 0.85])
+def test_few_samples_on_unequal_ranks_end_near_the_best(slow: float) -> None:
+    """Lengths as of several tasks, one of them long: it does not go to the slow rank, where it would decide the step."""
+    for seed in range(20):
+        chance = random.Random(seed)
+        seconds = [16_000.0, *(max(16.0, chance.lognormvariate(5.8, 1.0)) for _ in range(5))]
+        ranks = [Rank(), Rank(slow)]
+        found = dispatch(seconds, ranks)
+        assert 0 in found.items[0] and found.end <= 1.1 * least_end(seconds, ranks)
+
+
+def test_hundreds_of_samples_take_less_than_five_milliseconds_and_end_near_the_bound() -> None:
+    """Half of the ranks are slow, and hold no sample above 4,096 tokens. The best of ten, in processor time: others use the CPU."""
+    chance = random.Random(0)
+    lengths = [min(16384.0, max(100.0, chance.lognormvariate(6.5, 1.0))) for _ in range(600)]
+    short = frozenset(item for item, tokens in enumerate(lengths) if tokens <= 4096)
+    ranks = [Rank(0.45, short) if number % 2 else Rank() for number in range(8)]
+    taken: list[float] = []
+    for _ in range(10):
+        begun = time.process_time()
+        found = dispatch(lengths, ranks)
+        taken.append(time.process_time() - begun)
+        assert found.excess <= 0.01 and set().union(*found.items[1::2]) <= short
+    assert min(taken) <= 5e-3, taken
 
 
 def test_an_item_that_no_rank_holds_is_refused() -> None:
