@@ -228,6 +228,7 @@ def _convert_what_differs() -> None:
     """
     from triton.language import core
     from triton.language.semantic import TritonSemantic
+    from triton.runtime.interpreter import InterpreterBuilder
 
     check_types, broadcast, unwrap = (
         TritonSemantic.binary_op_type_checking_impl,
@@ -250,6 +251,8 @@ def _convert_what_differs() -> None:
             divides = len(args) > 3 or kwargs.get("div_or_mod")  # types may change then
             if not divides and type(lhs.dtype) is type(rhs.dtype) is core.dtype and lhs.dtype.name == rhs.dtype.name:  # no pointers
                 return self.broadcast_impl_value(lhs, rhs)
+        elif type(self.builder) is not InterpreterBuilder:
+            pass  # what is compiled is of one kernel alone
         elif left is core.tensor and right in numbers and type(lhs.dtype) is core.dtype:
             key = (lhs.type.name, right, rhs, "right", args, *kwargs.items())
             if key in known:
@@ -272,7 +275,7 @@ def _convert_what_differs() -> None:
         left, right = getattr(lhs.type, "sizes", ()), getattr(rhs.type, "sizes", ())
         if left == right:
             return lhs, rhs
-        if not right and type(rhs.dtype) is core.dtype:
+        if not right and type(rhs.dtype) is core.dtype and type(self.builder) is InterpreterBuilder:
             key = (left, rhs.dtype.name, rhs.handle.data.tobytes())
             if key not in known:
                 remember(key, broadcast(self, lhs, rhs)[1])
@@ -291,7 +294,7 @@ def _compute_directly() -> None:
     """Sums, differences and products of these types are numpy's, without five functions between."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def replace(name: str, operation: np.ufunc, *pointers: bool) -> None:
         compute = getattr(TritonSemantic, name)
@@ -299,7 +302,7 @@ def _compute_directly() -> None:
         def compute_directly(self: Any, lhs: Any, rhs: Any, sanitize_overflow: bool) -> Any:
             lhs, rhs = self.binary_op_type_checking_impl(lhs, rhs, *pointers)
             kind = lhs.dtype
-            if kind.name == rhs.dtype.name and kind.name in ("fp32", "int32", "int64"):
+            if kind.name == rhs.dtype.name and kind.name in ("fp32", "int32", "int64") and type(self.builder) is InterpreterBuilder:
                 return core.tensor(TensorHandle(operation(lhs.handle.data, rhs.handle.data), kind), lhs.type)
             return compute(self, lhs, rhs, sanitize_overflow)
 
