@@ -29,13 +29,17 @@ def _no_mask(*_: object, **__: object) -> None:
     return None
 
 
-def chunk_of(module: torch.nn.Module) -> int:
-    """Tokens of a chunk, counted from a sample's start, beyond whose first no query of a layer looks back (Llama 4); 0: there are none."""
-    config: Any = getattr(module, "config", None)
-    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds is None or not isinstance(number, int) or kinds[number] != "chunked_attention":
-        return 0
-    return config.attention_chunk_size or 0
+def chunk_of(module: Any) -> int:
+    """Tokens of a chunk, counted from a sample's start, beyond whose first no query of a layer looks back (Llama 4); 0: there are none.
+
+    Kept in the module: torch.compile takes a layer that reads its own number for another one than all others.
+    """
+    known: int | None = getattr(module, "tlora_chunk", None)
+    if known is None:
+        kinds, number = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+        chunked = kinds is not None and isinstance(number, int) and kinds[number] == "chunked_attention"
+        known = module.tlora_chunk = (module.config.attention_chunk_size or 0) if chunked else 0
+    return known
 
 
 def packed_attention(
