@@ -121,10 +121,7 @@ class FastPath:
         self._known: dict[tuple[int, str], tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         layers = [layer for number, layer in enumerate(layers_of(base.decoder)) if base.stage is None or number in base.stage.layers]
         self.num_layers = len(layers)
-        # torch 2.11 compiled layers with jobs at experts one by one on an H200, 2.13 all at once on a CPU; there are a few kinds of each
-        most = max(_MOST_KINDS, 4 * self.num_layers if self.runs_experts else 0)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, most)
-        torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, most)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
         work = sum(linear.in_features * linear.out_features for linear in linears.values())
