@@ -49,6 +49,17 @@ def test_all_are_listed_in_the_order_of_the_file(tmp_path: Path, tokenizer_path:
         assert line.startswith(f"  {file}, line {number}: ") and said in line
 
 
+def test_a_single_one_has_the_same_remedy(tmp_path: Path, tokenizer_path: Path) -> None:
+    """But not where it is the only row."""
+    number, (line, said) = next(iter(BAD.items()))
+    file = write(tmp_path / "x.jsonl", {number: (line, said)})
+    found = str(made(tmp_path, tokenizer_path, {"path": "x.jsonl"}))
+    assert found.startswith(f"{file}, line {number}: ") and said in found
+    assert found.endswith(". Mend the row, or leave it out with on_bad_rows: drop")
+    (tmp_path / "lone.jsonl").write_text(line + "\n")
+    assert "on_bad_rows" not in str(made(tmp_path, tokenizer_path, {"path": "lone.jsonl"}))
+
+
 def test_drop_trains_the_others(tmp_path: Path, tokenizer_path: Path) -> None:
     """Their set is that of a file without the bad rows."""
     write(tmp_path / "x.jsonl", BAD)

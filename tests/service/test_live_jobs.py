@@ -40,7 +40,7 @@ def test_a_job_is_said_to_run_once_and_to_wait_once_it_has_left() -> None:
     jobs = LiveJobs()
     for item in (submitted("a"), StartGroup(group("a"))):
         assert not list(jobs.see(item))
-    first = ChangeStatus("a", ("queued",), "running", "trains, 1 steps done", starts=True)
+    first = ChangeStatus("a", ("queued",), "running", "trains, steps done: 1", starts=True)
     assert list(jobs.see(StepsDone("a", "g", 1, 0.1))) == [ShowSteps("a", 1), first]
     assert list(jobs.see(StepsDone("a", "g", 2, 0.1))) == [ShowSteps("a", 2)]
     left = ChangeStatus("a", ("running",), "queued", "left its group; it goes on from its checkpoint")

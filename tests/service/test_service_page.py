@@ -193,6 +193,8 @@ def test_each_job_stands_in_one_place_with_what_it_waits_for(served_slowly: Serv
     assert all(text.count(name) == 1 for name in ("trains", "joins", "rests")), text
     queue, rest = text.partition("Waiting")[2].split("Paused")
     assert "No job of yours waits." in queue and "rests" in rest and f"tlora resume {paused['id']}" in rest
+    text = Elements(served.client.get(f"/jobs/{paused['id']}", headers=alice).text).text
+    assert "paused by its owner;" in text and f"tlora resume {paused['id']}" in text and "Waits for" not in text
 
 
 def test_pages_are_compressed_for_clients_that_take_it_and_name_their_icon(served: Served) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
 from tlora.planning.plan import pick_device
+from tlora.supermodel.base_config import unreadable
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.load import make_base
+from tlora.supermodel.load import check_path, make_base
 from tlora.supermodel.supermodel import SuperModel
 
 TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant")
@@ -53,4 +56,18 @@ def test_a_reference_of_another_shape(shared: SuperModel) -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ModelError, match="Use cpu, or cuda where there is a GPU"):
         pick_device("cuda:99")
+    with pytest.raises(ModelError, match=r"^device 'gpu' is not known\. Use cpu"):
+        pick_device("gpu")
     assert pick_device("cpu") == torch.device("cpu")
+
+
+def test_a_base_that_is_a_file_or_out_of_reach(tmp_path: Path) -> None:
+    """What would help differs: a directory may be incomplete, a hub id may be wrong or the hub not there."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"config\.json: is a file\. Give a directory"):
+        check_path(str(tmp_path / "config.json"))
+    assert str(unreadable("org/name@main", OSError("no\nanswer."))) == (
+        "base_model org/name@main: cannot be read: OSError: no answer. "
+        "Check the id and the connection (private ones need HF_TOKEN), or give a directory"
+    )
+    assert str(unreadable(str(tmp_path), OSError("x"))).endswith("Is it a whole model directory?")

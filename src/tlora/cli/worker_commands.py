@@ -146,7 +146,7 @@ def _print_made(created: WorkerToken, secret: str, fingerprint: str, store: Path
         f"{created.id}: for workers only, which must come first before {time_text(created.expires)}. It is not shown again",
         f"certificate {fingerprint}",
         f"with the token in {TOKEN}, or in a 0600 file and --token-file FILE:",
-        f"tlora worker --connect {address or 'tcp://HOST:PORT'} --fingerprint {fingerprint} --gpu 0",
+        f"tlora worker --connect {address or 'tcp://HOST:PORT'} --fingerprint {fingerprint} --gpus 0",
     ]
     if not listens:
         lines.append("no controller of this directory has listened for TCP yet: start it with --worker-listen tcp://127.0.0.1:8322")

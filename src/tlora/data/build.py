@@ -75,9 +75,11 @@ class BadRows:
         self.reasons = set(reasons)
 
     def error(self, display_name: str, rows: int) -> DataError:
-        """An error about all bad rows among `rows`; the first one's own message if there is no other."""
-        if self.count == 1 or (self.count == rows and len(self.reasons) == 1):
+        """An error about all bad rows among `rows`; the first one's own message if there is no other, or if none is better."""
+        if self.count == rows and len(self.reasons) == 1:
             return DataError(self.first[0])
+        if self.count == 1:
+            return DataError(f"{self.first[0]}. Mend the row, or leave it out with on_bad_rows: drop")
         more = [f"and {self.count - len(self.first):,} more"] if self.count > len(self.first) else []
         listed = "\n".join(f"  {line}" for line in [*self.first, *more])
         return DataError(

@@ -105,11 +105,16 @@ class RunPlan:
 def pick_device(device: str | None) -> torch.device:
     """`device`, or the GPU if there is one. Raises ModelError for one that is not there."""
     wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    remedy = "Use cpu, or cuda where there is a GPU"
     try:
-        torch.zeros(1, device=wanted)
+        found = torch.device(wanted)
+    except RuntimeError:
+        raise ModelError(f"device {wanted!r} is not known. {remedy}") from None
+    try:
+        torch.zeros(1, device=found)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {wanted!r} cannot be used: {str(error).splitlines()[0]} Use cpu, or cuda where there is a GPU") from None
-    return torch.device(wanted)
+        raise ModelError(f"device {wanted!r} cannot be used: {str(error).splitlines()[0].rstrip('.')}. {remedy}") from None
+    return found
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _follow(item: Event | Action, before: JobProgress | None, after: JobProgress
         yield ShowSteps(name, after.step)
         yield ChangeStatus(name, ("queued", "running"), "running", "trains; it did so while the server was away")
     elif after.status == "training" != was:
-        yield ChangeStatus(name, ("queued",), "running", f"trains, {after.step:,} steps done", starts=True)
+        yield ChangeStatus(name, ("queued",), "running", f"trains, steps done: {after.step:,}", starts=True)
     elif after.status == "queued" and before is not None and before.gpu is not None:
         yield ChangeStatus(name, ("running",), "queued", "left its group; it goes on from its checkpoint")
 

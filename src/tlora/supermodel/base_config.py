@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from tlora.errors import ModelError
+from tlora.job import split_revision
 from tlora.json_file import read_object
 
 MOST_LAYERS = 4096  # the deepest model known has 1,000 or so; each layer of an outline takes a millisecond and more
@@ -90,3 +91,17 @@ def values_in_layers(config: Any, key: str) -> list[Any]:
         if value is not None and value not in values:
             values.append(value)
     return values
+
+
+def unreadable(base_model: str, error: Exception) -> ModelError:
+    """The error for a base that a library cannot read, or not reach: the remedies of a directory and of a hub id differ."""
+    here = Path(split_revision(base_model)[0]).exists()
+    remedy = (
+        "Is it a whole model directory?" if here else "Check the id and the connection (private ones need HF_TOKEN), or give a directory"
+    )
+    return ModelError(f"base_model {base_model}: cannot be read: {one_line(error).rstrip('.')}. {remedy}")
+
+
+def one_line(error: Exception) -> str:
+    """The whole of a library's message in one line; a bare KeyError says only its key."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]

@@ -26,7 +26,7 @@ from tlora.libraries import no_collection
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
-from tlora.supermodel.base_config import refuse_strange_config
+from tlora.supermodel.base_config import one_line, refuse_strange_config, unreadable
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.inject import find_linears
@@ -81,7 +81,8 @@ def check_path(base_model: str) -> None:
     name, _ = split_revision(base_model)
     path = Path(name)
     if path.exists() and not (path / "config.json").is_file():
-        raise ModelError(f"base_model {base_model}: has no config.json. Give a directory as save_pretrained makes it, or a hub id")
+        wrong = "is a file" if path.is_file() else "has no config.json"
+        raise ModelError(f"base_model {base_model}: {wrong}. Give a directory as save_pretrained makes it, or a hub id")
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"base_model {base_model}: no such directory. Give a directory with config.json, or a hub id such as org/name")
 
@@ -95,7 +96,7 @@ def find_directory(base_model: str) -> Path:
     try:
         config_file = cached_file(name, "config.json", revision=revision)
     except Exception as error:  # a library's border, as below
-        raise ModelError(f"base_model {base_model}: cannot be read: {_told(error)}. Is it a whole model directory?") from None
+        raise unreadable(base_model, error) from None
     assert config_file is not None, f"{base_model}: cached_file found no config.json and did not say so"
     return Path(config_file).parent
 
@@ -123,7 +124,7 @@ def load_config(base_model: str) -> Any:
                 f"base_model {base_model}: it brings Python code of its own (auto_map in config.json), which is never run here. "
                 "Use a version of it for a model class of transformers (such versions often end in -hf), or another base"
             ) from None
-        raise ModelError(f"base_model {base_model}: cannot be read: {_told(error)}. Is it a whole model directory?") from None
+        raise unreadable(base_model, error) from None
     if auto_class(config) is None:
         raise ModelError(f"base_model {base_model}: {type(config).__name__} is no causal language model. Choose one with a causal head")
     _refuse_config(config, base_model)
@@ -243,7 +244,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
                 without_packing(config), dtype=wanted, attn_implementation=attention.NAME, trust_remote_code=False
             )
     except Exception as error:  # a library's border: what it raises depends on family and version
-        raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {_told(error)}. {_COMPARE}") from None
+        raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {one_line(error)}. {_COMPARE}") from None
     leave_out_other_modalities(model)
     empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
     if empty is not None:
@@ -387,11 +388,6 @@ def _leaks(base: Base, ids_T: Tensor, positions_T: Tensor, lengths: tuple[int, .
         return not bool(hidden_states(base, ids_T, positions_T, lengths)[mine].isfinite().all())
     finally:
         hook.remove()
-
-
-def _told(error: Exception) -> str:
-    """The whole of a library's message in one line; a bare KeyError says only its key."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def _first_line(error: Exception) -> str:
