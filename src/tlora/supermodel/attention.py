@@ -35,11 +35,13 @@ def chunk_of(module: Any) -> int:
     Kept in the module: torch.compile takes a layer that reads its own number for another one than all others.
     """
     known: int | None = getattr(module, "tlora_chunk", None)
-    if known is None:
-        kinds, number = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
-        chunked = kinds is not None and isinstance(number, int) and kinds[number] == "chunked_attention"
-        known = module.tlora_chunk = (module.config.attention_chunk_size or 0) if chunked else 0
-    return known
+    if known is not None:
+        return known
+    kinds, number = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    chunked = kinds is not None and isinstance(number, int) and kinds[number] == "chunked_attention"
+    found: int = (module.config.attention_chunk_size or 0) if chunked else 0
+    module.tlora_chunk = found
+    return found
 
 
 def packed_attention(
