@@ -25,7 +25,7 @@ from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
 from tlora.sharing.shards import fill
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.held_linear import hold, possible_precisions
+from tlora.supermodel.held_linear import hold, precisions_on
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
 from tlora.supermodel.shared_base import shared_weights
@@ -40,7 +40,7 @@ WARM_UP = 3  # micro-batches of each kind: compiled, counted, captured
 def bits(rank: Rank) -> None:
     """Losses and gradients, streamed and resident, each kind by itself: an error in one keeps the others."""
     small = ("qwen3-0.6b", 4, 2048) if rank.device.type == "cuda" else ("tiny", 4, 64)
-    kinds = [None, *possible_precisions(rank.device, rank.dtype)]
+    kinds = [None, *precisions_on(rank.device, rank.dtype)]
     for precision in kinds:
         name = precision or "16 bits"
         torch.compiler.reset()

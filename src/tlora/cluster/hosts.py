@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import psutil
 
 from tlora.cluster.gpus import left_visible, list_gpus, list_links
+from tlora.cluster.local_machine import LocalMachine
 from tlora.link.process_identity import boot_id
 from tlora.protocol import Event, KindsFound, MemoryFound, NodeAdded
 from tlora.shape import CPU_SHARE, GPU_SHARE
@@ -83,6 +84,19 @@ def by_host(gpus: Iterable[int], host_of: Callable[[int], int]) -> dict[int, lis
     for gpu in gpus:
         found.setdefault(host_of(gpu), []).append(gpu)
     return found
+
+
+def own_events(machine: LocalMachine, note: Callable[[str], None]) -> list[Event]:
+    """What a scheduler is told of the controller's own GPUs; `note` of their kinds, where there are several."""
+    gpus, kinds = machine.gpus, machine.kinds
+    speeds = tuple(map(training_speed, kinds))
+    if len(set(kinds)) > 1:
+        each = ", ".join(f"{gpu} is {kind} ({speed:.2f} x an H200)" for gpu, kind, speed in zip(gpus, kinds, speeds, strict=True))
+        note(f"GPUs of several kinds: {each}; jobs are placed by each one's speed")
+    rooms = [(gpu, room) for gpu, room in zip(gpus, machine.memory_bytes, strict=False) if room]
+    found: list[Event] = [KindsFound(gpus, kinds, speeds)] if kinds else []
+    found.append(NodeAdded(OWN_NODE, gpus))
+    return [*found, MemoryFound(tuple(gpu for gpu, _ in rooms), tuple(room for _, room in rooms))] if rooms else found
 
 
 def node_events(host: HostLabels, gpus: tuple[int, ...]) -> list[Event]:

@@ -21,7 +21,7 @@ from tlora.cluster.asked_queue import AskedQueue
 from tlora.cluster.engine_hosts import EngineHosts, OpenKeeper
 from tlora.cluster.epochs import begin_epoch, lock_store
 from tlora.cluster.found_workers import FoundWorkers
-from tlora.cluster.hosts import OWN_NODE
+from tlora.cluster.hosts import own_events
 from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local_machine import LocalMachine
@@ -41,15 +41,11 @@ from tlora.protocol import (
     JobGroup,
     JobRequest,
     JobSubmitted,
-    KindsFound,
-    MemoryFound,
-    NodeAdded,
     RejectJob,
     StartGroup,
     StopGroup,
     Tick,
 )
-from tlora.shape.gpu_files import training_speed
 from tlora.worker_protocol import Load, settings_of
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
@@ -91,16 +87,7 @@ class LocalBackend:
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
         self._nodes, self._drains = Nodes(), queue.SimpleQueue[tuple[str, bool, bool]]()
-        self._events: list[Event] = self._nodes.see([NodeAdded(OWN_NODE, machine.gpus)])
-        if kinds := machine.kinds:
-            speeds = tuple(map(training_speed, kinds))
-            self._events.insert(0, KindsFound(machine.gpus, kinds, speeds))
-            if len(set(kinds)) > 1:
-                each = zip(machine.gpus, kinds, speeds, strict=True)
-                told = ", ".join(f"{gpu} is {kind} ({speed:.2f} x an H200)" for gpu, kind, speed in each)
-                note(f"GPUs of several kinds: {told}; jobs are placed by each one's speed")
-        if told := [(gpu, room) for gpu, room in zip(machine.gpus, machine.memory_bytes, strict=False) if room]:
-            self._events.append(MemoryFound(tuple(gpu for gpu, _ in told), tuple(room for _, room in told)))
+        self._events = self._nodes.see(own_events(machine, note))
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if machine.deterministic:
             self.worker_pool.remote_hosts.only_kind = next(iter(machine.kinds), "")

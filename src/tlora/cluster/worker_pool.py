@@ -25,6 +25,7 @@ from tlora.cluster.remote_hosts import ProvenEnd, RemoteHosts
 from tlora.cluster.remote_worker import RemoteWorker, gpu_names
 from tlora.cluster.session import Arrived, Gone, Heard, Inbox, Session, Spoke
 from tlora.cluster.worker_process import file_stem, launch, read_records, remove_record, supervise, write_record
+from tlora.cluster.worker_signs import WorkerSigns
 from tlora.link.address import forget
 from tlora.link.flight import read_flight
 from tlora.link.process_identity import ProcessIdentity
@@ -77,8 +78,7 @@ class WorkerPool:
         self._worker_on: dict[int, RemoteWorker] = {}  # as they were recorded last
         self._tokens, self._let_in_by = WorkerTokens(directory), dict[Session, str]()  # ids of the tokens of those that came over TCP
         self._unacknowledged: set[RemoteWorker] = set()
-        self._heard_at: dict[RemoteWorker, float] = {}  # also when it was started, or entered a new phase
-        self._moved_at: dict[RemoteWorker, tuple[tuple[str, int], float]] = {}
+        self._signs = WorkerSigns(limits)
         self._watched = self._asked_tokens = time.monotonic()
         self._ending: dict[RemoteWorker, float] = {}  # whose processes have ended, and until when their last words are waited for
         self.remote_hosts = RemoteHosts(directory, gpus, limits.host_lease, lambda: loads("").device, note)
@@ -217,7 +217,7 @@ class WorkerPool:
             case Spoke(session, message):
                 worker = self._sessions.get(session)
                 if worker is not None and not (worker.given_up and worker.host is not None):  # else its lease shall end
-                    self._heard_at[worker] = time.monotonic()
+                    self._signs.hear(worker)
                     self._unacknowledged.add(worker)
                     if isinstance(message, Alive):
                         worker.hear_alive(message)
@@ -239,8 +239,7 @@ class WorkerPool:
                 self._ending.pop(worker, None)
                 self._incarnations.pop(worker.incarnation or "", None)
                 if self.workers.get(worker.gpu) is worker:
-                    self._heard_at.pop(worker, None)
-                    self._moved_at.pop(worker, None)
+                    self._signs.forget(worker)
                     if worker.incarnation is None and worker.process.exit_status == REFUSED:  # none of its jobs is to blame
                         worker.doomed, self._not_before[worker.gpus] = True, time.monotonic() + AGAIN_SECONDS
                     if worker.host is not None:
@@ -279,7 +278,7 @@ class WorkerPool:
         self._sessions[session] = worker
         if arrived.peer.token is not None:
             self._let_in_by[session] = arrived.peer.token.id
-        self._heard_at[worker] = time.monotonic()
+        self._signs.hear(worker)
         self._incarnations[hello.incarnation] = worker
         self._unacknowledged.add(worker)
         worker.attach(hello, session.send)
@@ -338,7 +337,7 @@ class WorkerPool:
     def _watch_over(self, worker: RemoteWorker) -> RemoteWorker:
         self.workers[worker.gpu] = worker
         self._worker_on |= dict.fromkeys(worker.gpus, worker)
-        self._heard_at[worker] = time.monotonic()
+        self._signs.hear(worker)
         if isinstance(worker.process, LeasedProcess):
             worker.process.when_ended(partial(self.inbox.put, _Ended(worker)))
         else:
@@ -363,10 +362,10 @@ class WorkerPool:
         for worker in [worker for worker, until in self._ending.items() if now >= until]:
             self.inbox.put(_Ended(worker))
         for worker in self.workers.values():
-            self.remote_hosts.watch(worker, now - self._heard_at.get(worker, now))
+            self.remote_hosts.watch(worker, self._signs.silent_seconds(worker, now))
             if late:  # this process itself was stopped and could not look
-                self._heard_at[worker] = now
-            if not worker.given_up and (reason := self._why_lost(worker, now)):
+                self._signs.hear(worker)
+            if not worker.given_up and (reason := self._signs.why_lost(worker, now)):
                 worker.given_up = reason
                 how = "it is killed" if worker.host is None else "it is answered no more, until its lease has ended"
                 self._note(f"the worker of {worker.display_name} {reason}: {how}")
@@ -383,23 +382,6 @@ class WorkerPool:
             if not worker.stopping and token_id in revoked:
                 self._note(f"the worker of {worker.display_name} saves its jobs and ends: {token_id} was revoked")
                 worker.stop()
-
-    def _why_lost(self, worker: RemoteWorker, now: float) -> str:
-        limits, heartbeat = self._limits, worker.heartbeat
-        silent = now - self._heard_at.get(worker, now)
-        if silent > limits.stopped and worker.process.is_stopped:
-            return f"was stopped for {silent:.0f} s"
-        if worker.incarnation is None:
-            return f"has said nothing for {silent:.0f} s since its start" if silent > limits.starting else ""
-        if worker.host is None and silent > (limits.silent if heartbeat is None or heartbeat.phase == "training" else limits.loading):
-            return f"has given no sign of life for {silent:.0f} s"
-        if heartbeat is None or heartbeat.phase == "waiting":
-            return ""
-        place = (heartbeat.phase, heartbeat.count)
-        if self._moved_at.get(worker, (None, 0.0))[0] != place:
-            self._moved_at[worker] = (place, now)
-        still = now - self._moved_at[worker][1]
-        return f"has been {heartbeat.phase} for {still:.0f} s without getting further" if still > getattr(limits, heartbeat.phase) else ""
 
     def _log(self, gpus: tuple[int, ...]) -> Path:
         return self._directory / f"{file_stem(gpus)}.log"

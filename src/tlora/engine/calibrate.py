@@ -29,7 +29,7 @@ from tlora.planning.plan import pick_device
 from tlora.shape.gpu_files import calibration_path, versions
 from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.sharing.link_speed import LinkSpeed, measure_both_ways, measure_copies, measure_peers, repeat
-from tlora.supermodel.held_linear import possible_precisions
+from tlora.supermodel.held_linear import precisions_on
 from tlora.wording.numbers import gib
 
 _LAST_BEGIN_SECONDS = 100.0  # from then on nothing is begun that a file can do without: it shall take 3 minutes at most
@@ -199,7 +199,7 @@ def _measure_peers(device: torch.device, gpus: list[torch.device], note: Note) -
 def _gain_in_8_bits(
     device: torch.device, dtype: torch.dtype, base: MadeUpBase, training: LayerSpeed, note: Note, deadline: float
 ) -> float | None:
-    if "fp8" not in possible_precisions(device, dtype):
+    if "fp8" not in precisions_on(device, dtype):
         return None
     if time.monotonic() > deadline:
         note("weights in 8 bits: left out for time. What was compiled is kept: run it again to measure them too")

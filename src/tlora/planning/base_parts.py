@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from tlora.job import RunSpec
-from tlora.kernels.device import can_be_asked
-from tlora.planning.memory import bytes_in, bytes_when_shared, bytes_when_streamed, can_be_cut, measure
+from tlora.planning.memory import bytes_when_shared, bytes_when_streamed, can_be_cut, measure, possible_precisions
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.memory import MOST_GPUS, MemoryModel
 from tlora.shape.stages import LayerRange
-from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.multiply_adds import active_weights
@@ -37,9 +35,6 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
     weights[-1:] = [weights[-1] + sum(each.values()) - sum(weights)] if weights else []  # of linears in no layer
     features = [sum(k + n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]
     embedding = model.model.get_input_embeddings().weight
-    packed = getattr(base.model.config, "quantization_config", None) is not None
-    plain = not packed and not any(isinstance(m, LoraLinear) and m.form.dtype.itemsize < 2 for m in model.model.modules())
-    others = possible_precisions(device, base.head.weight_VH.dtype) if plain and can_be_asked(device) else []
     return BaseParts(
         memory=memory,
         layers=layer_names,
@@ -56,7 +51,7 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
         streamed=bytes_when_streamed(model, base_bytes, device) if cut else None,
         no_stages=why_no_stages(base, device),
         takes_plain_path=takes_plain_path(memory, device),
-        precision_bytes={precision: bytes_in(precision, model, base_bytes) for precision in others},
+        precision_bytes=possible_precisions(model, base_bytes, device),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, LayoutSetting, LoraConfig, TrainConfig
-from tlora.kernels.device import limit_elsewhere, may_run_kernels
+from tlora.kernels.device import can_be_asked, limit_elsewhere, may_run_kernels
 from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
 from tlora.kernels.library_attention import SampleLayout, lay_out_samples
@@ -30,7 +30,7 @@ from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_attention, fit_kernels
 from tlora.supermodel.held_experts import held_experts
-from tlora.supermodel.held_linear import quantized
+from tlora.supermodel.held_linear import precisions_on, quantized
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
@@ -151,6 +151,17 @@ def _scratch_bytes(model: SuperModel, device: torch.device) -> int:
 
 def _weights(model: SuperModel) -> list[FrozenWeight]:
     return [m.form for m in model.model.modules() if isinstance(m, LoraLinear)]
+
+
+def possible_precisions(model: SuperModel, base_bytes: int, device: torch.device) -> dict[BasePrecision, int]:
+    """What a base on the meta device that takes `base_bytes` there would take with its linears held in other precisions, the largest first;
+    none where they are held in one already, by order or in the base's own files, or where the GPU cannot be asked.
+    """
+    is_held = any(isinstance(m, LoraLinear) and m.form.dtype.itemsize < 2 for m in model.model.modules())
+    if is_held or getattr(model.base.model.config, "quantization_config", None) is not None or not can_be_asked(device):
+        return {}
+    bytes_of = {precision: bytes_in(precision, model, base_bytes) for precision in precisions_on(device, model.base.head.weight_VH.dtype)}
+    return dict(sorted(bytes_of.items(), key=lambda item: -item[1]))
 
 
 def bytes_in(precision: BasePrecision, model: SuperModel, base_bytes: int) -> int:

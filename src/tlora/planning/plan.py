@@ -18,12 +18,11 @@ from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.job_work import counting_jobs
-from tlora.planning.memory import bytes_in, measure, memory_limit, more_memory
+from tlora.planning.memory import measure, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
 from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
-from tlora.supermodel.held_linear import possible_precisions
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 
@@ -170,10 +169,7 @@ def plan_memory(
     sound = [job for job in jobs if is_sound(job) and not job.kept_out]
     longest = max((job.longest for job in sound), default=1)
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory) + _expert_warnings(model, device, sound)
-    packed = getattr(model.base.model.config, "quantization_config", None) is not None  # in its files: there is no other
-    others = possible_precisions(device, model.base.head.weight_VH.dtype) if run.base_precision is None and not packed else []
-    bytes_of = {precision: bytes_in(precision, model, base_bytes) for precision in others}
-    other_bytes = dict(sorted(bytes_of.items(), key=lambda item: -item[1]))
+    other_bytes = possible_precisions(model, base_bytes, device)
     more = more_memory(device, limit, run.memory_limit)
     plan = RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here, stages=stages, more_memory=more)
     return settle(run, plan, memory, device)

@@ -23,7 +23,7 @@ def check_precision(precision: BasePrecision | None, device: torch.device, dtype
         form_of(precision).check(device, dtype)
 
 
-def possible_precisions(device: torch.device, dtype: torch.dtype) -> list[BasePrecision]:
+def precisions_on(device: torch.device, dtype: torch.dtype) -> list[BasePrecision]:
     """Those that `check_precision` lets a base of `dtype` have on `device`."""
     precisions: list[BasePrecision] = []
     for precision in BASE_PRECISIONS:

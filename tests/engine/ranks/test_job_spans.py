@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, ReplicaPlacement
-from tlora.engine.ranks.gpu_change import JOIN_SECONDS, GpuChange
+from tlora.engine.ranks.gpu_change import JOIN_SECONDS, GpuChange, worker_device
 from tlora.engine.ranks.job_spans import choose_span, moves, rank_loads
+from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.objectives import objective_of
 from tlora.registry import OBJECTIVES
@@ -146,3 +147,14 @@ def test_a_gpu_that_is_wanted_no_longer_before_it_has_come() -> None:
     change.begin(1, 1, now=0.0)
     change.want((0,))
     assert change.not_wanted_after_all() == [1] and change.is_done
+
+
+def test_the_device_of_a_workers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA counts the GPUs that it is left, in their order there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 3,4")
+    assert [worker_device("cuda", (3, 4), gpu) for gpu in (3, 4, 5)] == ["cuda:1", "cuda:2", "cuda:0"]
+    assert worker_device("cpu", (0, 1), 7) == "cpu"
+    with pytest.raises(ConfigError, match=r"GPU 6: CUDA_VISIBLE_DEVICES hides it from this worker, which sees \[5, 3, 4\]. Start a"):
+        worker_device("cuda", (3, 4), 6)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a0,GPU-b1")
+    assert worker_device("cuda", (3, 4), 4) == "cuda:1", "by UUIDs: those that it was started with"

@@ -1,4 +1,5 @@
-"""Which GPUs a worker has, and how far it is on the way to others that it shall have. Pure: who starts and ends ranks does as this says.
+"""Which GPUs a worker has, their devices, and how far it is on the way to others that it shall have. Who starts and ends ranks does as this
+says.
 
 First ranks come for all GPUs that are missing, while jobs train on as before; when all of them have loaded the base, jobs move; a rank
 ends when no job is left on it.
@@ -6,7 +7,10 @@ ends when no job is left on it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
+
+from tlora.errors import ConfigError
 
 JOIN_SECONDS = 1800.0  # for a rank to load the base beside those that train
 
@@ -102,3 +106,16 @@ class GpuChange:
         return gone
 
     stop = give_up
+
+
+def worker_device(device: str, gpus: tuple[int, ...], gpu: int) -> str:
+    """The torch device of the GPU that the cluster calls `gpu`, for a worker that was started with `gpus`: CUDA_VISIBLE_DEVICES names the
+    GPUs that it may come to have, in any order. Raises ConfigError for one that is hidden.
+    """
+    if device != "cuda":
+        return device
+    names = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    there = [int(name) for name in names] if names and all(name.isdecimal() for name in names) else list(gpus)
+    if gpu not in there:
+        raise ConfigError(f"GPU {gpu}: CUDA_VISIBLE_DEVICES hides it from this worker, which sees {there}. Start a worker there")
+    return f"cuda:{there.index(gpu)}"

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from tlora.engine.messages import FROM_RANK, TO_RANK, Enter, Faulty, FromRank, Leave, Sending, Spread, Stop, ToRank
+from tlora.engine.ranks.gpu_change import worker_device
 from tlora.engine.ranks.lending_line import BEAT_SECONDS, LENDING, Frame, KillRank, Lent, RankEnded, StartRank, read_frame
 from tlora.engine.ranks.link import Meeting, encode
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER
-from tlora.engine.ranks.worker_group import worker_device
 from tlora.errors import TloraError
 from tlora.link.keyed_listener import dial_keyed
 from tlora.link.lines import Line

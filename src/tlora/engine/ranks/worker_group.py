@@ -34,7 +34,7 @@ from tlora.engine.messages import (
     Spread,
     Stop,
 )
-from tlora.engine.ranks.gpu_change import GpuChange
+from tlora.engine.ranks.gpu_change import GpuChange, worker_device
 from tlora.engine.ranks.job_spans import choose_span, moves
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER, Lost, RankGroup
 from tlora.engine.ranks.stage_gang import StageGang
@@ -393,16 +393,3 @@ class WorkerGroup:
             if other != rank:
                 forget_flight(Path(self._load.output_dir), os.getpid(), other)
         raise (LostLenderError if lent else RankError)(f"rank {rank} (GPU {self._change.gpu_of[rank]}) is lost: {reason}")
-
-
-def worker_device(device: str, gpus: tuple[int, ...], gpu: int) -> str:
-    """The torch device of the GPU that the cluster calls `gpu`, for a worker that was started with `gpus`: CUDA_VISIBLE_DEVICES names the
-    GPUs that it may come to have, in any order. Raises ConfigError for one that is hidden.
-    """
-    if device != "cuda":
-        return device
-    names = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    there = [int(name) for name in names] if names and all(name.isdecimal() for name in names) else list(gpus)
-    if gpu not in there:
-        raise ConfigError(f"GPU {gpu}: CUDA_VISIBLE_DEVICES hides it from this worker, which sees {there}. Start a worker there")
-    return f"cuda:{there.index(gpu)}"
