@@ -86,8 +86,8 @@ FAMILIES: dict[str, Any] = {
     ),
 }
 IN_FP32 = ("nemotron-3-h",)  # whose own experts add slots in fp32, in an fp64 model too
-# Their routers' products, and qwen3.5's decays, are fp32 as well: a GPU rounds these by how many tokens there are.
-IN_FP32_BY_TOKENS = ("deepseek-v3", "glm4-moe", "qwen3.5-moe")
+# DeepSeek's router and Qwen3.5's decays are fp32 as well: a GPU rounds these by how many tokens there are.
+IN_FP32_BY_TOKENS = ("deepseek-v3", "qwen3.5-moe")
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 UP_DOWN = ["experts.up_proj", "experts.down_proj"]  # of experts without gates
 TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", weight_decay=0.1, max_grad_norm=0.0, seed=1)
