@@ -67,6 +67,21 @@ def test_a_job_that_is_cancelled_while_it_waits_for_hosts_never_comes(tmp_path: 
         assert until(backend, cancel) == [cancel] and backend.poll() == []
 
 
+def test_what_was_asked_of_a_waiting_job_comes_before_what_is_asked_once_it_has_come() -> None:
+    """A job that was held while it waited and is released as it comes is not held again."""
+    asked, open_jobs = AskedQueue(), set[str]()
+    hold, release, large = JobRequest("large", "hold"), JobRequest("large", "release"), submitted("large")
+    asked.put(large, 0.0)
+    assert list(asked.take(0.0, lambda job: None, open_jobs.__contains__)) == []
+    asked.put(hold, 0.5)
+    assert list(asked.take(0.5, lambda job: None, open_jobs.__contains__)) == [] and list(asked.jobs) == ["large"]
+    coming = asked.take(1.0, lambda job: job, open_jobs.__contains__)
+    assert next(coming) == large
+    open_jobs.add("large")
+    asked.put(release, 0.0)
+    assert list(coming) == [hold, release]
+
+
 def test_what_is_asked_of_a_job_that_has_ended_is_dropped() -> None:
     asked = AskedQueue()
     asked.put(JobRequest("a", "cancel"), 1.0)

@@ -253,7 +253,7 @@ def _convert_what_differs() -> None:
                 return self.broadcast_impl_value(lhs, rhs)
         elif type(self.builder) is not InterpreterBuilder:
             pass  # what is compiled is of one kernel alone
-        elif left is core.tensor and right in numbers and type(lhs.dtype) is core.dtype:
+        elif left is core.tensor and right in numbers and rhs != 0.0 and type(lhs.dtype) is core.dtype:  # 0.0 and -0.0 are one key
             key = (lhs.type.name, right, rhs, "right", args, *kwargs.items())
             if key in known:
                 return lhs, known[key]
@@ -261,7 +261,7 @@ def _convert_what_differs() -> None:
             if first is lhs:
                 remember(key, second)
             return first, second
-        elif right is core.tensor and left in numbers and type(rhs.dtype) is core.dtype:
+        elif right is core.tensor and left in numbers and lhs != 0.0 and type(rhs.dtype) is core.dtype:
             key = (rhs.type.name, left, lhs, "left", args, *kwargs.items())
             if key in known:
                 return known[key], rhs

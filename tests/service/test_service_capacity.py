@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.service.served import Served, config_of, serving
+from tlora.api import OrderedData, OrderSpec
 from tlora.job import LoraShape
 from tlora.service.base_shapes import Precision, adapter_parameters, find_outline, known_outline
 from tlora.service.capacity import Capacity
 from tlora.service.machine import Devices
+from tlora.service.problems import RefusedError
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES
 
@@ -111,8 +113,12 @@ def test_a_base_that_is_ordered_in_stages_needs_two_gpus_and_gets_one_for_each_l
             [layers, 1, 2, layers] if cut else [0, 1, 2, layers + 9]
         )
         ordered._outlines["base"] = replace(outline, parts=replace(outline.parts, no_stages="its layers share a cache"))
-        why = "base_model 'base' cannot be cut into stages: its layers share a cache. Set layout: auto in the server's settings"
-        assert ordered.why_never("base", 1) == (why if cut else None)
+        why = "base_model 'base' cannot be cut into stages: its layers share a cache"
+        assert ordered.why_uncut("base") == (why if cut else None) and ordered.why_never("base", 1) is None
+        if cut:
+            with pytest.raises(RefusedError, match=f"{why}. Order another base") as refused:
+                ordered.check(OrderSpec(name="a", base_model="base", data=OrderedData(file="file-1")))
+            assert refused.value.code == "base_not_served"
 
 
 def test_a_base_beyond_the_only_gpu_is_streamed_to_it(bases: Path) -> None:

@@ -92,9 +92,12 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "list_gpus", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     rooms = (0, int(0.92 * (16 << 30)), int(0.92 * (80 << 30)))  # 0: the driver does not tell
-    assert find_places(ServerConfig()) == Devices("cuda", (0, 1, 2), 80 << 30, rooms)
-    assert find_places(ServerConfig(gpus=[2])) == Devices("cuda", (2,), 80 << 30, (int(0.92 * (80 << 30)),))
-    assert find_places(ServerConfig(gpus=[0])) == Devices("cuda", (0,), None, (0,)), "one whose memory the driver does not tell"
+    found = find_places(ServerConfig())
+    assert found.speed < 1.0 and "speed is guessed" in found.told[0], "these have no names"
+    nameless = {"speed": found.speed, "told": found.told}
+    assert found == Devices("cuda", (0, 1, 2), 80 << 30, rooms, **nameless)
+    assert find_places(ServerConfig(gpus=[2])) == Devices("cuda", (2,), 80 << 30, (int(0.92 * (80 << 30)),), **nameless)
+    assert find_places(ServerConfig(gpus=[0])) == Devices("cuda", (0,), None, (0,), **nameless), "its memory is not told"
     limited = find_places(ServerConfig(device="cpu", gpus=[0, 1], memory_limit=10**9))
     assert limited == Devices("cpu", (0, 1), psutil.virtual_memory().total, (10**9, 10**9))
     assert 0 < sum(find_places(ServerConfig(device="cpu", gpus=[0, 1])).room_bytes) <= psutil.virtual_memory().total

@@ -17,6 +17,7 @@ class AskedQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, JobSubmitted | JobRequest]] = []
+        self._later: dict[str, list[JobRequest]] = {}  # about jobs that wait for hosts
         self._serial = itertools.count()
 
     def put(self, asked: JobSubmitted | JobRequest, at_seconds: float) -> None:
@@ -34,6 +35,8 @@ class AskedQueue:
 
     def drop_jobs(self, names: Collection[str]) -> None:
         """They have come otherwise. What is asked of them stays."""
+        for name in names:
+            self._follow(name)
         self._keep(lambda asked: not isinstance(asked, JobSubmitted) or asked.job_id not in names)
 
     def take(
@@ -45,18 +48,26 @@ class AskedQueue:
         while self.due_seconds <= now:
             asked = heapq.heappop(self._heap)[2]
             if isinstance(asked, JobSubmitted):
-                taken, waits = admit(asked), True
-            else:
-                waits = not is_open(asked.job_id) and self._has(asked.job_id)
-                if waits and asked.verb == "cancel":
-                    self._keep(lambda other, name=asked.job_id: other.job_id != name)
-                    waits, taken = False, asked
+                if (taken := admit(asked)) is None:
+                    self.put(asked, now + AGAIN_SECONDS)
                 else:
-                    taken = asked if is_open(asked.job_id) else None
-            if taken is not None:
-                yield taken
-            elif waits:
-                self.put(asked, now + AGAIN_SECONDS)  # a request behind its job, which has been put back before
+                    self._follow(asked.job_id)
+                    yield taken
+            elif is_open(asked.job_id):
+                yield asked
+            elif not self._has(asked.job_id):
+                continue
+            elif asked.verb == "cancel":
+                self._keep(lambda other, name=asked.job_id: other.job_id != name)
+                self._later.pop(asked.job_id, None)
+                yield asked
+            else:
+                self._later.setdefault(asked.job_id, []).append(asked)
+
+    def _follow(self, name: str) -> None:
+        """What was asked of a job while it waited comes before what is asked from now on."""
+        for request in self._later.pop(name, ()):
+            self.put(request, -math.inf)
 
     def _has(self, name: str) -> bool:
         return any(isinstance(asked, JobSubmitted) and asked.job_id == name for *_, asked in self._heap)

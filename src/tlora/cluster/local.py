@@ -360,7 +360,8 @@ class LocalBackend:
     def _settle(self) -> None:
         self.reconciler.step()
         while not self._expected.empty():
-            startable = self._machine.gpus if self._machine.layout != "stages" else ()  # for one GPU the base would be loaded whole
+            cut = self._machine.layout == "stages" and (len(self._machine.gpus) > 1 or self._hosts_may_come)
+            startable = () if cut else self._machine.gpus  # for one GPU the base would be loaded whole
             self.reconciler.expect(*self._expected.get(), startable)
             self.reconciler.step()  # which tells the worker
         self._collect()

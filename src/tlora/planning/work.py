@@ -13,7 +13,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import multiply_adds
 from tlora.shape.gpu_files import GpuHere, gpu_here
 from tlora.shape.gpu_models import gpu_called
-from tlora.shape.gpu_properties import gpu_by_properties
+from tlora.shape.gpu_properties import gpu_by_name_alone, gpu_by_properties
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import TokenCost, token_cost_on
 from tlora.shape.work import TrainingRate
@@ -49,6 +49,8 @@ def known_here(device: torch.device) -> GpuHere:
     here = GpuHere(gpu_called(name)) if is_forced() else gpu_here(name, capability_of(device), properties.total_memory)
     if here.model is not None:
         return here
+    if torch.version.hip:  # operations a clock are known of NVIDIA's alone
+        return replace(here, model=gpu_by_name_alone(name))
     hz = 1e3 * getattr(properties, "clock_rate", 0)  # not every build of torch has it
     found = gpu_by_properties(name, properties.total_memory, capability_of(device), properties.multi_processor_count, hz)
     return replace(here, model=found)

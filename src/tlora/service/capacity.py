@@ -59,7 +59,12 @@ class Capacity:
         return None if outline is None else outline.parts
 
     def check(self, order: OrderSpec) -> None:
-        """Raises RefusedError for targets that the base has not, and for an adapter that fits beside it on no GPU."""
+        """Raises RefusedError for a base that cannot be cut as is ordered, targets that it has not, and an adapter that fits beside it on
+        no GPU.
+        """
+        if (uncut := self.why_uncut(order.base_model)) is not None:
+            remedy = "Order another base, or ask the server's operator for layout: auto"
+            raise RefusedError(400, "base_not_served", f"{uncut}. {remedy}", "base_model")
         outline = self._outlines.get(order.base_model)
         if outline is None or order.start_from is not None:  # which has the shape of an adapter that was trained here
             return
@@ -74,9 +79,7 @@ class Capacity:
     def why_never(self, base: str, parameters: int) -> str | None:
         """Why an adapter of so many parameters can never be trained over the base, if so. A lower bound: activations are not counted."""
         outline = self._outlines.get(base)
-        if self._cuts and outline is not None and outline.parts.no_stages:
-            return f"base_model {base!r} cannot be cut into stages: {outline.parts.no_stages}. Set layout: auto in the server's settings"
-        if outline is None or self._most is None:
+        if outline is None or self._most is None or not self._gpus:  # a server without GPUs has those of its hosts
             return None
         beside = outline.memory.least_weights(self._gpus)
         if beside + ADAPTER_BYTES * parameters <= self._most:
@@ -91,6 +94,13 @@ class Capacity:
             f"an adapter of {parameters:,} parameters takes {state} with its gradient and Adam's moments, beside {_gib(beside)} "
             f"of the base, and {self._place} has {_gib(self._most)}. Order a smaller r, or fewer target_modules"
         )
+
+    def why_uncut(self, base: str) -> str | None:
+        """Why the base cannot be cut into stages though that is ordered, if so."""
+        outline = self._outlines.get(base)
+        if not self._cuts or outline is None or not outline.parts.no_stages:
+            return None
+        return f"base_model {base!r} cannot be cut into stages: {outline.parts.no_stages}"
 
     def least_gpus(self, base: str) -> int:
         """On fewer the base leaves no room for jobs, or is in no stages as it is ordered; 1 where that is not known."""

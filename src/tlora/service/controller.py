@@ -304,6 +304,8 @@ class Controller:
         problem = self._problems.get(row.base_model) or self._capacity.why_never(row.base_model, parameters)
         if problem is not None:
             self._outcomes.fail(row.id, problem)
+        elif (uncut := self._capacity.why_uncut(row.base_model)) is not None:  # it was accepted under other settings
+            self._outcomes.wait_for(row.id, f"its server: {uncut}, so that its operator must set layout: auto")
         elif self._cluster is None or row.base_model not in self._sizes:
             self._early.setdefault(row.base_model, []).append(row)
         elif row.id not in self._known:

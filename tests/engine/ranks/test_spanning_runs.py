@@ -39,7 +39,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
 def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: int) -> None:
     told = Told()
     results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
-    assert results.status == "done", told.lines
+    assert results.status == "done" and list(results) == world.names, told.lines
     world.same_bytes(tmp_path / "out")
     assert told.said("a part of three") and told.said("a part of two")
     losses = [read_object(out / "three" / "result.json")["train_loss"] for out in (tmp_path / "out", world.whole)]

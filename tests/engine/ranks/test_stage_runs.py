@@ -108,8 +108,7 @@ def test_stages_on_one_gpu_are_said(world: World, tmp_path: Path) -> None:
     assert results.status == "done" and any("layout: stages is of several GPUs, and here is one" in line for line in lines)
 
 
-@pytest.mark.slow  # a run of two stages goes on in one process in every run: where a stage is lost
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path, first: int, then: int) -> None:
     told: list[int] = []
 
