@@ -230,6 +230,7 @@ def backward(
 ) -> Tensor | None:
     """dx of contiguous dy, as x has its rows; None without `weights`. Adds to the sums of the jobs' rows."""
     adapters = None
+    assert (rows is None) == (s is None), "x @ A of this pass is gone"
     if rows is not None and s is not None:
         ds = shrink(dy_SN, routing, rows, B, gathers=False)
         add_sums(dy_SN, s, routing, rows, DB, gathers=False)

@@ -75,7 +75,8 @@ def measure(
     if device.type == "cuda" and model.base.recurrent:
         moving += _recurrence_bytes(model)
     kept = (many - few) / _PROBE_TOKENS
-    phase = Phase(chunk_bytes(model.base.head, device) + _scratch_bytes(model, device), kept + moving, kept_per_layer=kept / max(1, layers))
+    scratch = chunk_bytes(model.base.head, device) + _scratch_bytes(model, device, adapts_experts)
+    phase = Phase(scratch, kept + moving, kept_per_layer=kept / max(1, layers))
     counted = (weights, features) if device.type == "cuda" else (0, 0)  # on a CPU a token costs the same in any micro-batch
     return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
 
@@ -120,32 +121,37 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
     layer = element * sum(n for _, n in shapes) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
-    experts, again = (element * each for each in _expert_elements(model, device)) if adapts_experts else (0, 0)
-    kept = layers * layer + shrunk + experts
+    experts, again = (element * each for each in _expert_elements(model, device, adapts_experts))
+    # A recomputed layer's stay, too: x @ A of each row of experts, and where the rows lie, twice in 64 bits for a block of two parameters.
+    rows = sum((element * max(rank, ROW_ALIGNMENT) + 8) * size.per_token for size in model.experts.sizes.values()) if adapts_experts else 0
+    kept = layers * layer + shrunk + experts + rows
     saved = layer - element * hidden + (experts / layers if again else 0)  # a recomputed layer keeps its input
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden) + again / layers
     return (
         Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
-        Phase(_scratch_bytes(model, device), kept + backward, saved, kept / layers),
+        Phase(_scratch_bytes(model, device, adapts_experts), kept + backward, saved, kept / layers),
     )
 
 
-def _expert_elements(model: SuperModel, device: torch.device) -> tuple[int, int]:
-    """Of a token in all layers, what experts keep (x of each row, what each product gives) and, where kernels compute them, so that layers
-    are made again, the gradients of it all. Kernels read the first product's x where it lies.
+def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> tuple[int, int]:
+    """Of a token in all layers, what experts keep (x of each row, what each product gives) and, where they are in compiled layers, which
+    can be made again, the gradients of it all. Kernels read the first product's x where it lies, and of experts that no job adapts the
+    family's own operations keep what products give.
     """
     sizes, kernels = model.experts.sizes, model.experts.fit_kernels(device)
     rows = sum(size.per_token * (size.in_features + size.out_features) for size in sizes.values())
     copies = sum(size.per_token * size.in_features for name, size in sizes.items() if not name.endswith("down_proj"))
+    if not adapted:
+        return sum(size.per_token * size.out_features for size in sizes.values()), rows
     return (rows - copies, rows) if kernels else (rows, 0)
 
 
-def _scratch_bytes(model: SuperModel, device: torch.device) -> int:
+def _scratch_bytes(model: SuperModel, device: torch.device, adapts_experts: bool) -> int:
     """What products over one group of linears (gate and up are the widest, two), or over one expert, or a layer's by kernels, need beyond
     the weights that are held.
     """
     linears = 2 * max((w.scratch_bytes for w in _weights(model)), default=0)
-    kernels = model.experts.fit_kernels(device)
+    kernels = adapts_experts and model.experts.fit_kernels(device)
     return max(linears, *(held.scratch_bytes(kernels) for held in held_experts(model.model)), 0)
 
 
@@ -200,7 +206,7 @@ def bytes_when_streamed(model: SuperModel, base_bytes: int, device: torch.device
 
 
 def can_be_cut(model: SuperModel) -> bool:
-    """Whether GPUs can hold the base in parts, and one can stream it, without an order: a mixture's experts then leave the kernels."""
+    """Whether GPUs can hold the base in parts, and one can stream it, without an order: a mixture's layers are then compiled no more."""
     if expert_modules(model.model):
         return False
     try:

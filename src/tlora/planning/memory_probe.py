@@ -126,8 +126,12 @@ def _measure(
 
 @contextmanager
 def residents(model: SuperModel, specs: Sequence[JobSpec]) -> Iterator[list[str]]:
-    """Adapters like the largest two of `specs`: two in one tile are the most that the kernels hold side by side."""
-    largest = sorted(specs, key=lambda spec: spec.largest_rank, reverse=True)[:2]
+    """Adapters like the largest two of `specs`, one of them of experts if any is: two in one tile are the most that the kernels hold side
+    by side.
+    """
+    largest = sorted(specs, key=lambda spec: spec.largest_rank, reverse=True)
+    at_experts = [spec for spec in largest if spec.target_parameters][:1]
+    largest = [*at_experts, *(spec for spec in largest if spec not in at_experts)][:2]
     names: list[str] = []
     try:
         for i, spec in enumerate(largest):
@@ -224,12 +228,15 @@ def _file_of(key: str) -> Path:
 
 
 def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, device: torch.device) -> str:
-    """Of all that the measured bytes depend on: the base's shape and form, device, versions, and the ranks of the largest two adapters."""
+    """Of all that the measured bytes depend on: the base's shape and form, device, versions, the ranks of the largest two adapters, and of
+    the largest at experts.
+    """
     sizes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.model.named_parameters()]
     ranks = sorted((spec.largest_rank for spec in specs), reverse=True)[:2]
+    at_experts = max(((spec.largest_rank, spec.expert_rank) for spec in specs if spec.target_parameters), default=None)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     kernels = model.kernels_on(device, deterministic)
-    facts: tuple[object, ...] = (sizes, ranks, deterministic, name, kernels, torch.__version__, __version__)
+    facts: tuple[object, ...] = (sizes, ranks, at_experts, deterministic, name, kernels, torch.__version__, __version__)
     facts += (model.base.layers.held_bytes,) if model.base.layers is not None else ()  # of a shared base, fewer the more share it
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -6,6 +6,7 @@ family's own. A family is proven when a model of it is taken: our path has to gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -340,7 +341,12 @@ def _dense(weights: ExpertWeights) -> ExpertWeights:
 
 
 def _fits(parameter: nn.Parameter | HeldExperts) -> bool:
-    return parameter.dtype in (torch.bfloat16, torch.float16, torch.float32) and parameter.shape[1] % 16 == parameter.shape[2] % 16 == 0
+    if isinstance(parameter, HeldExperts):
+        sound = math.prod(parameter.shape) < 1 << 31  # what widens it counts in 32 bits
+    else:
+        sound = parameter.is_contiguous()
+    widths = parameter.shape[1] % 16 == parameter.shape[2] % 16 == 0
+    return sound and widths and parameter.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _adaptable(model: nn.Module) -> Iterator[tuple[str, Any]]:

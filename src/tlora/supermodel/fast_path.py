@@ -58,7 +58,7 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.d
     if base.recurrent:
         return "layers that carry something along a sample run in PyTorch's own operations"
     if held_experts(base.model):
-        return "experts that are packed, shared or streamed run in PyTorch's own operations"
+        return "experts are packed, shared or streamed, so that layers are not compiled"
     if not fit_kernels(base.head.weight_VH.dtype, ()):
         return f"the base is in {str(base.head.weight_VH.dtype).removeprefix('torch.')}"
     for name, linear in linears.items():
