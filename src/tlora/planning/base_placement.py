@@ -71,7 +71,7 @@ def choose_form(
     if unequal and some is None:
         whole = plan_memory(run, jobs, model, base_bytes, device, limit)  # jobs have the problems of the smallest GPU again
     wanted: LayoutSetting = run.layout
-    why = f"layout: {wanted}"
+    why, on_each = f"layout: {wanted}", f"each GPU holds the whole base, {gib(base_bytes)}"
     if wanted == "auto" and gpus > 1 and models:
         known = models if reads_peers else list(map(without_peers, models))
         taken = predict_here(run, jobs, model, known, limits, before)
@@ -83,12 +83,12 @@ def choose_form(
         return some
     is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
     if wanted == "whole" or (fits_whole and is_enough and wanted != "shared"):
-        return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
+        return BasePlacement(False, on_each, whole)
     unshared = "" if can_be_cut(model) else "the base cannot be shared"
     if gpus > 1 and wanted != "shared" and (unshared := unshared or ("" if reads_peers else "GPUs cannot read each other's memory")):
         unfused = not run.deterministic and takes_plain_path(whole.memory, device)
         if fits_whole and (unfused or rows_trained(jobs) or why_no_stages(model.base, device)):
-            return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}", whole)
+            return BasePlacement(False, on_each, whole)
         return _in_stages(run, jobs, model, device, limits, speeds, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, shared_bytes, device, limit)
@@ -101,9 +101,7 @@ def choose_form(
         return BasePlacement(True, f"the base does not fit on one GPU ({gib(limit)}): {parts}", shared)
     if len(_refused(shared)) < len(refused_whole):
         return BasePlacement(True, f"with the whole base on each GPU {refused_whole[0]} does not fit: {parts}", shared)
-    return BasePlacement(
-        False, f"each GPU holds the whole base, {gib(base_bytes)}", plan_memory(run, jobs, model, base_bytes, device, limit)
-    )
+    return BasePlacement(False, on_each, plan_memory(run, jobs, model, base_bytes, device, limit))
 
 
 def _on_some(

@@ -70,10 +70,8 @@ class PassExperts:
         operations: Any = torch.ops.tlora
         routed, slots = operations.route_experts(experts_TK, self.up, pass_number), experts_TK.shape[1]
         y_SN = operations.expert_linear(x_TH.to(self.dtype), routed, self.widths[0], slots, self.up, self.up, pass_number)
-        y_SN = module._apply_gate(y_SN) if module.has_gate else module.act_fn(y_SN)
-        y_SH = operations.expert_linear(y_SN, routed, self.widths[1], 0, self.down, self.up, pass_number)
-        y_SH = module.post_expert_norm(y_SH) if getattr(module, "has_post_expert_norm", False) else y_SH
-        return operations.combine_experts(y_SH, weights_TK, self.up, pass_number).to(x_TH.dtype)
+        y_SH = operations.expert_linear(_activated(module, y_SN), routed, self.widths[1], 0, self.down, self.up, pass_number)
+        return operations.combine_experts(_normed(module, y_SH), weights_TK, self.up, pass_number).to(x_TH.dtype)
 
 
 @dataclass
@@ -124,8 +122,8 @@ class ExpertBlock:
         routing = route(experts_TK, ends, up.weight.shape[0])
         adapters = {name: _adapters(rows, routing, up.weight.shape[0]) for name, rows in jobs.items()}
         y_SN = expert_linear(dispatch(x_TH.to(up.weight.dtype), routing), lambda: up, routing, adapters.get(self.up), anchor)
-        y_SH = expert_linear(self._activated(y_SN), lambda: down, routing, adapters.get("down_proj"), anchor)
-        return combine(self._normed(y_SH), weights_TK, routing).to(x_TH.dtype)
+        y_SH = expert_linear(_activated(self.module, y_SN), lambda: down, routing, adapters.get("down_proj"), anchor)
+        return combine(_normed(self.module, y_SH), weights_TK, routing).to(x_TH.dtype)
 
     def _run_kernels(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, batch: ExpertBatch, anchor: Tensor | None) -> Tensor:
         """The same. x is read where it lies, and nothing waits for the device."""
@@ -136,15 +134,18 @@ class ExpertBlock:
         routing = kernels.route(experts_TK, batch, experts, kernels.tile_rows_for(experts_TK.numel(), experts, dtype))
         rows = {name: batch.rows(f"{self.name}.{name}") for name in self.parameters}
         y_SN = kernels.expert_linear(x_TH.to(dtype), partial(_dense, up), routing, rows[self.up], True, anchor)
-        y_SH = kernels.expert_linear(self._activated(y_SN), partial(_dense, down), routing, rows["down_proj"], anchor=anchor)
-        return kernels.combine(self._normed(y_SH), weights_TK, routing).to(x_TH.dtype)
+        y_SH = kernels.expert_linear(_activated(self.module, y_SN), partial(_dense, down), routing, rows["down_proj"], anchor=anchor)
+        return kernels.combine(_normed(self.module, y_SH), weights_TK, routing).to(x_TH.dtype)
 
-    def _activated(self, y_SN: Tensor) -> Tensor:
-        return self.module._apply_gate(y_SN) if self.module.has_gate else self.module.act_fn(y_SN)
 
-    def _normed(self, y_SH: Tensor) -> Tensor:
-        own = getattr(self.module, "has_post_expert_norm", False)  # transformers below 5.23 knows none
-        return self.module.post_expert_norm(y_SH) if own else y_SH
+def _activated(module: Any, y_SN: Tensor) -> Tensor:
+    """What the family's own code makes of the first product."""
+    return module._apply_gate(y_SN) if module.has_gate else module.act_fn(y_SN)
+
+
+def _normed(module: Any, y_SH: Tensor) -> Tensor:
+    """What it makes of the second, before slots are combined."""
+    return module.post_expert_norm(y_SH) if getattr(module, "has_post_expert_norm", False) else y_SH  # below 5.23 nothing is said of it
 
 
 def hold_experts(model: nn.Module, name: str, held: HeldExperts) -> None:
