@@ -306,6 +306,15 @@ def test_experts_are_counted_in_every_precision(device: torch.device, dtype: str
     assert memory.activation_bytes(1024) > 1024 * 2 * SHAPE["hidden_size"] * SHAPE["num_hidden_layers"]
 
 
+def test_a_layer_counts_the_experts_that_a_token_visits(tmp_path: Path) -> None:
+    """With its attention alone a layer of a mixture would seem to be one whose launches no GPU hides, and get small micro-batches."""
+    Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32).save_pretrained(tmp_path)
+    model = SuperModel(outline(str(tmp_path), "bfloat16"))
+    experts = 2 * 3 * SHAPE["hidden_size"] * 32
+    attention = sum(k * n for k, n in model.targets().values()) // SHAPE["num_hidden_layers"]
+    assert measure(model, 0, GPU).layer_weights == attention + experts
+
+
 @pytest.mark.parametrize(("size", "fits"), [(256, True), (512, False)])
 def test_heads_beyond_the_kernels_take_the_plain_path(size: int, fits: bool, tmp_path: Path) -> None:
     """Gemma 4's global heads have 512, and its other ones fit."""
