@@ -110,6 +110,7 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
         first = Controller(store, shape, directory / "controller.log")
         controllers.append(first)
         row["first_start_seconds"] = first.wait(lambda status: all_train(status, shape.gpus), "the first start")
+        row["first_start_processor_seconds"] = first.last["processor_seconds"]
         print(f"{hosts} hosts: all train after {row['first_start_seconds']:.1f} s", flush=True)
         first.wait(lambda status: status["submitted"] == jobs, "the submission of all jobs")
         before = first.last

@@ -16,7 +16,6 @@ class GpuOwners:
 
     def __init__(self, workers: dict[int, RemoteWorker]) -> None:
         self._workers = workers
-        self._newest: RemoteWorker | None = None  # what was entered in `workers` last, when they were looked at
         self._known: dict[int, RemoteWorker] = {}  # of the workers, those that are entered here
         self._gpus: dict[RemoteWorker, tuple[int, ...]] = {}  # under which they are entered
         self._worker_on: dict[int, RemoteWorker] = {}
@@ -34,16 +33,22 @@ class GpuOwners:
         changed, self._changed = self._changed, set()
         return changed
 
-    def notice(self) -> None:
-        """Enter the workers that the pool has taken on, and remove those that it has dropped. Costs nothing where there are none."""
-        if len(self._known) != len(self._workers) or next(reversed(self._workers.values()), None) is not self._newest:
-            self._newest = next(reversed(self._workers.values()), None)
+    def notice(self) -> list[RemoteWorker]:
+        """Enter the workers that the pool has taken on, which are the last in `workers`, and remove those that it has dropped. Costs
+        nothing where there are none. Returns those that are new.
+        """
+        new: list[RemoteWorker] = []
+        for worker in reversed(self._workers.values()):
+            if worker in self._gpus:
+                break
+            new.append(worker)
+        for worker in reversed(new):
+            self.enter(worker)
+        if len(self._known) != len(self._workers):
             for gpu, worker in self._known.items() - self._workers.items():
                 del self._known[gpu]
                 self.remove(worker)
-            for worker in self._workers.values():
-                if worker not in self._gpus:
-                    self.enter(worker)
+        return new
 
     # -- workers -------------------------------------------------------------------------------------------------------
 

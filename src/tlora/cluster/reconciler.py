@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 
 from tlora.cluster.crash_attribution import CrashAttribution
 from tlora.cluster.gpu_owners import GpuOwners
+from tlora.cluster.job_holders import JobHolders
 from tlora.cluster.lenders import Lenders
 from tlora.cluster.remote_worker import NUMBERS_PER_EPOCH, Held, RemoteWorker
 from tlora.job import JobSpec
@@ -77,7 +77,7 @@ class Reconciler:
         `host_of`: a number for the host of a GPU.
         """
         self._base_models, self._start, self._record, self._withheld = base_models, start, record, withheld
-        self.workers, self._owners = workers, GpuOwners(workers)
+        self.workers, self._owners, self._holders = workers, GpuOwners(workers), JobHolders(workers)
         self._lenders = Lenders(workers, self._owners, host_of, lambda worker, group: start(worker.gpus, base_models[group.base_model]))
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
@@ -234,7 +234,7 @@ class Reconciler:
         Looks at what has changed since the last call alone, and at groups that wait for what is not reported.
         """
         owners = self._owners
-        owners.notice()
+        self._holders.enter(*owners.notice())
         waiting, self._waiting = self._waiting, set()
         for group_id in waiting & self.groups.keys():
             owners.mark(self.groups[group_id].gpus)
@@ -244,11 +244,10 @@ class Reconciler:
         for name in names:
             self._provide(self.groups[name])
         changed.update(owners.take_changed(), *[self.groups[name].gpus for name in names])
-        held = cache(lambda: {job_id for worker in self.workers.values() for job_id in worker.jobs} | self._withheld())
         for worker in sorted(owners.workers_on(changed), key=lambda worker: worker.gpu):
             group = self._own_group(worker)
             if worker.obeys and group is not None:
-                self._let_in(group, worker, held)
+                self._let_in(group, worker)
             elif worker.obeys and worker.load is not None and not worker.lends_to:
                 worker.give_back()
 
@@ -358,19 +357,20 @@ class Reconciler:
         suspect = next((job_id for job_id in living if self.crash_attribution.is_alone(job_id)), None)
         return living if suspect is None else (suspect,)
 
-    def _let_in(self, group: JobGroup, worker: RemoteWorker, held: Callable[[], set[str]]) -> None:
+    def _let_in(self, group: JobGroup, worker: RemoteWorker) -> None:
         """Let the residents that no other worker has join; the group is ready when all are in."""
         residents = self._residents(group)
         joins: list[Join] = []
         for job_id in residents:
             if job_id not in worker.jobs:
-                if job_id in held():
+                if self._holders.is_held(job_id) or job_id in self._withheld():
                     self._waiting.add(group.group_id)
                     continue
                 if self._is_refused(job_id, group, worker):
                     continue
                 self._last_attempt += 1
                 worker.jobs[job_id] = Held(self._last_attempt)
+                self._holders.enter(worker)
             job = self.jobs[job_id]
             joins.append(Join(job.spec, job.train_set, job.eval_set, worker.jobs[job_id].attempt, job.tokens_per_step))
         there = tuple(gpu for gpu in group.gpus if gpu in worker.all_gpus)  # others have the rest, and let go of it first

@@ -47,6 +47,7 @@ class RemoteHosts:
         self.only_kind: str | None = None  # of GPUs, where all jobs stay on one: "" until the first has come to stay
         self._leaving: set[str] = set()  # incarnations that came to save their jobs and end: their GPUs are not used
         self._lost: list[str] = []  # incarnations whose jobs are not free yet
+        self._workers_of: dict[str, dict[RemoteWorker, None]] = {}  # host -> its workers that are not lost
         self.files = FileService(directory.parent)
         self.events: list[Event] = []
 
@@ -108,6 +109,7 @@ class RemoteHosts:
                 self.only_kind = host.devices[0].kind
             self._note(f"a worker has come for {worker.display_name}")
             self.events += node_events(host, gpus)
+        self._workers_of.setdefault(host.name, {})[worker] = None
         return worker
 
     def _grant(self, incarnation: str, want: DesiredState, worker: RemoteWorker) -> None:
@@ -119,6 +121,8 @@ class RemoteHosts:
     def lose(self, worker: RemoteWorker) -> None:
         """Its end is proven. Its GPUs go with it, unless it was stopped to begin anew. A cut line is no job's fault."""
         how = worker.process.how_it_ended()
+        if worker.host is not None and (of_host := self._workers_of.get(worker.host.name)) is not None:
+            of_host.pop(worker, None)
         self.files.end(worker.incarnation or "")
         self._lost.append(worker.incarnation or "")
         if not worker.doomed:
@@ -141,11 +145,11 @@ class RemoteHosts:
         if isinstance(worker.process, LeasedProcess) and not (worker.connected or worker.jobs):
             worker.process.prove_end("has ended: another has come for its GPUs")
 
-    def prove(self, workers: Iterable[RemoteWorker], end: ProvenEnd) -> None:
+    def prove(self, end: ProvenEnd) -> None:
         """An engine's word. Of a whole host it is no proof for a worker whose line stands: it is repeated, and counts later."""
-        for worker in workers:
+        for worker in self._workers_of.get(end.host, ()):
             process, is_meant = worker.process, end.pid is None and not worker.connected
-            if isinstance(process, LeasedProcess) and process.host == end.host and (is_meant or process.pid == end.pid):
+            if isinstance(process, LeasedProcess) and (is_meant or process.pid == end.pid):
                 process.prove_end(end.how)
 
     def watch(self, worker: RemoteWorker, silent_seconds: float) -> None:

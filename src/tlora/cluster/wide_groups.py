@@ -48,9 +48,8 @@ class WideGroups:
 
     def keep(self, group: JobGroup, orders: Iterable[int]) -> tuple[JobGroup, GroupKept | None]:
         """The group, on one host where none of its jobs, which order so many GPUs, nor its base needs several."""
-        here, widest = self._on_one_host(group.gpus), self._nodes.widest
-        least = self._least.get(group.base_model, 1)
-        if len(here) == len(group.gpus) or len(here) < least or max((least, *orders)) > widest:
+        here, least = self._on_one_host(group.gpus), self._least.get(group.base_model, 1)
+        if len(here) == len(group.gpus) or len(here) < least or max((least, *orders)) > (widest := self._nodes.widest):
             return group, None
         why = f"a group has GPUs of one host, unless its base or a job of it needs more than the {widest} of the widest"
         return group.on(here), GroupKept(group.group_id, here, why)

@@ -248,7 +248,7 @@ class WorkerPool:
                         worker.in_flight = read_flight(Path(worker.load.output_dir), worker.process.pid)
                     return [(worker, None)]
             case ProvenEnd():
-                self.remote_hosts.prove(self.workers.values(), heard)
+                self.remote_hosts.prove(heard)
             case None:
                 pass
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from tlora.version import __version__
@@ -13,7 +14,12 @@ _LIBRARIES = ("torch", "transformers")
 
 def versions() -> dict[str, str]:
     """Of this process: tlora, python, and the libraries that are installed."""
-    found = {"tlora": __version__, "python": platform.python_version()}
+    return {"tlora": __version__, "python": platform.python_version(), **_libraries()}
+
+
+@cache  # each looks through the files of a package, which takes milliseconds: a controller asks for every worker that comes
+def _libraries() -> Mapping[str, str]:
+    found: dict[str, str] = {}
     for name in _LIBRARIES:
         try:
             found[name] = version(name)

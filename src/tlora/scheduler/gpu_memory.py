@@ -30,6 +30,7 @@ class GpuMemory:
     _most: dict[int, int] = field(default_factory=dict[int, int])  # as found first
     _found: dict[int, int] = field(default_factory=dict[int, int])  # as found last, and never more than that
     _counts: Counter[int] = field(default_factory=Counter[int])  # of GPUs, by `_found`
+    _alike: Counter[int] = field(default_factory=Counter[int])  # of GPUs, by `room_bytes`
 
     @property
     def is_uneven(self) -> bool:
@@ -51,7 +52,12 @@ class GpuMemory:
         if gone.intersection(self.rooms) - self._counts.keys() or any(self._room_of(self._found[gpu]) is None for gpu in gpus):
             self._divide()
         else:
-            self.room_bytes |= {gpu: room for gpu in gpus if (room := self._room_of(self._found[gpu])) is not None}
+            for gpu in gpus:
+                if (last := self.room_bytes.get(gpu)) is not None:
+                    self._alike[last] -= 1
+                if (room := self._room_of(self._found[gpu])) is not None:
+                    self.room_bytes[gpu] = room
+                    self._alike[room] += 1
         return any(self.room_bytes[gpu] != room for gpu, room in before.items())
 
     def _room_of(self, found: int) -> int | None:
@@ -66,6 +72,11 @@ class GpuMemory:
             if self._room_of(found) is None:
                 self.rooms.append(found)
         self.room_bytes = {gpu: room for gpu, found in self._found.items() if (room := self._room_of(found)) is not None}
+        self._alike = Counter(self.room_bytes.values())
+
+    def num_roomy(self, room: float) -> int:
+        """GPUs that have at least so much."""
+        return sum([count for own, count in self._alike.items() if own >= room])
 
     def has_room(self, gpu: int, least_room: float) -> bool:
         """An unknown GPU counts as the smallest of those that are known; where nothing is known of any, it has."""
@@ -86,7 +97,7 @@ class GpuMemory:
         """As `Job.least_room`: where base, adapter and a micro-batch of its longest sample fit, on as many GPUs as it asks for."""
         for room in self.rooms:
             if least_bytes(cost, spec, room) <= room:
-                enough = len(self.room_bytes) < most_gpus or sum(own >= room for own in self.room_bytes.values()) >= spec.gpus
+                enough = len(self.room_bytes) < most_gpus or self.num_roomy(room) >= spec.gpus
                 return (0.0 if room == self.rooms[0] else room) if enough else math.inf
         return math.inf if self.rooms else 0.0
 
@@ -102,7 +113,7 @@ class GpuMemory:
         )
         if needed > most:
             return f"{takes}, and at most {most / 2**30:.2f} GiB may be used of a GPU here. Cut its samples or its rank"
-        roomy = sum(own >= needed for own in self.room_bytes.values())
+        roomy = self.num_roomy(needed)
         return f"{takes} on each of {spec.gpus} GPUs, and {roomy} of those here {'has' if roomy == 1 else 'have'} so much. Ask for {roomy}"
 
 

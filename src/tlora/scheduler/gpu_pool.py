@@ -48,7 +48,7 @@ class GpuPool:
             self.node_of[gpu] = name
         self.num_gpus += len(new)
         self.most_gpus = max(self.most_gpus, self.num_gpus)
-        self._find_node_size()
+        self.node_size = max(self.node_size, len(node.gpus))
         self._set_free(node, sorted((*node.free, *new)))
 
     @property

@@ -6,7 +6,7 @@ A group here is what was last asked for: asking and having differ until `GroupRe
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -43,6 +43,7 @@ class ClusterState:
     now: float = 0.0
     pool: GpuPool = field(default_factory=GpuPool)
     jobs: dict[str, Job] = field(default_factory=dict[str, Job])  # that have not ended
+    asked: Counter[int] = field(default_factory=Counter[int])  # of these jobs, by the GPUs that each asks for
     pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
     held: set[str] = field(default_factory=set[str])
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
@@ -73,7 +74,7 @@ class ClusterState:
     def lose_gpus(self, gpus: Iterable[int]) -> list[str]:
         """Take GPUs out; the groups on them end, and their jobs wait again. Returns these groups' names."""
         lost = {gpu for gpu in gpus if gpu in self.pool.node_of}
-        ended = [name for name, g in self.groups.items() if lost.intersection(g.group.gpus)]
+        ended = sorted({self.pool.group_on[gpu] for gpu in lost if gpu in self.pool.group_on}, key=lambda name: int(name[1:]))
         for name in ended:
             self.end_group(name)
         self.pool.remove(lost & self.pool.node_of.keys())
@@ -84,11 +85,14 @@ class ClusterState:
         only which jobs of several GPUs there are enough of them for.
         """
         rooms, before = self.memory.rooms, {gpu: self.memory.room_bytes.get(gpu) for gpu in gpus}
+        enough = not rooms or self.memory.num_roomy(rooms[-1]) >= max(self.asked, default=0)
         if not self.memory.find(gpus, memory_bytes):
             return False
         before = {gpu: rooms[0] if room is None and rooms else room for gpu, room in before.items()}  # as an unknown one counts
         if self.memory.rooms != rooms or any(self.memory.room_bytes[gpu] != room for gpu, room in before.items()):
             return self._predict_all()
+        if enough:
+            return False
         changed = False
         for job in self.jobs.values():
             if job.spec.gpus > 1 and (room := self.memory.least_room(self.cost, job.spec, self.pool.most_gpus)) != job.least_room:
@@ -118,6 +122,7 @@ class ClusterState:
         job.number = self.jobs_submitted
         self._measure_alone(job)
         self.jobs[spec.job_id] = job
+        self.asked[spec.gpus] += 1
         self.jobs_submitted += 1
         self.tenants.add_job(spec.tenant)
         self.pending[spec.job_id] = None
@@ -133,6 +138,9 @@ class ClusterState:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
         job = self.jobs.pop(job_id)
         self.pending.pop(job_id, None)
+        self.asked[job.spec.gpus] -= 1
+        if not self.asked[job.spec.gpus]:
+            del self.asked[job.spec.gpus]
         if job_id in self.held:
             self.held.discard(job_id)
         else:
