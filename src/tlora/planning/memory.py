@@ -34,6 +34,7 @@ from tlora.supermodel.held_linear import precisions_on, quantized
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
+from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.plain_path import groups_on
 from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, refuse_experts
 from tlora.supermodel.structure import find_attentions
@@ -59,7 +60,8 @@ def measure(
     kernels = device.type == "cuda" and may_run_kernels(device)
     step_copies = 0 if kernels else 5
     layers, linears = len(layers_of(model.base.decoder)), model.targets().values()
-    weights, features = sum(k * n for k, n in linears) // max(1, layers), sum(k + n for k, n in linears) // max(1, layers)
+    multiplied = sum(k * n for k, n in linears) + sum(active_weights(model).values())
+    weights, features = multiplied // max(1, layers), sum(k + n for k, n in linears) // max(1, layers)
     if kernels and takes_fast_path(model):
         estimate = _estimate(model, device, rank, adapts_experts)
         return MemoryModel(base_bytes, estimate, layers, element, sums, step_copies, weights, features)

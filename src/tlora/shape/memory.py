@@ -87,8 +87,8 @@ class MemoryModel:
     element_bytes: int  # of the compute dtype
     sum_bytes: int  # of the optimizer's
     step_copies: int = 5  # gradient, new weights and moments, denominator; on a GPU a step takes nothing
-    layer_weights: int = 0  # of the linears of one layer
-    layer_features: int = 0  # into and out of them
+    layer_weights: int = 0  # that a token is multiplied with in one layer
+    layer_features: int = 0  # into and out of its linears
     measured: bool = False
     spanning: frozenset[Adapter] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
     compared: frozenset[Adapter] = frozenset()  # likewise of jobs that compare with the adapter that they start from
