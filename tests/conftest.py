@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 # Before torch: on a busy machine, threads that spin as they wait take the cores from those they wait for (78 ms an operation, not 3).
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from tests import forked
@@ -38,6 +40,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork after tok
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21 asks transformers the old way
+    typer.testing._get_command = cache(typer.main.get_command)  # its runner reads the options of all commands anew for each call
     separate_mounts()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:  # as `nohup pytest` and `pytest &` in a script hand them on, down to each process

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,13 +30,12 @@ def test_compiled_kernels_are_kept_in_the_programs_cache(tmp_path: Path) -> None
 
 def test_inductor_leaves_tritons_cache_where_it_is(tmp_path: Path) -> None:
     """What it does for each GPU's index before its first kernel is compiled, in a process that has no such variable."""
-    program = (
-        "from tlora.cache_directory import share_compiled_kernels; share_compiled_kernels()\n"
-        "from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir\n"
-        "from triton import knobs\n"
-        "print(cache_dir(), triton_cache_dir(0), triton_cache_dir(1), knobs.cache.dir)"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_dir
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from triton import knobs
+
+    share_compiled_kernels()
+    found = [inductor_dir(), triton_cache_dir(0), triton_cache_dir(1), knobs.cache.dir]
     caches = tmp_path / "caches" / "tlora"
     assert found == [str(caches / "inductor"), *[str(caches / "triton")] * 3]
 

@@ -46,10 +46,16 @@ INTERPRETED_ALONE = [
 """`pytestmark` of a module that is about the interpreter, or needs it."""
 
 
-def thinned(cases: Iterable[tuple[Any, ...]], keep: Callable[..., bool]) -> list[Any]:
-    """Parameters of a test: the cases that `keep` are in every run, all of them in `make soak`."""
-    marks = {True: (), False: (pytest.mark.soak,)}
-    return [pytest.param(*case, marks=marks[bool(keep(*case))], id="-".join(map(str, case))) for case in cases]
+def thinned(cases: Iterable[tuple[Any, ...]], keep: Callable[..., bool], *first: int) -> list[Any]:
+    """Parameters of a test: of the cases that `keep` those at the places `first` are in every run, or all where there is none; the others
+    are in `make test-slow`, and all cases in `make soak`.
+    """
+    found, kept = list[Any](), 0
+    for case in cases:
+        mark = pytest.mark.soak if not keep(*case) else pytest.mark.slow if first and kept not in first else None
+        kept += bool(keep(*case))
+        found.append(pytest.param(*case, marks=() if mark is None else (mark,), id="-".join(map(str, case))))
+    return found
 
 
 @contextmanager

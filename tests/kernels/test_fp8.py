@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import in_every_run
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted, thinned
 from tests.kernels.linear_cases import Bank, Base, Batch, Job, bits_of, fused_linear, make_batch, reference, run_kernels
 from tests.tolerances import KERNEL, assert_close
@@ -62,7 +63,7 @@ def by_kernel(xs: list[Tensor], scale_K: Tensor | None) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("widths", [(16,), (48,), (144,), (32, 16), (48, 16, 16)], ids=str)
+@pytest.mark.parametrize("widths", in_every_run([((16,),), ((48,),), ((144,),), ((32, 16),), ((48, 16, 16),)], 2, 4), ids=str)
 def test_the_kernel_scales_rows_bit_for_bit_as_torch_does(widths: tuple[int, ...], scaled: bool, dtype: torch.dtype) -> None:
     if DEVICE.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("numpy has no bf16")
@@ -96,8 +97,7 @@ def test_quantised_rows_are_within_half_a_step_of_the_row() -> None:
     assert float((error / scale[:, None]).max()) > 4, "the test's rows hold nothing that is rounded"
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("place", "bad"), in_every_run(product([0, 1, 2], [math.nan, math.inf, -math.inf]), 0, 4, 8))
 def test_a_row_that_is_not_finite_has_no_scale_and_the_others_keep_their_bits(place: int, bad: float) -> None:
     xs = rows_of((48, 32, 16))
     healthy_q, healthy_scale = by_kernel(xs, None)
@@ -155,7 +155,11 @@ RANKS = [(8, 20), (3, 100), (0, 0)]
 
 @pytest.mark.parametrize(
     ("group", "ranks", "bias"),  # of each group and each two ranks one with a bias or one without
-    thinned(product(GROUPS, RANKS, [False, True]), lambda group, ranks, bias: bias == (GROUPS.index(group) + RANKS.index(ranks)) % 2),
+    thinned(
+        product(GROUPS, RANKS, [False, True]),
+        lambda group, ranks, bias: bias == (GROUPS.index(group) + RANKS.index(ranks)) % 2,
+        *(1, 5, 6, 9),  # ranks of each kind, with a bias and without, of one linear, two and three
+    ),
 )
 def test_a_group_over_an_fp8_weight_equals_fp64(group: tuple[int, tuple[int, ...]], ranks: tuple[int, int], bias: bool) -> None:
     in_features, widths = group
@@ -187,7 +191,7 @@ def test_fp8_is_as_near_to_the_weight_as_its_bits_allow() -> None:
         assert 0.01 < error < 0.05, error
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", in_every_run([math.nan, math.inf], 1))
 def test_a_bad_element_spoils_its_row_whole_and_no_other_bit(bad: float) -> None:
     base, jobs = Fp8Base(64, QKV), [Job((70,), (8, 8, 8), seed=1)]
     bank = Bank(base, jobs)  # which the batch's tables point into
@@ -209,7 +213,7 @@ def test_rows_of_zeros_give_zeros() -> None:
         assert not bool(found.any())
 
 
-@pytest.mark.parametrize("spoilt", [None, math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("spoilt", in_every_run([None, math.nan, math.inf, 3e38], 1, 3))
 def test_a_job_has_the_same_bits_alone_and_beside_others(spoilt: float | None) -> None:
     base, mine = Fp8Base(64, QKV), Job((30, 7), (8, 8, 8), seed=1)
     others = [Job((13,), (4, 20, 4), seed=2, gap=2, spoilt=spoilt), Job((50,), (3, 3, 3), seed=3, spoilt=spoilt)]

@@ -29,7 +29,7 @@ MORE_SHAPES = [((48,), (8,), 0.0), ((48,), (100,), 0.0), (QKV, (8, 8, 8), 0.3), 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("in_features", "widths", "bias"),
-    [(64, (48,), True), (64, (64,), False), (16, (32, 32), False), (80, (32, 48), True), (48, QKV, False)],
+    in_every_run([(64, (48,), True), (64, (64,), False), (16, (32, 32), False), (80, (32, 48), True), (48, QKV, False)], 3, 4),
     ids=str,
 )
 def test_equals_the_reference_in_fp64(in_features: int, widths: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
@@ -41,7 +41,9 @@ def test_equals_the_reference_in_fp64(in_features: int, widths: tuple[int, ...],
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("ranks", "dropout"), [((16, 17, 15), 0.0), ((0, 32, 0), 0.3), ((33, 64, 2), 0.0), ((100, 0, 65), 0.3), ((256, 0, 256), 0.0)], ids=str
+    ("ranks", "dropout"),
+    in_every_run([((16, 17, 15), 0.0), ((0, 32, 0), 0.3), ((33, 64, 2), 0.0), ((100, 0, 65), 0.3), ((256, 0, 256), 0.0)], 0, 3),
+    ids=str,
 )
 def test_ranks_from_0_to_256(ranks: tuple[int, ...], dtype: torch.dtype, dropout: float) -> None:
     """Each rank beside a small one, whose padding to the largest one's width must not count."""
@@ -50,7 +52,7 @@ def test_ranks_from_0_to_256(ranks: tuple[int, ...], dtype: torch.dtype, dropout
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize("num_tokens", in_every_run([1, 63, 64, 65, 128, 129], 2, 5))
 def test_token_counts_around_the_tiles(num_tokens: int, dtype: torch.dtype) -> None:
     check_case(Base(32, (32, 16), dtype), [Job((num_tokens,), (8, 8), seed=1)])
 
@@ -59,7 +61,7 @@ def test_many_runs_of_one_token() -> None:
     check_case(Base(32, (32,)), [Job((1,), (4 + i % 9,), seed=i, gap=int(i % 4 == 0), dropout=0.2 * (i % 2)) for i in range(20)])
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("bias", in_every_run([False, True], 1), ids=["", "bias"])
 def test_no_run_at_all_is_the_base(bias: bool) -> None:
     check_case(Base(32, (32, 16), bias=bias), [], tail=130)
 
@@ -76,7 +78,7 @@ def test_a_group_before_which_nothing_learns_gives_the_same_sums_and_no_dx() -> 
         assert all(bool(s.any()) and torch.equal(s, t) for s, t in zip(sums, sums_first, strict=True))
 
 
-@pytest.mark.parametrize("dropout", [0.01, 0.5, 0.9])
+@pytest.mark.parametrize("dropout", in_every_run([0.01, 0.5, 0.9], 1))
 def test_dropout_has_the_reference_mask_forward_and_backward(dropout: float) -> None:
     """Through A = B = 1 and W = 0, y is the kept x, and dx the kept dy: the mask itself, of each linear its own."""
     base = Base(16, (16, 16))
@@ -109,7 +111,7 @@ def _unmix(h: int) -> int:
     return h ^ (h >> 16)
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize("dropout", in_every_run([0.1, 0.3, 0.9], 1))
 def test_dropout_draws_the_line_where_the_reference_does(dropout: float) -> None:
     """Keys made so that the first feature's hash lies on the threshold, and near it: a probability in fp32 moves it by up to 64."""
     base = Base(16, (16,))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import in_every_run
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels import single_lora
@@ -65,7 +66,7 @@ def dense(given: dict[str, Tensor], bias: bool) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("tokens", "inner", "columns", "rank", "bias"),
     [
-        (70, 64, 48, 5, True),
+        pytest.param(70, 64, 48, 5, True, marks=pytest.mark.slow),
         (1, 32, 32, 1, False),
         (600, 32, 48, 16, False),  # two runs, the second shorter than a row tile
         (130, 48, 32, 70, True),  # more rank rows than one block of the kernels
@@ -140,7 +141,7 @@ def test_gradients_add_up_and_follow_parameters_that_move() -> None:
     assert_close(y, dense({**second, "w": first["w"]}, False)[0], KERNEL[torch.float32])
 
 
-@pytest.mark.parametrize(("tokens", "rank"), [(0, 3), (70, 5), (1100, 40)])
+@pytest.mark.parametrize(("tokens", "rank"), in_every_run([(0, 3), (70, 5), (1100, 40)], 0, 1))
 def test_the_adapter_reads_a_tensor_of_its_own(tokens: int, rank: int) -> None:
     """As x after dropout: its gradient is the adapter's alone, and that of x the base's alone."""
     given = operands(tokens, 64, 48, rank)

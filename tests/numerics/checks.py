@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from tests.numerics.peft_oracle import peft_train
 from tests.numerics.poisons import Poison
-from tests.numerics.world import WIDE, Job, delta_error, super_model, train, train_alone
+from tests.numerics.world import WIDE, Job, Trained, delta_error, super_model, train, train_alone
 from tests.tiny import make_model, make_samples
 from tests.tolerances import TRAINED
 from tlora.adapters.state import init_state
@@ -57,9 +57,17 @@ def check_l0(model: SuperModel, job: Job) -> None:
         assert first == second, f"{job.name}: two runs alone differ (deterministic={deterministic})"
 
 
-def check_l1(model: SuperModel, jobs: Sequence[Job], packing_seed: int = 0) -> None:
-    """Deterministic mode: together, in any packing and file order, gives the bytes and the losses of alone."""
-    alone = {job.name: train_alone(model, job) for job in jobs}
+def all_alone(model: SuperModel, jobs: Sequence[Job]) -> dict[str, Trained]:
+    """Each job by itself, in deterministic mode."""
+    return {job.name: train_alone(model, job) for job in jobs}
+
+
+def check_l1(model: SuperModel, jobs: Sequence[Job], packing_seed: int = 0, alone: Mapping[str, Trained] | None = None) -> None:
+    """Deterministic mode: together, in any packing and file order, gives the bytes and the losses of alone.
+
+    `alone` is what `all_alone` gave, where several checks compare with it.
+    """
+    alone = alone or all_alone(model, jobs)
     for order in (jobs, list(reversed(jobs))):
         together = train(model, order, packing_seed)
         for name, own in alone.items():
@@ -70,8 +78,9 @@ def check_l1(model: SuperModel, jobs: Sequence[Job], packing_seed: int = 0) -> N
             )
 
 
-def check_l2(model: SuperModel, jobs: Sequence[Job], poison: Poison) -> None:
+def check_l2(model: SuperModel, jobs: Sequence[Job], poison: Poison, alone: Mapping[str, Trained] | None = None) -> None:
     """A poisoned neighbour changes nothing: in default mode against a benign neighbour of the same shape, and L1 throughout."""
+    alone = alone or all_alone(model, jobs)
     benign, bad = poison.make(benign=True), poison.make(benign=False)
     with poison.around():
         found = train(model, [bad, *jobs], packing_seed=5, deterministic=False)
@@ -83,7 +92,7 @@ def check_l2(model: SuperModel, jobs: Sequence[Job], poison: Poison) -> None:
     assert poison.starts_broken or bool(state.params.isfinite().all()), f"{poison.name}: its own weights became NaN or Inf"
     expected = train(model, [benign, *jobs], packing_seed=5, deterministic=False)
     for job in jobs:
-        assert exact[job.name].sha256 == train_alone(model, job).sha256, f"{poison.name} changed {job.name} in deterministic mode"
+        assert exact[job.name].sha256 == alone[job.name].sha256, f"{poison.name} changed {job.name} in deterministic mode"
         if not poison.raises:
             assert found[job.name].sha256 == expected[job.name].sha256, f"{poison.name} changed {job.name}"
         error = delta_error(found[job.name].delta(), expected[job.name].delta())

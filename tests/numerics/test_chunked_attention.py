@@ -69,15 +69,17 @@ def test_fp32_equals_alone_beside_nan() -> None:
     model, found = super_model("llama4", torch.float32, WIDER), jobs()
     checks.check_l0(model, found[0])
     checks.check_l3(model, found, packing_seed=13)
-    checks.check_l1(model, found, packing_seed=14)
-    checks.check_l2(model, found, next(poison for poison in POISONS if poison.name == "NaN gradient"))
+    alone = checks.all_alone(model, found)
+    checks.check_l1(model, found, 14, alone)
+    checks.check_l2(model, found, next(poison for poison in POISONS if poison.name == "NaN gradient"), alone)
 
 
 @pytest.mark.slow
 def test_every_poison_of_a_neighbour() -> None:
     model, found = super_model("llama4", torch.float32, WIDER), jobs()
+    alone = checks.all_alone(model, found)
     for poison in POISONS:
-        checks.check_l2(model, found, poison)
+        checks.check_l2(model, found, poison, alone)
 
 
 @pytest.mark.slow

@@ -81,10 +81,12 @@ def test_fp64_equals_peft_and_alone(family: str) -> None:
 def test_fp32_equals_alone_beside_nan(family: str) -> None:
     model, found = super_model(family, torch.float32, WIDER), jobs(family, short=True)
     checks.check_l3(model, found, packing_seed=13)
-    checks.check_l1(model, found, packing_seed=14)
+    alone = checks.all_alone(model, found)
+    checks.check_l1(model, found, 14, alone)
     for poison in poisons.POISONS:
         if poison.name in ("NaN gradient", "3e38 activations"):
-            checks.check_l2(model, found, replace(poison, shape=lambda job: replace(job, lora=job.lora.model_copy(update=targets(family)))))
+            shaped = replace(poison, shape=lambda job: replace(job, lora=job.lora.model_copy(update=targets(family))))
+            checks.check_l2(model, found, shaped, alone)
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.slow)])

@@ -79,9 +79,13 @@ class Served:
 
 
 def until(look: Callable[[], T | None], pause_seconds: float = 0.005) -> T:
-    """What `look` finds, which is asked again after each pause. A test that waits in vain ends by pytest's own limit."""
+    """What `look` finds, which is asked again after each pause. A test that waits in vain ends by pytest's own limit.
+
+    Pauses grow to a twentieth of a second: a look is mostly a request, which takes the cores from what is waited for.
+    """
     while not (found := look()):
         time.sleep(pause_seconds)
+        pause_seconds = max(pause_seconds, min(1.5 * pause_seconds, 0.05))
     return found
 
 

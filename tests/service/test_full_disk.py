@@ -13,7 +13,7 @@ from tests.engine.tiny_runs import write_rows
 from tests.service.test_real_server import Server, running, until
 from tests.small_disks import mounted, resize
 
-_ORDER: dict[str, Any] = {"max_steps": 30, "batch_size": 4, "r": 32, "save_steps": 5, "learning_rate": 1e-3}
+_ORDER: dict[str, Any] = {"max_steps": 12, "batch_size": 4, "r": 32, "save_steps": 5, "learning_rate": 1e-3}
 _SMALL = "size=64k"
 """No checkpoint of such a job has room there, nor its adapter alone, however soon or late it is filled up. That it has begun has room."""
 

@@ -141,6 +141,9 @@ def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path
 @MARKS[0]
 def test_sinks_on_the_kernels_as_on_the_plain_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a path that forgets them is refused at load. What is compiled ahead knows of them."""
+    narrow = SIZE | {"hidden_size": 64, "intermediate_size": 64}
+    config = transformers.GptOssConfig(**narrow, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    monkeypatch.setitem(FAMILIES, "gpt-oss", config)
     found = []
     with torch.compiler.set_stance("force_eager"):
         for fast in (True, False):

@@ -66,7 +66,7 @@ def make(directory: Path, kind: str) -> tuple[Path, Path]:
 def test_adapters_over_a_streamed_base_are_those_over_the_checkpoint_that_it_stands_for(kind: str, packed: Made, tmp_path: Path) -> None:
     base, plain = packed(kind)
     data = str(write_rows(tmp_path / "d.jsonl", 16))
-    jobs = [job("a", data, lora_dropout=0.1), job("b", data, r=9, target_modules=["q_proj", "down_proj"])]
+    jobs = [job("a", data, max_steps=2, lora_dropout=0.1), job("b", data, max_steps=2, r=9, target_modules=["q_proj", "down_proj"])]
     train(base, tmp_path / "streamed", jobs, deterministic=True, layout="streamed")
     train(plain, tmp_path / "plain", jobs, deterministic=True)
     same_bytes(tmp_path / "streamed", tmp_path / "plain", ("a", "b"))

@@ -32,7 +32,7 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of 
 LORA = LoraConfig(r=4, lora_dropout=0.2, rank_pattern={"down_proj": 19})
 # With an epsilon at which a step follows its gradient, and a limit below each gradient's norm: halves would be clipped otherwise.
 TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="cosine", warmup_steps=1, adam_epsilon=1e-3, weight_decay=0.1, max_grad_norm=0.02)
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(autouse=True)
