@@ -30,7 +30,6 @@ def dequantize(packed: PackedWeight, table: Tensor, dtype: torch.dtype) -> Tenso
 def launch_dequantize(packed: PackedWeight, table: Tensor, out: Tensor) -> None:
     """The same into a contiguous `out` [N, K]."""
     count = out.numel()
-    assert count < 1 << 31, f"{packed.shape}: {count} numbers, and 32 bits count them"
     value = _VALUES[packed.value_dtype]
     dequantize_kernel[(triton.cdiv(len(packed.weight), _BYTES),)](
         packed.weight, packed.scale, packed.zero, table, out, count, GROUP=packed.group, VALUE=value, BLOCK=_BYTES, num_warps=4
@@ -46,15 +45,17 @@ def dequantize_kernel(weight_ptr, scale_ptr, zero_ptr, table_ptr, out_ptr, count
     A number is a function of its nibble, its scale and its zero point alone, with one rounding, so it has the bits of
     `packed_weight.dequantize_in_torch`.
     """
-    first = tl.program_id(0) * BLOCK
-    place = first + tl.arange(0, BLOCK)
-    inside = 2 * place < count
-    byte = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.int32)
-    scale = tl.load(scale_ptr + place // (GROUP // 2), mask=inside, other=0.0)
+    first = tl.program_id(0).to(tl.int64) * BLOCK  # 64 bits for the block's place, 32 within it
+    left = tl.minimum(count - 2 * first, 2 * BLOCK).to(tl.int32)
+    place = tl.arange(0, BLOCK)
+    inside = 2 * place < left
+    group = ((first % (GROUP // 2)).to(tl.int32) + place) // (GROUP // 2)
+    byte = tl.load(weight_ptr + first + place, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scale_ptr + first // (GROUP // 2) + group, mask=inside, other=0.0)
     high, low = tl.load(table_ptr + (byte >> 4)), tl.load(table_ptr + (byte & 15))
     if zero_ptr is not None:
-        zero = tl.load(zero_ptr + place // (GROUP // 2), mask=inside, other=0).to(tl.float32)
+        zero = tl.load(zero_ptr + first // (GROUP // 2) + group, mask=inside, other=0).to(tl.float32)
         high, low = high - zero, low - zero
     high, low = high * scale, low * scale
-    i = 2 * first + tl.arange(0, 2 * BLOCK)
-    tl.store(out_ptr + i, tl.interleave(high, low).to(VALUE).to(out_ptr.dtype.element_ty), mask=i < count)
+    i = tl.arange(0, 2 * BLOCK)
+    tl.store(out_ptr + 2 * first + i, tl.interleave(high, low).to(VALUE).to(out_ptr.dtype.element_ty), mask=i < left)

@@ -69,12 +69,13 @@ def tile_at(tiles_ptr, tile):
 @triton.jit
 def rows_from(x_ptr, order_ptr, m0, end, K, SLOTS: tl.constexpr, ROWS: tl.constexpr):
     """A pointer, and the offset of each of ROWS rows from m0 on; beyond the end the last row's. SLOTS: x has a row a token instead, and
-    sorted row s is of token order[s] // SLOTS.
+    sorted row s is of token order[s] // SLOTS. Those offsets have 64 bits, since T K may pass 2^31; others lie within a tile.
     """
     i = tl.minimum(tl.arange(0, ROWS), end - 1 - m0)
     if SLOTS > 0:
         at = x_ptr
-        offsets = (tl.load(order_ptr + m0 + i).to(tl.int32) // SLOTS) * K
+        tokens = tl.load(order_ptr + m0 + i).to(tl.int32) // SLOTS  # a division of 64 bits is slow
+        offsets = tokens.to(tl.int64) * K
     else:
         at = x_ptr + tl.cast(m0, tl.int64) * K
         offsets = i * K
