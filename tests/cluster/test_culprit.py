@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, sha256, steps_taken, train, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.event_log import EventLog
@@ -64,7 +64,8 @@ def test_the_culprit_fails_by_itself_and_all_others_are_as_alone(tmp_path: Path,
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     base, data = save_base(tmp_path / "base"), str(write_rows(tmp_path / "rows.jsonl", 20))
     names = ["a", "b", "culprit", "c"]
-    orders = [job(name, data, seed=seed, r=1 + seed, max_steps=8, save_steps=2) for seed, name in enumerate(names)]
+    few = {"max_steps": 8, "save_steps": 2, "batch_size": 2, "target_modules": TWO_LINEARS}
+    orders = [job(name, data, seed=seed, r=1 + seed, **few) for seed, name in enumerate(names)]
     for order in orders:
         if order["name"] != "culprit":
             train(base, tmp_path / "alone" / order["name"], [order], deterministic=True)

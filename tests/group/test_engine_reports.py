@@ -29,13 +29,15 @@ def dataset(directory: Path, count: int, seed: int) -> Dataset:
     return Dataset(directory)
 
 
-@pytest.fixture
-def sets(tmp_path: Path) -> tuple[Dataset, Dataset]:
-    return dataset(tmp_path / "train", 12, 0), dataset(tmp_path / "eval", 3, 1)
+@pytest.fixture(scope="session")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
+    directory = tmp_path_factory.mktemp("sets")
+    return dataset(directory / "train", 12, 0), dataset(directory / "eval", 3, 1)
 
 
 def spec(name: str, **fields: Any) -> JobSpec:
-    return JobSpec(**{"name": name, "data": "-", "r": 4, "batch_size": 4, "max_steps": 5, "learning_rate": 1e-3, **fields})
+    few = {"r": 4, "batch_size": 4, "max_steps": 5, "learning_rate": 1e-3, "target_modules": ["q_proj", "down_proj"]}
+    return JobSpec(**{"name": name, "data": "-", **few, **fields})
 
 
 @pytest.fixture

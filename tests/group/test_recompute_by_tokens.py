@@ -90,8 +90,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
 
 
 SPECS = {
-    "sft": spec("sft", batch_size=3, max_steps=2, lora_dropout=0.2, learning_rate=1e-2),
-    "dpo": spec("dpo", batch_size=2, max_steps=2, objective="dpo", target_modules=["q_proj", "down_proj"]),
+    "sft": spec("sft", batch_size=3, max_steps=2, lora_dropout=0.2, learning_rate=1e-2, target_modules="all-linear"),
+    "dpo": spec("dpo", batch_size=2, max_steps=2, objective="dpo"),
 }
 
 

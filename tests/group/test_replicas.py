@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -43,12 +44,17 @@ def make_engine(heard: list[Report], budget: int = 64, deterministic: bool = Tru
 
 
 def trained(job: JobSpec, train: Dataset, evaluation: Dataset | None = None, budget: int = 64) -> AdapterState:
-    """The job alone."""
+    """The job alone: many tests compare with the same, which is trained once for all of them."""
+    return _trained(job.model_dump_json(exclude_unset=True), train, evaluation, budget)
+
+
+@functools.cache
+def _trained(job: str, train: Dataset, evaluation: Dataset | None, budget: int) -> AdapterState:
     heard: list[Report] = []
-    engine = make_engine(heard, budget)
-    engine.join(JobRun(job, train, evaluation))
+    engine, spec = make_engine(heard, budget), JobSpec.model_validate_json(job)
+    engine.join(JobRun(spec, train, evaluation))
     until_idle(engine)
-    return ended(heard, job.name)
+    return ended(heard, spec.name)
 
 
 def ended(heard: list[Report], name: str) -> AdapterState:

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
@@ -56,12 +56,11 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("world")
     base = save_base(directory / "base", hidden_size=128, intermediate_size=160, num_hidden_layers=1)
-    for number, (name, count) in enumerate({"a": 40, "b": 9}.items()):
-        write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    a, b = (str(write_rows(directory / f"{name}.jsonl", count, seed, high=20)) for seed, (name, count) in enumerate((("a", 40), ("b", 9))))
     orders = [
-        job("dropout", str(directory / "a.jsonl"), lora_dropout=0.1, max_steps=60, batch_size=6, save_steps=7),
-        job("brief", str(directory / "b.jsonl"), max_steps=9, priority=2),
-        job("late", str(directory / "a.jsonl"), max_steps=30, r=7, arrival_seconds=0.5, max_slowdown=3),
+        job("dropout", a, lora_dropout=0.1, max_steps=60, batch_size=3, save_steps=7, target_modules=TWO_LINEARS),
+        job("brief", b, max_steps=5, batch_size=2, priority=2, target_modules=TWO_LINEARS),
+        job("late", a, max_steps=30, batch_size=3, r=7, arrival_seconds=0.5, max_slowdown=3, target_modules=TWO_LINEARS),
     ]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import tlora
-from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, save_base, write_rows
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.worker_group import WorkerGroup
@@ -120,9 +120,9 @@ def make_orders(directory: Path, steps: int) -> list[dict[str, Any]]:
     pairs = directory / "pairs.jsonl"
     pairs.write_text("".join(f'{{"prompt": "red boat {n}", "chosen": "sings {n % 3}", "rejected": "falls never"}}\n' for n in range(12)))
     return [
-        job("two", data, gpus=2, lora_dropout=0.1, max_steps=steps, batch_size=6),
-        job("evaluated", data, max_steps=steps, r=7, seed=3, eval_size=4, eval_steps=max(2, steps // 8)),
-        job("preferred", str(pairs), objective="dpo", max_steps=steps, batch_size=4),
+        job("two", data, gpus=2, lora_dropout=0.1, max_steps=steps, batch_size=4, target_modules=TWO_LINEARS),
+        job("evaluated", data, max_steps=steps, batch_size=2, r=7, seed=3, eval_size=4, eval_steps=steps // 3, target_modules=TWO_LINEARS),
+        job("preferred", str(pairs), objective="dpo", max_steps=steps, batch_size=2, target_modules=TWO_LINEARS),
     ]
 
 

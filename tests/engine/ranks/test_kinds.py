@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.ranks.worlds import Told, World, open_world
-from tests.engine.tiny_runs import job, run_spec, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, write_rows
 from tlora.engine.ranks import coordinator
 from tlora.engine.ranks.kinds import Gpus, check_stages_alike, gpus_of, place_on
 from tlora.errors import ConfigError
@@ -24,11 +24,11 @@ THREE = Gpus(("new", "old", "old"), (1.0, 0.4, 0.4), (1, 1, 1))
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("kinds")
-    write_rows(directory / "a.jsonl", 12, 1, high=20)
+    data = str(write_rows(directory / "a.jsonl", 12, 1, high=20))
     orders = [
-        job("long", str(directory / "a.jsonl"), max_steps=12, save_steps=4),
-        job("wide", str(directory / "a.jsonl"), gpus=2, max_steps=6, lora_dropout=0.1, seed=4),
-        job("short", str(directory / "a.jsonl"), max_steps=3, r=8),
+        job("long", data, max_steps=12, save_steps=4, target_modules=TWO_LINEARS),
+        job("wide", data, gpus=2, max_steps=6, lora_dropout=0.1, seed=4, target_modules=TWO_LINEARS),
+        job("short", data, max_steps=3, r=8, target_modules=TWO_LINEARS),
     ]
     with open_world(directory, lambda _: orders) as world:
         yield world

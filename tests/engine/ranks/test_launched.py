@@ -14,7 +14,7 @@ import pytest
 
 from tests import forked
 from tests.engine.conftest import save_base
-from tests.engine.tiny_runs import job, run_spec, sha256, train, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, sha256, train, write_rows
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.ranks.external import Launched, launched
 from tlora.engine.ranks.link import Meeting, connect
@@ -27,8 +27,11 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZ
 def jobs_file(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("launched")
     base = save_base(directory / "base")
-    write_rows(directory / "a.jsonl", 24, high=20)
-    orders = [job(name, str(directory / "a.jsonl"), seed=seed) for seed, name in enumerate(("one", "two", "three"))]
+    data = str(write_rows(directory / "a.jsonl", 24, high=20))
+    orders = [
+        job(name, data, seed=seed, max_steps=3, batch_size=2, target_modules=TWO_LINEARS)
+        for seed, name in enumerate(("one", "two", "three"))
+    ]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         train(base, directory / "whole", orders, deterministic=True)

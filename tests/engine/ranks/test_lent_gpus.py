@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.engine.ranks.test_group_changes import Worker, World
-from tests.engine.tiny_runs import job, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
 from tlora.engine.messages import Listen, SetGpus, SetPlan, Stop
 from tlora.engine.ranks import lending, lent_ranks
 from tlora.engine.ranks.lending import Lender
@@ -57,8 +57,8 @@ class Host:
 def orders(directory: Path) -> list[dict[str, Any]]:
     data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
     return [
-        job("two", data, gpus=2, lora_dropout=0.1, max_steps=80, batch_size=6, save_steps=20),
-        job("short", data, max_steps=4, r=7, seed=3),
+        job("two", data, gpus=2, lora_dropout=0.1, max_steps=60, batch_size=2, save_steps=20, target_modules=TWO_LINEARS),
+        job("short", data, max_steps=4, r=7, seed=3, target_modules=TWO_LINEARS),
     ]
 
 

@@ -18,7 +18,7 @@ from tests.cluster.test_listeners import wait_for
 from tests.engine.ranks.test_group_changes import Worker, World
 from tests.engine.ranks.test_group_changes import ended as ended
 from tests.engine.ranks.test_lent_gpus import LENT, Host, listen
-from tests.engine.tiny_runs import job, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.lending_line import LENDING, Lent
 from tlora.engine.ranks.worker_group import LostLenderError
@@ -31,9 +31,9 @@ def orders(directory: Path) -> list[dict[str, Any]]:
     pairs = directory / "pairs.jsonl"
     pairs.write_text("".join(f'{{"prompt": "red boat {n}", "chosen": "sings {n % 3}", "rejected": "falls never"}}\n' for n in range(12)))
     return [
-        job("dropout", data, gpus=2, lora_dropout=0.1, max_steps=60, batch_size=6, save_steps=10),
-        job("evaluated", data, max_steps=8, r=7, seed=3, eval_size=4, eval_steps=5, target_modules=["down_proj"]),
-        job("preferred", str(pairs), objective="dpo", max_steps=6, batch_size=4),
+        job("dropout", data, gpus=2, lora_dropout=0.1, max_steps=40, save_steps=10, target_modules=TWO_LINEARS),
+        job("evaluated", data, max_steps=6, batch_size=2, r=7, seed=3, eval_size=4, eval_steps=5, target_modules=["down_proj"]),
+        job("preferred", str(pairs), objective="dpo", max_steps=4, batch_size=2, target_modules=TWO_LINEARS),
     ]
 
 
@@ -93,7 +93,7 @@ def test_each_host_loads_its_layers_and_jobs_have_the_bytes_of_one_process(world
 @pytest.mark.slow
 def test_a_lost_host_costs_what_followed_the_checkpoint(world: Apart, tmp_path: Path) -> None:
     worker, host = world.spanning(tmp_path)
-    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 20 for path in tmp_path.glob("dropout/checkpoint-*")))
+    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 10 for path in tmp_path.glob("dropout/checkpoint-*")))
     os.kill(host.lender._processes[1].pid, signal.SIGKILL)
     worker._thread.join(60)
     assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
@@ -104,7 +104,7 @@ def test_a_lost_host_costs_what_followed_the_checkpoint(world: Apart, tmp_path: 
     def joined(told: list[Report]) -> list[int]:
         return [report.steps for report in told if isinstance(report, Joined) and report.job_id == "dropout"]
 
-    assert joined(again.until(lambda told: bool(joined(told)))) >= [20]
+    assert joined(again.until(lambda told: bool(joined(told)))) >= [10]
     world.finish(again, tmp_path)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import tlora
 from tests.engine.ranks.worlds import Told, World, open_world
-from tests.engine.tiny_runs import job, rows, run_spec, sha256, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, rows, run_spec, sha256, write_rows
 from tlora import durable
 from tlora.engine.ranks import rank_group
 from tlora.errors import ConfigError, ModelError
@@ -25,12 +25,14 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
     directory = tmp_path_factory.mktemp("world")
     for number, (name, count) in enumerate({"a": 40, "b": 9, "c": 24}.items()):
         write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    a, b, c = (str(directory / f"{name}.jsonl") for name in "abc")
+    small = {"batch_size": 2, "target_modules": TWO_LINEARS}
     orders = [
-        job("dropout", str(directory / "a.jsonl"), lora_dropout=0.1, max_steps=16, batch_size=6, logging_steps=5, save_steps=4),
-        job("brief", str(directory / "b.jsonl"), max_steps=4),
-        job("long", str(directory / "c.jsonl"), max_steps=24, r=7, save_steps=5),
-        job("other", str(directory / "c.jsonl"), max_steps=12, seed=3, eval_size=4, eval_steps=5),
-        job("rare", str(directory / "a.jsonl"), max_steps=12, save_steps=100, weight=0.3),
+        job("dropout", a, lora_dropout=0.1, max_steps=16, logging_steps=5, save_steps=4, target_modules=TWO_LINEARS),
+        job("brief", b, max_steps=4, **small),
+        job("long", c, max_steps=24, r=7, save_steps=5, **small),
+        job("other", c, max_steps=12, seed=3, eval_size=4, eval_steps=5, **small),
+        job("rare", a, max_steps=12, save_steps=100, weight=0.3, **small),
     ]
     with open_world(directory, lambda _: orders) as world, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(rank_group, "LOOK_SECONDS", 0.1)  # a stopped rank is lost after five looks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.ranks.worlds import Told, World, open_world
-from tests.engine.tiny_runs import job, rows, sha256, train, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, rows, sha256, train, write_rows
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.json_file import read_object
 from tlora.store.fingerprint import BaseGuard
@@ -25,11 +25,13 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
     directory = tmp_path_factory.mktemp("spanning")
     for number, (name, count) in enumerate({"a": 26, "b": 9, "c": 24}.items()):
         write_rows(directory / f"{name}.jsonl", count, number, high=20)
+    a, b, c = (str(directory / f"{name}.jsonl") for name in "abc")
+    small = {"batch_size": 2, "target_modules": TWO_LINEARS}
     orders = [
-        job("alone", str(directory / "b.jsonl"), max_steps=10),
-        job("three", str(directory / "a.jsonl"), gpus=3, lora_dropout=0.1, max_steps=16, batch_size=6, save_steps=4, logging_steps=3),
-        job("two", str(directory / "c.jsonl"), gpus=2, max_steps=12, r=7, seed=3, eval_size=4, eval_steps=5),
-        job("other", str(directory / "c.jsonl"), max_steps=20, save_steps=100, weight=0.3),
+        job("alone", b, max_steps=10, **small),
+        job("three", a, gpus=3, lora_dropout=0.1, max_steps=16, save_steps=4, logging_steps=3, target_modules=TWO_LINEARS),
+        job("two", c, gpus=2, max_steps=12, r=7, seed=3, eval_size=4, eval_steps=5, **small),
+        job("other", c, max_steps=20, save_steps=100, weight=0.3, **small),
     ]
     with open_world(directory, lambda _: orders) as world:
         yield world

@@ -18,7 +18,7 @@ import tlora
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.conftest import save_base
 from tests.engine.ranks.worlds import fork_children, record_ranks
-from tests.engine.tiny_runs import job, run_spec, same_bytes, sentence, train, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sentence, train, write_rows
 from tlora.engine.ranks import rank_group
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
@@ -61,13 +61,14 @@ def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Ite
     base = save_base(directory / "base", num_hidden_layers=4)
     data = str(write_rows(directory / "a.jsonl", 24, high=6))
     pairs, answers = write_preferences(directory, 12)
+    brief = {"max_steps": 4, "target_modules": TWO_LINEARS}
     orders = [
-        job("dropout", data, lora_dropout=0.1, max_steps=6, batch_size=2, save_steps=1),
+        job("dropout", data, lora_dropout=0.1, max_steps=6, batch_size=2, save_steps=1, target_modules=TWO_LINEARS),
         job("evaluates", data, max_steps=5, batch_size=2, eval_size=2, eval_steps=2, seed=3, target_modules=["down_proj"]),
-        job("long", data, max_steps=12, batch_size=8, save_steps=3, seed=4, layers_to_transform=[0, 3]),
-        job("dpo", {"path": pairs, "eval_size": 3}, objective="dpo", lora_dropout=0.1, eval_steps=2, batch_size=3),
-        job("kto", {"path": answers, "eval_size": 4}, objective="kto", batch_size=4),
-        job("replicas", data, batch_size=4, gpus=2, seed=5),
+        job("long", data, max_steps=10, save_steps=3, seed=4, layers_to_transform=[0, 3]),
+        job("dpo", {"path": pairs, "eval_size": 3}, objective="dpo", lora_dropout=0.1, eval_steps=2, batch_size=2, **brief),
+        job("kto", {"path": answers, "eval_size": 4}, objective="kto", batch_size=3, **brief),
+        job("replicas", data, batch_size=4, gpus=2, seed=5, **brief),
     ]
     with pytest.MonkeyPatch.context() as monkeypatch:
         fork_children(monkeypatch, directory)
@@ -158,4 +159,4 @@ def test_stages_lost_at_any_time(world: World, tmp_path: Path, seed: int) -> Non
     rng = random.Random(seed)
     stages = rng.randint(2, 4)
     number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-    train_with_a_lost_rank(world, tmp_path / "out", stages, rng.randrange(stages), number, rng.randint(1, 30))
+    train_with_a_lost_rank(world, tmp_path / "out", stages, rng.randrange(stages), number, rng.randint(1, 24))
