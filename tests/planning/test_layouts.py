@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tests.cases import in_every_run
+from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.tiny_runs import job, run_spec, save_base
+from tests.tiny import SHAPE
 from tlora.data.prepare import prepare
 from tlora.data.request import prepare_requests
 from tlora.engine.check import check
@@ -123,7 +128,7 @@ def test_no_layout_is_feasible_that_would_refuse_base_or_jobs(run: RunSpec) -> N
     plans = plan_layouts(run, sketched(run), mixture)
     assert {each.layout.form for each in plans.feasible} == {"whole"}
     assert {each.why for each in plans.refused} == {
-        "its layers cannot be cut into rows, or have experts", "its files have each expert by itself"
+        "its layers cannot be cut into rows", "its files have each expert by itself"
     }  # fmt: skip
     plain = [replace(device, parts=replace(device.parts, takes_plain_path=True)) for device in devices]
     (refused,) = plan_layouts(run, sketched(run), plain).refused
@@ -132,6 +137,41 @@ def test_no_layout_is_feasible_that_would_refuse_base_or_jobs(run: RunSpec) -> N
     assert "stages" in {each.layout.form for each in plan_layouts(fixed, sketched(fixed), plain).feasible}
     cuttable = [replace(device, parts=replace(device.parts, no_stages="")) for device in mixture]
     assert {each.layout.form for each in plan_layouts(run, sketched(run), cuttable).feasible} == {"whole", "stages"}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose files have the experts of a layer in one tensor."""
+    directory, tokenizer = tmp_path_factory.mktemp("mixture"), make_tokenizer(CHATML)
+    tokenizer.save_pretrained(directory)
+    shape: dict[str, Any] = SHAPE | {"vocab_size": len(tokenizer) + 3, "num_hidden_layers": 4, "intermediate_size": 32}
+    shape |= {"max_position_embeddings": 2048}
+    config = GptOssConfig(**shape, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("parameters", [None, ["gate_up_proj", "down_proj"]], ids=["attention", "experts"])
+def test_a_mixture_in_parts_is_planned_as_check_plans_it(parameters: list[str] | None, mixture: Path, data: Path, tmp_path: Path) -> None:
+    """By order alone, without compiled layers."""
+    own = job("a", str(data / "a.jsonl"), target_modules=["q_proj", "o_proj"], target_parameters=parameters)
+    run = run_spec(mixture, tmp_path / "out", [own], dtype="bfloat16")
+    with as_if_on(H100.name, H100.capability):
+        shape = describe_base(run.base_model, run.dtype, None, "cuda", rank=4, adapts_experts=parameters is not None)
+    shape = parse_shape(shape.to_json())
+    jobs = sketch_jobs(run, shape, prepare(prepare_requests(run, shape.vocab_size)))
+    devices = [Device(H100, shape.parts, H100.limit_bytes)] * 2
+    by_itself = plan_layouts(run, jobs, devices)
+    assert {each.layout.form for each in by_itself.feasible} == {"whole", "stages"}
+    assert {each.why.partition(",")[0] for each in by_itself.refused} == {"a mixture's layers are not compiled there"}
+    for form, count in (("shared", 2), ("streamed", 1)):
+        ordered = run.model_copy(update={"layout": form})
+        checked = check(ordered, gpu="h100", gpus=count)
+        found = found_of(plan_layouts(ordered, jobs, devices[:count]), form)
+        assert (found.unit.token_budget, found.unit.recomputed_layers) == (checked.token_budget, 0) and checked.num_layers == 0
+        assert found.unit.predicted_bytes == checked.predicted_bytes and not checked.problems
+        whole = check(run, gpu="h100", gpus=count)
+        assert whole.num_layers == 4 and whole.activation_bytes != checked.activation_bytes
 
 
 def test_several_gpus_are_planned_as_check_plans_them(run: RunSpec) -> None:

@@ -24,9 +24,11 @@ from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.job import BasePrecision, JobSpec, RunSpec
+from tlora.planning.base_parts import memory_of_stages
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import ACTIVATION_RANK, count_base, measure, takes_fast_path
+from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.memory_probe import Probe
 from tlora.planning.micro_batches import _budgets
 from tlora.planning.plan import RunPlan, describe_plan, settle
@@ -35,6 +37,7 @@ from tlora.planning.work import token_cost
 from tlora.shape.cost import CostModel
 from tlora.shape.memory import MemoryModel, Phase
 from tlora.shape.predicted_constants import live_constants
+from tlora.shape.stages import LayerRange
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 
@@ -313,6 +316,31 @@ def test_a_layer_counts_the_experts_that_a_token_visits(tmp_path: Path) -> None:
     experts = 2 * 3 * SHAPE["hidden_size"] * 32
     attention = sum(k * n for k, n in model.targets().values()) // SHAPE["num_hidden_layers"]
     assert measure(model, 0, GPU).layer_weights == attention + experts
+
+
+@pytest.mark.parametrize("parameters", [None, ["gate_up_proj", "down_proj"]], ids=["attention", "experts"])
+def test_a_worker_in_stages_holds_what_each_stage_can(parameters: list[str] | None, tmp_path: Path) -> None:
+    """Two layers without experts and two with: which stage takes most depends on jobs and tokens."""
+    size: dict[str, Any] = SHAPE | {"num_hidden_layers": 4, "intermediate_size": 512}
+    Qwen3MoeConfig(
+        **size, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        mlp_only_layers=[0, 1],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    model, stages = SuperModel(outline(str(tmp_path), "bfloat16")), [LayerRange(0, 2, 4), LayerRange(2, 4, 4)]
+    spec = JobSpec.model_validate({"name": "a", "data": "d", "r": 64, "target_modules": ["q_proj"], "target_parameters": parameters})
+    jobs, never = [PlannedJob(spec, layout=model.layout(spec))], RecomputePlan()
+    memories = [
+        counting_jobs(memory, jobs, deterministic=True)
+        for memory in memory_of_stages(stages, model, GPU, ACTIVATION_RANK, parameters is not None)
+    ]
+    fullest = set[int]()
+    for tokens in (1, 64, 2048, 65536):
+        needed = [memory.total_bytes([job.layout for job in jobs if job.layout], tokens, never) for memory in memories]
+        fullest.add(needed.index(max(needed)))
+        enough, too_little = (MemoryBound(model, 0, GPU, limit, stages) for limit in (max(needed), max(needed) - 1))
+        assert enough.holds(tokens, never, jobs) and not too_little.holds(tokens, never, jobs), tokens
+        assert tokens < 2048 or too_little.holds(tokens, too_little.least_recomputed(jobs), jobs), "with layers recomputed"
+    assert len(fullest) == 2, f"stage {fullest} takes most at any number of tokens"
 
 
 @pytest.mark.parametrize(("size", "fits"), [(256, True), (512, False)])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,15 +20,19 @@ from tests.planted import planted
 from tests.sharing.ranks import Ranks, start_ranks, store_path
 from tests.supermodel import test_expert_targets as targets
 from tests.supermodel.mxfp4_bases import pack
+from tlora.job import TrainConfig
+from tlora.planning import memory
 from tlora.planning.memory import bytes_when_shared, bytes_when_streamed, can_be_cut
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.peers import Sharing
+from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.load import outline
+from tlora.supermodel.shared_base import held_in_parts
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = INTERPRETED_ALONE
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,36 @@ def check_bytes(shared: SuperModel, directory: Path | str, job_ids: str, alone: 
     for job_id in alone:
         assert torch.equal(targets.train(shared, job_id, steps)[job_id], together[job_id]), job_id
     assert shared.fetches is not None and shared.fetches.layers > 8
+
+
+@pytest.mark.parametrize("adapts_experts", [False, True], ids=["attention", "experts"])
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+def test_what_a_pass_over_it_keeps_is_what_is_counted(kind: str, adapts_experts: bool, bases: dict[str, Path]) -> None:
+    """Before it is loaded, of the plain base that it will be in parts; which is then what it was, with layers that a GPU compiles."""
+    counted = SuperModel(outline(str(bases[kind]), "float32"))
+    shared = SuperModel.from_pretrained(str(bases[kind]), "float32", shared=Streaming())
+    lora = memory._probe_lora(counted, 16, adapts_experts)
+    for model in (counted, shared):
+        model.join("a", lora, TrainConfig(max_steps=1))
+    with held_in_parts(counted.model):
+        expected = memory._saved_bytes(counted, "a", 64, CPU)
+    kept: dict[int, torch.Tensor] = {}
+    own = {t.untyped_storage()._cdata for t in (*shared.model.parameters(), *shared.model.buffers())}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    batch = collate([BatchRow("a", np.arange(64, dtype=np.int32), np.ones(64, np.float32))], "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        shared.plain_path.decode(batch, shared.passes.weights, shared.bank, {}, True)
+    assert sum(tensor.untyped_storage().nbytes() for number, tensor in kept.items() if number not in own) == expected
+    counted.leave("a")
+    whole, apart = (count(counted, 0, GPU, 16, adapts_experts) for count in (memory.measure, memory.measure_in_parts))
+    assert (whole.num_layers, apart.num_layers) == (3 if kind == "plain" else 0, 0)
+    assert memory.may_be_cut(counted) and not can_be_cut(counted), "by order alone"
+    alone = SuperModel(outline(str(bases[kind]), "float32"), deterministic=True)
+    assert not memory.takes_fast_path(alone), "a deterministic run computes each sample by itself"
 
 
 @pytest.mark.parametrize(("kind", "job_ids"), in_every_run([("plain", "ab"), ("packed", "abc")], 1))

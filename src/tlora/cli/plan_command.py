@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,11 +77,12 @@ def _look(run: RunSpec, models: Sequence[GpuModel]) -> tuple[list[Device], tuple
 
     open_caches(note)
     rank = max(job.largest_rank for job in run.jobs)
-    held = {"dtype": run.dtype, "base_precision": run.base_precision, "unused_weights": run.unused_weights}
+    experts = any(job.target_parameters for job in run.jobs)
+    held = Precision(
+        run.dtype, run.base_precision, unused_weights=run.unused_weights, rank=rank, adapts_experts=experts, deterministic=run.deterministic
+    )
     shapes = {
-        model: find_outline(
-            cache_dir() / "bases", run.base_model, Precision(**held, gpu=model.name, capability=model.capability, rank=rank)
-        )
+        model: find_outline(cache_dir() / "bases", run.base_model, replace(held, gpu=model.name, capability=model.capability))
         for model in dict.fromkeys(models)
     }
     fetch_base(run.base_model, note, weights=False)

@@ -212,7 +212,7 @@ def _look_at_base(
         warnings.append(unknown)
         _look_at_download(run.base_model, problems, warnings)
     warnings += check_unused(run.base_model, load_config(run.base_model), run.unused_weights)
-    parameters, model = base.num_parameters, SuperModel(base)
+    parameters, model = base.num_parameters, SuperModel(base, run.deterministic)
     tokenizing = Preparation(lambda p: show(f"tokenizing {p.key}: {p.rows:,} rows, {p.share:.0%}"))
     plan = plan_run(run, model, base.num_bytes, place, tokenizing)
     warnings += ServingFiles(run.base_model).warn([(job.spec, job.data.report) for job in plan.jobs if job.data])

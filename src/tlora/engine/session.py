@@ -29,14 +29,15 @@ from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
 from tlora.group.isolation import Failure, try_call
 from tlora.job import RunSpec
-from tlora.planning.base_parts import memory_of_stage
+from tlora.planning.base_parts import memory_in_parts, memory_of_stage
 from tlora.planning.job_plan import PlannedJob, start_ahead
-from tlora.planning.memory import bytes_when_shared
+from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
 from tlora.planning.plan import PlacedJobs, RunPlan, check_base_fits, plan_run, settle
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
 from tlora.planning.work import known_here
+from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import Sharing
 from tlora.store import checkpoint
@@ -114,7 +115,7 @@ def load(
             for line in check_unused(run.base_model, base.model.config, run.unused_weights):
                 monitor.note(line)
         parameters, base_bytes = base.num_parameters, base.num_bytes
-        outlined = SuperModel(base)
+        outlined = SuperModel(base, run.deterministic)
         if place.type == "cuda" and assigned is None:
             _tell_gpu(outlined, place, run, monitor)
         compiling = outlined.compile_ahead(place, to_plan(run, monitor.ended).jobs)
@@ -125,7 +126,11 @@ def load(
         here = assignment.here if assignment.here is None else assignment.here | assignment.peer_jobs
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
-        takes = base_bytes if assignment.stage is None else memory_of_stage(run, outlined, place, assignment.stage)
+        takes: int | MemoryModel = base_bytes
+        if assignment.stage is not None:
+            takes = memory_of_stage(run, outlined, place, assignment.stage)
+        elif sharing is not None and not can_be_cut(outlined):
+            takes = memory_in_parts(run, outlined, place, base_bytes)
         placed = PlacedJobs(assignment.spans, assignment.kept_out)
         plan = plan_run(run, outlined, takes, place, Preparation(monitor.preparing, worker), resume, here, placed)
     # several GPUs hold a base whole or in parts

@@ -105,7 +105,7 @@ def load_base(
     sharing = held if isinstance(held, Sharing) else None
     if sharing is None:
         tighten_allocator(place, load.memory_limit)
-    outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+    outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision), load.deterministic)
     fetch_base(load.base_model, _now_and_then(note))
     for line in check_unused(load.base_model, outlined.base.model.config, load.unused_weights, _REMEDY):
         if sharing is None or sharing.rank == 0:
@@ -128,7 +128,7 @@ def load_base(
         whole, base_bytes = base_bytes, streamed.sizes.on_device(streamed.streaming.slots)
         part = f"{gib(base_bytes)} of the base's {gib(whole)} are on the device"
         note(f"streamed from the host's memory: {part}; {streamed.why}")
-    bound = MemoryBound(outlined, base_bytes, place, limit_bytes, stages)
+    bound = MemoryBound(outlined, base_bytes, place, limit_bytes, stages, in_parts=sharing is not None or streamed is not None)
     form = stages[-1] if stages else sharing or (streamed.streaming if streamed is not None else None)
     model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, form)
     model.expect(expected)

@@ -42,9 +42,12 @@ def describe_base(
     unused_weights: UnusedWeights = "refuse",
     layout: LayoutSetting = "auto",
     rank: int = ACTIVATION_RANK,
+    adapts_experts: bool = False,
+    deterministic: bool = False,
 ) -> BaseShape:
-    """For those who train over the base on a `device`; `parts` is counted for adapters of up to `rank`. Raises ModelError,
-    ConfigError."""
+    """For those who train over the base on a `device`; `parts` is counted for adapters of up to `rank`, of experts too or not, in a
+    deterministic run or not. Raises ModelError, ConfigError.
+    """
     settled, line = settle_dtype(base_model, dtype, device)
     base = outline(base_model, settled, base_precision)
     if can_be_asked(torch.device(device)):
@@ -52,7 +55,7 @@ def describe_base(
     notes = check_unused(base_model, base.model.config, unused_weights, "set unused_weights: ignore in the server's settings")
     notes += [f"{line} in the server's settings"] if line else []  # it ends with the dtype to set
     modules, experts = tuple(name for name, _ in base.model.named_modules()), tuple(expert_modules(base.model))  # before adapters are in it
-    model = SuperModel(base)
+    model = SuperModel(base, deterministic)
     return BaseShape(
         model.targets(),
         modules,
@@ -64,7 +67,7 @@ def describe_base(
         max_positions(base.model),
         count_base(model, torch.device(device), layout),
         tuple(note.replace(base_model, "the base") for note in notes),  # a tenant does not see where it lies
-        count_parts(model, torch.device(device), rank),
+        count_parts(model, torch.device(device), rank, adapts_experts),
         (model.new_tokens.name, *model.new_tokens.size),
         model.experts.sizes,
     )

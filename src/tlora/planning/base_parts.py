@@ -8,7 +8,15 @@ import torch
 from torch import nn
 
 from tlora.job import RunSpec
-from tlora.planning.memory import bytes_when_shared, bytes_when_streamed, can_be_cut, measure, possible_precisions
+from tlora.planning.memory import (
+    bytes_when_shared,
+    bytes_when_streamed,
+    can_be_cut,
+    may_be_cut,
+    measure,
+    measure_in_parts,
+    possible_precisions,
+)
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.memory import MOST_GPUS, MemoryModel
 from tlora.shape.stages import LayerRange
@@ -18,8 +26,6 @@ from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
 
-_TOKENS = 2048  # of a micro-batch by which stages are compared
-
 
 def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False) -> BaseParts:
     """Of `model`, on the meta device, as it would be on a `device` with adapters of up to `rank`, of experts too or not. Raises
@@ -27,8 +33,10 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
     """
     base, base_bytes = model.base, model.base.num_bytes
     memory = measure(model, base_bytes, device, rank, adapts_experts)
+    cut = may_be_cut(model)
+    in_parts = measure_in_parts(model, base_bytes, device, rank, adapts_experts) if cut and not can_be_cut(model) else None
     layers, names = layers_of(base.decoder), {module: name for name, module in model.model.named_modules()}
-    targets, cut = model.targets(), can_be_cut(model)
+    targets = model.targets()
     layer_names = tuple(names[layer] for layer in layers)
     each = {name: k * n for name, (k, n) in targets.items()} | active_weights(model)
     weights = [sum(size for name, size in each.items() if name.startswith(f"{layer}.")) for layer in layer_names]
@@ -52,6 +60,7 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
         no_stages=why_no_stages(base, device),
         takes_plain_path=takes_plain_path(memory, device),
         precision_bytes=possible_precisions(model, base_bytes, device),
+        in_parts=in_parts,
     )
 
 
@@ -64,13 +73,20 @@ def _bytes_of(layer: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
 
 
-def memory_of_fullest(
+def memory_of_stages(
     stages: Sequence[LayerRange], model: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False
-) -> MemoryModel:
-    """Of that of `stages` which takes most, with adapters of up to `rank`, of experts too or not: all take what that one can."""
+) -> tuple[MemoryModel, ...]:
+    """Of each of `stages`, with adapters of up to `rank`, of experts too or not. Which of them takes most depends on jobs and tokens: one
+    has more layers with experts, whose adapters are large, another more micro-batches in flight or the head.
+    """
     parts = count_parts(model, device, rank, adapts_experts)
-    memories = [parts.stage_memory(cut.first, cut.stop, len(stages) - place) for place, cut in enumerate(stages)]
-    return max(memories, key=lambda memory: memory.total_bytes([], _TOKENS, 0))
+    return tuple(parts.stage_memory(cut.first, cut.stop, len(stages) - place) for place, cut in enumerate(stages))
+
+
+def memory_in_parts(run: RunSpec, model: SuperModel, device: torch.device, base_bytes: int) -> MemoryModel:
+    """Of a rank of a run that shares its base, a mixture, of which `base_bytes` lie there."""
+    rank, adapts_experts = max(job.largest_rank for job in run.jobs), any(job.target_parameters for job in run.jobs)
+    return measure_in_parts(model, base_bytes, device, rank, adapts_experts)
 
 
 def memory_of_stage(run: RunSpec, model: SuperModel, device: torch.device, stage: LayerRange) -> MemoryModel:

@@ -14,7 +14,7 @@ from tlora.planning.holders import find_holders
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.layout_here import predict_here, without_peers
 from tlora.planning.memory import bytes_when_shared, can_be_cut
-from tlora.planning.plan import RunPlan, adapt_experts, plan_memory
+from tlora.planning.plan import RunPlan, adapt_experts, count_for, plan_memory
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
 from tlora.shape.stages import LayerRange, cut_layers
@@ -91,7 +91,7 @@ def choose_form(
             return BasePlacement(False, on_each, whole)
         return _in_stages(run, jobs, model, device, limits, speeds, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
-    shared = plan_memory(run, jobs, model, shared_bytes, device, limit)
+    shared = plan_memory(run, jobs, model, count_for(jobs, model, shared_bytes, device, in_parts=gpus > 1), device, limit)
     parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} GPUs"
     if shared_bytes > limit:
         raise CapacityError(_no_form(whole, base_bytes, shared_bytes, limit, gpus, model))

@@ -98,12 +98,15 @@ class Unit(Protocol):
 
 @dataclass(frozen=True)
 class OneGpu:
-    """`base_bytes` of the base lie on it; the rest is brought for each micro-batch, `fetched_bytes` at `link_rate` a second."""
+    """`base_bytes` of the base lie on it; the rest is brought for each micro-batch, `fetched_bytes` at `link_rate` a second. `in_parts`:
+    whether the base is shared or streamed.
+    """
 
     device: Device
     base_bytes: int
     fetched_bytes: int = 0
     link_rate: float = 1.0
+    in_parts: bool = False
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -114,7 +117,8 @@ class OneGpu:
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch], filled: float = 1.0) -> UnitPlan:
         """`filled`: share of the limit that micro-batches are chosen with."""
-        memory = replace(self.device.parts.memory, base_bytes=self.base_bytes)
+        parts = self.device.parts
+        memory = replace((parts.in_parts if self.in_parts else None) or parts.memory, base_bytes=self.base_bytes)
         link_tokens = self.fetched_bytes / (self.device.token_seconds * self.link_rate / FASTER_PRODUCTS)
         cost = self.device.cost(memory, link_tokens)
         fitted = _fit(run, jobs, memory, self.device, cost, filled)
@@ -152,7 +156,7 @@ class Streamed:
             if sizes.on_device(slots) > device.limit_bytes:
                 return None
             fetched = fetched_layers(sizes.num_layers, slots) * sizes.layer_bytes
-            unit = OneGpu(device, sizes.on_device(slots), fetched, device.gpu.link_gb_per_second * 1e9)
+            unit = OneGpu(device, sizes.on_device(slots), fetched, device.gpu.link_gb_per_second * 1e9, in_parts=True)
             try:
                 return replace(unit.plan(run, jobs, MOST_FILLED if slots > 2 else 1.0), slots=slots)
             except DoesNotFitError as error:

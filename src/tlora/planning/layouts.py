@@ -16,7 +16,8 @@ from tlora.shape.layout import FORMS, Form, Layout
 from tlora.shape.memory import MOST_GPUS
 from tlora.wording.numbers import gib
 
-_NOT_BY_ROWS = "its layers cannot be cut into rows, or have experts"
+_NOT_BY_ROWS = "its layers cannot be cut into rows"
+_BY_ORDER = "a mixture's layers are not compiled there, so that a run orders it: layout: "
 _SEEN = 0.005  # shares below it are not told of
 
 
@@ -100,7 +101,7 @@ def _candidates(
         shared = () if why_not else _shared(devices)
         yield "shared", _weighted("shared", shared) if shared else Layout("shared", count), shared, why_not
     fastest = max(devices, key=lambda device: device.rate)
-    why_not = None if fastest.parts.streamed is not None else _NOT_BY_ROWS
+    why_not = _NOT_BY_ROWS if fastest.parts.streamed is None else _why_not_by_itself(run, fastest, "streamed")
     yield "streamed", Layout("streamed"), (Streamed(fastest),), why_not
     why_no_stages = _why_no_stages(run, jobs, devices)
     for stages in range(2, count + 1):
@@ -119,9 +120,16 @@ def _why_not_shared(run: RunSpec, devices: tuple[Device, ...]) -> str | None:
     apart = next((device.gpu for device in devices if not device.gpu.peer_gb_per_second), None)
     if not devices[0].parts.shared_bytes:
         return _NOT_BY_ROWS
+    if why_not := _why_not_by_itself(run, devices[0], "shared"):
+        return why_not
     if apart is not None and run.links == "host":
         return "the jobs file orders links: host"
     return None if apart is None else f"{apart.name}s cannot read each other's memory"
+
+
+def _why_not_by_itself(run: RunSpec, device: Device, form: Form) -> str | None:
+    """Of a base that no run has in that form without an order."""
+    return f"{_BY_ORDER}{form}" if device.parts.in_parts is not None and run.layout != form else None
 
 
 def _why_no_stages(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> str:
@@ -146,7 +154,7 @@ def _shared(devices: tuple[Device, ...]) -> tuple[OneGpu, ...]:
         parts = device.parts
         layers = sum(parts.layer_bytes) / max(1, len(parts.layers))
         fetched = 2 * max(0, len(parts.layers) - 2) * layers * (count - 1) / count
-        return OneGpu(device, parts.shared_bytes[count - 1], round(fetched), rate)
+        return OneGpu(device, parts.shared_bytes[count - 1], round(fetched), rate, in_parts=True)
 
     return tuple(map(unit, devices))
 

@@ -36,7 +36,7 @@ from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.plain_path import groups_on
-from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, refuse_experts
+from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, held_in_parts, refuse_experts
 from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
 
@@ -83,6 +83,16 @@ def measure(
     return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
 
 
+def measure_in_parts(
+    model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT, adapts_experts: bool = False
+) -> MemoryModel:
+    """As `measure`, of a base that GPUs share or that is streamed, of which `base_bytes` lie on the device: a mixture's layers are not
+    compiled there.
+    """
+    with held_in_parts(model.model):
+        return measure(model, base_bytes, device, rank, adapts_experts)
+
+
 def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
     """What `run` over the base without numbers gives. Raises ModelError where a layer does not take what the one before it gives."""
     try:
@@ -95,6 +105,8 @@ def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
 def takes_fast_path(model: SuperModel) -> bool:
     """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.why_not_fused`)."""
     widths = [width for shape in model.targets().values() for width in shape]
+    if model.deterministic and expert_modules(model.model):
+        return False  # it computes each sample by itself
     return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and _is_compiled(model.base)
 
 
@@ -141,10 +153,10 @@ def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> 
     family's own operations keep what products give.
     """
     sizes, kernels = model.experts.sizes, model.experts.fit_kernels(device)
-    rows = sum(size.per_token * (size.in_features + size.out_features) for size in sizes.values())
-    copies = sum(size.per_token * size.in_features for name, size in sizes.items() if not name.endswith("down_proj"))
+    rows = sum(size.per_token * sum(size.product) for size in sizes.values())
+    copies = sum(size.per_token * size.product[0] for name, size in sizes.items() if not name.endswith("down_proj"))
     if not adapted:
-        return sum(size.per_token * size.out_features for size in sizes.values()), rows
+        return sum(size.per_token * size.product[1] for size in sizes.values()), rows
     return (rows - copies, rows) if kernels else (rows, 0)
 
 
@@ -208,9 +220,12 @@ def bytes_when_streamed(model: SuperModel, base_bytes: int, device: torch.device
 
 
 def can_be_cut(model: SuperModel) -> bool:
-    """Whether GPUs can hold the base in parts, and one can stream it, without an order: a mixture's layers are then compiled no more."""
-    if expert_modules(model.model):
-        return False
+    """Whether GPUs hold the base in parts, or one streams it, without an order: a mixture's layers are then compiled no more."""
+    return not expert_modules(model.model) and may_be_cut(model)
+
+
+def may_be_cut(model: SuperModel) -> bool:
+    """Whether GPUs can hold the base in parts, and one can stream it, where a run orders it."""
     try:
         shared_layout(model, 1)
     except ModelError:
@@ -231,7 +246,8 @@ def bytes_by_gpus(model: SuperModel, device: torch.device, layout: LayoutSetting
 
 def count_base(model: SuperModel, device: torch.device, layout: LayoutSetting = "auto") -> BaseMemory:
     """What a scheduler must know of the base's bytes on GPUs such as `device`. `model` is on the meta device. Raises ModelError."""
-    memory = measure(model, model.base.num_bytes, device, ACTIVATION_RANK)
+    count = measure_in_parts if layout in ("shared", "streamed") and may_be_cut(model) else measure
+    memory = count(model, model.base.num_bytes, device, ACTIVATION_RANK)
     streams = device.type == "cuda" and can_be_cut(model)
     streamed = bytes_when_streamed(model, model.base.num_bytes, device).on_device(Streaming().slots) if streams else 0
     return base_memory(memory, bytes_by_gpus(model, device, layout), streamed)

@@ -6,15 +6,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate, zip_longest
 
 import torch
 
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.kernels.lora_tables import rank_width
-from tlora.planning.base_parts import memory_of_fullest
+from tlora.planning.base_parts import memory_of_stages
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
-from tlora.planning.memory import ACTIVATION_RANK, measure
+from tlora.planning.memory import ACTIVATION_RANK, measure, measure_in_parts
 from tlora.planning.micro_batches import fastest_budget
 from tlora.planning.plan import RunPlan, adapt_experts, check_base_fits, check_capacity, layouts_of
 from tlora.planning.work import token_cost
@@ -23,36 +24,48 @@ from tlora.shape.stages import LayerRange
 from tlora.supermodel.supermodel import SuperModel
 
 
-def _measure_whole(base_bytes: int, outlined: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False) -> MemoryModel:
-    return measure(outlined, base_bytes, device, rank, adapts_experts)
+def _measure_one(
+    base_bytes: int, in_parts: bool, outlined: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False
+) -> tuple[MemoryModel, ...]:
+    return ((measure_in_parts if in_parts else measure)(outlined, base_bytes, device, rank, adapts_experts),)
 
 
 class MemoryBound:
     """`memory_limit` on one device, for jobs that come and go. Threads that open jobs may ask at the same time."""
 
     def __init__(
-        self, outlined: SuperModel, base_bytes: int, device: torch.device, limit_bytes: int, stages: Sequence[LayerRange] = ()
+        self,
+        outlined: SuperModel,
+        base_bytes: int,
+        device: torch.device,
+        limit_bytes: int,
+        stages: Sequence[LayerRange] = (),
+        in_parts: bool = False,
     ) -> None:
         """`outlined` lies on the meta device; `base_bytes` are what the base takes on `device`, if it is not in `stages` on devices like
-        this. Raises CapacityError for one that does not fit below the limit.
+        this. `in_parts`: it is shared or streamed. Raises CapacityError for one that does not fit below the limit.
         """
-        count = partial(memory_of_fullest, stages) if stages else partial(_measure_whole, base_bytes)
+        count = partial(memory_of_stages, stages) if stages else partial(_measure_one, base_bytes, in_parts)
         self._counted = cache(partial(count, outlined, device))
         self._lock = threading.Lock()  # counting joins an adapter to `outlined`
         self._rank, self._device = ACTIVATION_RANK, device
-        self._plan = RunPlan((), 1, RecomputePlan(), self._measure(self._rank), limit_bytes, 1, {})
+        fullest = max(self._measure(self._rank), key=lambda memory: memory.base_bytes)
+        self._plan = RunPlan((), 1, RecomputePlan(), fullest, limit_bytes, 1, {})
         self.limit_bytes = limit_bytes
         check_base_fits(self._plan)
 
     @property
     def most_recomputed(self) -> int:
         """Layers that can be recomputed with profit."""
-        return self._plan.memory.most_recomputed
+        return max(memory.most_recomputed for memory in self._measure(self._rank))
 
     def least_recomputed(self, jobs: Sequence[PlannedJob]) -> RecomputePlan:
-        """The fewest layers with which all `jobs` fit at once, by the tokens of a micro-batch; all, where they never do."""
-        memory = self._memory(jobs)
-        return memory.least_recomputed(memory.room(layouts_of(jobs), self._plan.limit_bytes))
+        """The fewest layers with which all `jobs` fit at once, by the tokens of a micro-batch; all, where they never do. In stages, those
+        of the stage that needs most.
+        """
+        layouts, limit = layouts_of(jobs), self._plan.limit_bytes
+        each = [memory.least_recomputed(memory.room(layouts, limit)).most_tokens for memory in self._memories(jobs)]
+        return RecomputePlan(tuple(accumulate(map(_least, zip_longest(*each)), max)))
 
     def check(self, job: PlannedJob, recompute: RecomputePlan) -> None:
         """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
@@ -68,7 +81,8 @@ class MemoryBound:
         """
         self._rank = self._largest_rank(jobs)  # the kernels stay ready for it when its job has left
         if recompute.varies:
-            return fastest_budget(token_budget, recompute, token_cost(self._memory(jobs), self._device))
+            fullest = self._at(max(token_budget, longest), recompute, jobs).memory
+            return fastest_budget(token_budget, recompute, token_cost(fullest, self._device))
         budget = max(token_budget, longest)
         while budget > longest and not self.holds(budget, recompute, jobs):
             budget = max(budget // 2, longest)
@@ -78,14 +92,22 @@ class MemoryBound:
         """Of `jobs` and of all that were here, as wide as the kernels make it."""
         return max(self._rank, *(rank_width(job.layout.largest_rank) for job in jobs if job.layout is not None), ACTIVATION_RANK)
 
-    def _measure(self, rank: int, adapts_experts: bool = False) -> MemoryModel:
+    def _measure(self, rank: int, adapts_experts: bool = False) -> tuple[MemoryModel, ...]:
         with self._lock:
             return self._counted(rank, adapts_experts)
 
-    def _memory(self, jobs: Sequence[PlannedJob]) -> MemoryModel:
-        return counting_jobs(
-            self._measure(self._largest_rank(jobs), adapt_experts(jobs)), jobs, deterministic=True
-        )  # each has a mailbox of its own
+    def _memories(self, jobs: Sequence[PlannedJob]) -> list[MemoryModel]:
+        """Of each stage."""
+        counted = self._measure(self._largest_rank(jobs), adapt_experts(jobs))
+        return [counting_jobs(memory, jobs, deterministic=True) for memory in counted]  # each job has a mailbox of its own
 
     def _at(self, token_budget: int, recompute: RecomputePlan, jobs: Sequence[PlannedJob]) -> RunPlan:
-        return replace(self._plan, memory=self._memory(jobs), token_budget=token_budget, recompute=recompute)
+        """Of the stage that takes most then: all take what that one can."""
+        layouts = layouts_of(jobs)
+        fullest = max(self._memories(jobs), key=lambda memory: memory.total_bytes(layouts, token_budget, recompute))
+        return replace(self._plan, memory=fullest, token_budget=token_budget, recompute=recompute)
+
+
+def _least(tokens: tuple[int | None, ...]) -> int:
+    """Of stages, of which one with fewer layers recomputes no more from some depth on."""
+    return min(count for count in tokens if count is not None)

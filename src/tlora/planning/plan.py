@@ -18,7 +18,7 @@ from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob, plan_jobs
 from tlora.planning.job_work import counting_jobs
-from tlora.planning.memory import measure, memory_limit, more_memory, possible_precisions
+from tlora.planning.memory import measure, measure_in_parts, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
 from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
@@ -163,8 +163,7 @@ def plan_memory(
     """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at. `base`: its bytes there,
     or, of one of `stages`, what it takes.
     """
-    rank = max((s.rank for job in jobs if job.layout for s in job.layout.linears), default=1)
-    memory = measure(model, base, device, rank, adapt_experts(jobs)) if isinstance(base, int) else base
+    memory = count_for(jobs, model, base, device) if isinstance(base, int) else base
     base_bytes = memory.base_bytes
     sound = [job for job in jobs if is_sound(job) and not job.kept_out]
     longest = max((job.longest for job in sound), default=1)
@@ -173,6 +172,12 @@ def plan_memory(
     more = more_memory(device, limit, run.memory_limit)
     plan = RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here, stages=stages, more_memory=more)
     return settle(run, plan, memory, device)
+
+
+def count_for(jobs: Sequence[PlannedJob], model: SuperModel, base_bytes: int, device: torch.device, in_parts: bool = False) -> MemoryModel:
+    """What is counted for a run of `jobs` over a base of which `base_bytes` lie on `device`. `in_parts`: it is shared or streamed."""
+    rank = max((s.rank for job in jobs if job.layout for s in job.layout.linears), default=1)
+    return (measure_in_parts if in_parts else measure)(model, base_bytes, device, rank, adapt_experts(jobs))
 
 
 def settle(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) -> RunPlan:

@@ -18,7 +18,7 @@ from tlora.planning.job_plan import PlannedJob
 from tlora.planning.layout_choice import pays
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
-from tlora.planning.plan import RunPlan, fit, fitted_jobs, is_sound, plan_memory, settle
+from tlora.planning.plan import RunPlan, count_for, fit, fitted_jobs, is_sound, plan_memory, settle
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.planning.work import rate_here, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share
@@ -131,6 +131,8 @@ def choose_layout(
         if ordered or not whole_fits:
             raise
         return plan, None
+    if expert_modules(model.model):
+        plan = replace(plan, memory=count_for(plan.jobs, model, plan.memory.base_bytes, device, in_parts=True))
     token_seconds = 2 * timed_weights(model, device.type) / rate_of(model, device, machine.rate)
     most = 2 if device.type != "cuda" or (ordered and whole_fits) else max(2, sizes.num_layers - 1)
     streamed = _fastest(run, plan, sizes, device, token_seconds * link / FASTER_PRODUCTS, min(most, most_slots or most))

@@ -28,7 +28,7 @@ _SECONDS = 600.0  # for a hub's config to come and torch to be imported on a bus
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How bases are held, and on what. `gpu` and `capability` (89 for 8.9): of a GPU that need not be here; `rank`: of the largest adapter
-    that activations are counted for.
+    that activations are counted for, `adapts_experts`: whether it adapts these too.
     """
 
     dtype: str = "auto"
@@ -39,6 +39,8 @@ class Precision:
     gpu: str = ""
     capability: int = 0
     rank: int = 64
+    adapts_experts: bool = False
+    deterministic: bool = False
 
 
 def precision_of(config: ServerConfig, device: str) -> Precision:

@@ -19,7 +19,8 @@ class BaseParts:
     of these each token is multiplied with, and features into and out of its linears; the same of the head, and the bytes of the embedding.
     `shared_bytes`: on each of 1, 2, … GPUs that hold it in parts; empty where it cannot be cut. `streamed`: likewise from the host's
     memory. `no_stages`: why it cannot be cut into stages, if so; `takes_plain_path`: on such a GPU, without our kernels.
-    `precision_bytes`: of the whole base in other precisions that the device has.
+    `precision_bytes`: of the whole base in other precisions that the device has. `in_parts`: as `memory`, in parts or streamed, of a base
+    that takes other kernels there (a mixture), so that a run has to order it; None of any other.
     """
 
     memory: MemoryModel
@@ -38,6 +39,7 @@ class BaseParts:
     precision_bytes: Mapping[str, int]
     no_stages: str = ""
     takes_plain_path: bool = False
+    in_parts: MemoryModel | None = None
 
     @property
     def timed_weights(self) -> int:
@@ -91,7 +93,8 @@ class BaseParts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(replace(self, memory=self.memory.alone())) | {"memory": self.memory.to_json()}
+        in_parts = None if self.in_parts is None else self.in_parts.to_json()
+        return asdict(replace(self, memory=self.memory.alone(), in_parts=None)) | {"memory": self.memory.to_json(), "in_parts": in_parts}
 
 
 @lru_cache(maxsize=8)
@@ -107,6 +110,7 @@ def parse_parts(found: Mapping[str, Any]) -> BaseParts:
         values[name] = _integers(values[name])
     values["layers"] = tuple(map(str, values["layers"]))
     values["memory"] = parse_memory(values["memory"])
+    values["in_parts"] = None if values["in_parts"] is None else parse_memory(values["in_parts"])
     values["streamed"] = StreamedBytes(**values["streamed"]) if values["streamed"] is not None else None
     return BaseParts(**values)
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -197,6 +198,29 @@ def by_layer(model: nn.Module, layers: Sequence[nn.Module], weights: Mapping[str
     names = {module: dotted for dotted, module in model.named_modules()}
     weights_by_layer = [{name: weight for name, weight in weights.items() if name.startswith(names[layer] + ".")} for layer in layers]
     return [layer for layer in weights_by_layer if layer]
+
+
+@contextmanager
+def held_in_parts(model: nn.Module) -> Iterator[None]:
+    """Within it the experts of `model`, on the meta device, are held as a base in parts or streamed holds them: we compute them in every
+    pass, and layers are not compiled.
+    """
+    plain = {name: parameter for name, parameter in expert_parameters(model).items() if isinstance(parameter, nn.Parameter)}
+    weights = expert_weights(model)
+    modules: dict[str, Any] = {name: model.get_submodule(name.rpartition(".")[0]) for name in plain}
+    before = {name: (module.config._experts_implementation, getattr(module, "tlora_block", None)) for name, module in modules.items()}
+    try:
+        for name, parameter in plain.items():
+            experts, rows, columns = parameter.shape
+            hold_experts(model, name, HeldExperts(weights[name], (experts, rows, columns), transposed=False))
+            if before[name][1] is not None:
+                modules[name].tlora_block = before[name][1]  # which knows of jobs
+        yield
+    finally:
+        for name, module in modules.items():
+            delattr(module, name.rpartition(".")[2])
+            setattr(module, name.rpartition(".")[2], plain[name])
+            module.config._experts_implementation, module.tlora_block = before[name]
 
 
 def share_linears(model: Any, name: str, form: Precision, rows: Rows, peers: Peers | Alone, device: torch.device) -> LayerStream:

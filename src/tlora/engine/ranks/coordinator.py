@@ -139,7 +139,7 @@ class Coordinator:
         check_precision(run.base_precision, device, base.head.weight_VH.dtype)
         for line in check_unused(run.base_model, base.model.config, run.unused_weights):
             order.watcher.note(line)
-        model = SuperModel(base)
+        model = SuperModel(base, run.deterministic)
         self._hear()
         preparation = Preparation(lambda done: self._stage(f"tokenizing {done.key}: {done.rows:,} rows, {done.share:.0%}"), data_worker)
         planned = plan_jobs(to_plan(run, order.ended), model, preparation, Path(run.output_dir) if resume else None)

@@ -85,7 +85,7 @@ def cut_for(load: Load, context: RankContext, expected: Sequence[JobSpec]) -> Ba
     """Of the base that the rank loads, if it is in stages. Raises as `cut_base`."""
     if not context.stages:
         return None
-    outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision))
+    outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision), load.deterministic)
     return cut_base(outlined, torch.device(load.device), len(context.stages), expected)
 
 
