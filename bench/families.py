@@ -67,9 +67,12 @@ there, and with experts as targets by tests/supermodel/test_expert_targets.py.
 OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
 LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
 SPECIAL: dict[str, dict[str, Any]] = {
+    "llama4_text": {"num_experts_per_tok": 1},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
-"""What a class's default leaves out, by the text model's type: Gemma 4's layers with experts have its dense ones too."""
+"""What a class's default leaves out, by the text model's type: Gemma 4's layers with experts have its dense ones too. Both checkpoints of
+Llama 4 send a token to one expert.
+"""
 OTHER_TYPES = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}  # in checkpoints, not in the class's default
 TOWER: dict[str, Any] = {"depth": 1, "num_hidden_layers": 1, "n_layers": 1, "out_hidden_size": TINY["hidden_size"]}
 State = Literal["trained", "refused", "not tried"]

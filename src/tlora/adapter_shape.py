@@ -56,12 +56,20 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected
 
 
 class ExpertSize(NamedTuple):
-    """Of a parameter of experts: features of one expert, how many there are, and to how many a token goes (0: not known)."""
+    """Of a parameter of experts: features of one expert as an adapter has them, how many there are, and to how many a token goes (0: not
+    known). `exchanged`: A lies at the outputs of the product that the parameter is in, and B at its inputs.
+    """
 
     in_features: int
     out_features: int
     experts: int
     per_token: int
+    exchanged: bool = False
+
+    @property
+    def product(self) -> tuple[int, int]:
+        """In and out features of that product."""
+        return (self.out_features, self.in_features) if self.exchanged else (self.in_features, self.out_features)
 
 
 class LoraShape(BaseModel):

@@ -1,16 +1,36 @@
-"""Experts as targets on a GPU: together is alone byte for byte with `deterministic`, and gradients and steps are PEFT's."""
+"""Experts as targets on a GPU: together is alone byte for byte with `deterministic` and in captured passes of one size; gradients and
+steps are PEFT's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import Tensor
 
 from tests.supermodel.mxfp4_bases import pack
-from tests.supermodel.test_expert_targets import BOTH, FAMILIES, UP_DOWN, check_against_peft, check_together, make_model, train
+from tests.supermodel.test_expert_targets import (
+    BOTH,
+    FAMILIES,
+    TRAIN,
+    UP_DOWN,
+    batch_of,
+    check_against_peft,
+    check_together,
+    make_model,
+    train,
+)
 from tlora.job import LoraConfig
-from tlora.supermodel.load import load_base
+from tlora.supermodel import supermodel
+from tlora.supermodel.experts import Experts
+from tlora.supermodel.fast_path import FastPath
+from tlora.supermodel.load import Base, load_base, make_base
+from tlora.supermodel.lora_linear import Context
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -42,3 +62,62 @@ def test_experts_in_mxfp4_are_widened_to_the_same_bits(dtype: str, tmp_path: Pat
     assert torch.equal(together["a"], expected["a"]) and torch.equal(together["b"], expected["b"])
     for job_id in "abc":
         assert torch.equal(train(packed, job_id)[job_id], together[job_id]), job_id
+
+
+# -- captured passes -----------------------------------------------------------------------------------------------------
+
+AT_EXPERTS = {
+    "a": LoraConfig(r=4, target_parameters=BOTH, target_modules=[]),
+    "b": LoraConfig(r=20, target_parameters=["gate_up_proj"], target_modules=["o_proj"]),
+    "c": LoraConfig(r=16, target_parameters=BOTH, target_modules=["q_proj"]),
+}
+STAYS = {"a": range(12), "b": range(8), "c": range(4, 12)}
+"""In which steps each job is there: the last joins beside two others, and then one of these leaves."""
+
+
+def make_captured(monkeypatch: pytest.MonkeyPatch) -> SuperModel:
+    """In bf16 on compiled layers, in the form of them whose bits do not depend on where a row lies. No two experts tie."""
+
+    def in_one_form(base: Base, linears: Any, context: Context, _: bool, experts: Experts) -> FastPath:
+        return FastPath(base, linears, context, True, experts)
+
+    monkeypatch.setattr(supermodel, "FastPath", in_one_form)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen3-moe"], dtype=torch.bfloat16)
+    return SuperModel(make_base(model.eval().to(DEVICE), "qwen3-moe"))
+
+
+def stay(shared: SuperModel, stays: Mapping[str, range]) -> tuple[dict[str, Tensor], list[int]]:
+    """What each job has when it leaves, and after each step how many shapes have a graph."""
+    assert shared.fast_path is not None and shared.fast_path.runs_experts and shared.fast_path._graphs is not None
+    found, captured = dict[str, Tensor](), list[int]()
+    for step in range(12):
+        for job_id in (job_id for job_id, steps in stays.items() if step == steps.start):
+            shared.join(job_id, AT_EXPERTS[job_id], TRAIN.model_copy(update={"seed": ord(job_id)}))
+        present = [job_id for job_id, steps in stays.items() if step in steps]
+        if not present:
+            continue
+        shared.forward_backward(batch_of("".join(present), step, device=DEVICE).padded(512))
+        assert all(stats.applied for stats in shared.optim_step(present).values())
+        captured.append(shared.fast_path._graphs.num_captured)
+        for job_id in (job_id for job_id, steps in stays.items() if step == steps[-1]):
+            found[job_id] = shared.leave(job_id).params.cpu()
+    return found, captured
+
+
+def test_captured_passes_with_jobs_at_experts_that_come_and_go_are_those_of_a_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last byte: all batches have as many tokens, since a library's product of a router has other bits for another number."""
+    torch._dynamo.reset()
+    shared = make_captured(monkeypatch)
+    together, captured = stay(shared, STAYS)
+    assert all(captured[step] > 0 for step in (3, 7, 11)), f"graphs after each step: {captured}"
+    for job_id, steps in STAYS.items():
+        alone, graphs = stay(shared, {job_id: steps})
+        assert graphs[-1] > 0 and torch.equal(alone[job_id], together[job_id]), job_id
+    hook = shared.base.decoder.register_forward_hook(lambda *_: None)  # a pass with hooks is launched as it is
+    uncaptured, _ = stay(shared, {"c": STAYS["c"]})
+    hook.remove()
+    assert torch.equal(uncaptured["c"], together["c"])
+    begun = stay(shared, {"c": range(11, 12)})[0]["c"]
+    assert not torch.equal(begun, together["c"]), "steps change nothing, so nothing was compared"

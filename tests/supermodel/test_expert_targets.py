@@ -34,6 +34,7 @@ from tlora.supermodel import experts as blocks
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.load import make_base, outline
+from tlora.supermodel.scaled_experts import why_left
 from tlora.supermodel.supermodel import SuperModel
 
 FAMILIES: dict[str, Any] = {
@@ -61,6 +62,9 @@ FAMILIES: dict[str, Any] = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    "llama4": transformers.Llama4TextConfig(
+        **SIZE, head_dim=64, num_local_experts=8, num_experts_per_tok=1, intermediate_size_mlp=320, attention_chunk_size=16, moe_layers=[1]
+    ),
     "minimax-m2": transformers.MiniMaxM2Config(**SIZE, head_dim=64, num_local_experts=8, num_experts_per_tok=2),
     "qwen3.5-moe": transformers.Qwen3_5MoeTextConfig(
         **SIZE,
@@ -86,8 +90,8 @@ FAMILIES: dict[str, Any] = {
     ),
 }
 IN_FP32 = ("nemotron-3-h",)  # whose own experts add slots in fp32, in an fp64 model too
-# DeepSeek's router and Qwen3.5's decays are fp32 as well: a GPU rounds these by how many tokens there are.
-IN_FP32_BY_TOKENS = ("deepseek-v3", "qwen3.5-moe")
+# DeepSeek's router, Llama 4's scores and Qwen3.5's decays are fp32 as well: a GPU rounds these by how many tokens there are.
+IN_FP32_BY_TOKENS = ("deepseek-v3", "qwen3.5-moe", "llama4")
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 UP_DOWN = ["experts.up_proj", "experts.down_proj"]  # of experts without gates
 TRAIN = TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant", weight_decay=0.1, max_grad_norm=0.0, seed=1)
@@ -231,6 +235,7 @@ SLOW = pytest.mark.slow
 DIVIDED = LoraConfig(r=12, lora_alpha=8, target_parameters=BOTH, target_modules=["o_proj"], expert_rank="divide")
 CASES = [
     pytest.param("qwen3-moe", DIVIDED, id="qwen3-moe"),
+    pytest.param("llama4", LoraConfig(r=3, target_parameters=BOTH, target_modules=["o_proj"]), id="llama4"),
     pytest.param("gpt-oss", LoraConfig(r=3, target_parameters=BOTH, target_modules=[]), id="gpt-oss"),
     pytest.param("gemma4", LoraConfig(r=2, target_parameters=BOTH, target_modules=["o_proj"]), id="gemma4", marks=SLOW),
     pytest.param("mixtral", LoraConfig(r=3, target_parameters=["down_proj"], target_modules=[], use_rslora=True), id="one", marks=SLOW),
@@ -253,6 +258,27 @@ CASES = [
 @pytest.mark.parametrize(("family", "lora"), CASES)
 def test_gradients_and_steps_are_pefts(family: str, lora: LoraConfig, tmp_path: Path) -> None:
     check_against_peft(family, lora, tmp_path)
+
+
+def test_tokens_that_are_scaled_elsewhere_or_at_several_experts_are_refused() -> None:
+    """Llama 4: scores behind its experts are not what its block computes; with two experts a token it is left frozen, and says so."""
+    with planted((blocks, "_scaled", lambda _, x_TH, weights_TK: (x_TH, weights_TK))):
+        assert "computes something else than its parameters say" in (make_shared("llama4", torch.float32).experts.why_not or "")
+    two = copy.deepcopy(FAMILIES["llama4"])
+    two.num_experts_per_tok = 2
+    shared = SuperModel(make_base(transformers.AutoModelForCausalLM.from_config(two).eval(), "llama4"))
+    with pytest.raises(ModelError, match="cannot be adapted: Llama4TextExperts: they take tokens multiplied by their routers' scores"):
+        shared.layout(JOBS["a"])
+    assert not shared.experts.sizes and shared.layout(JOBS["c"]).numel
+
+
+def test_experts_of_which_some_are_identities_are_refused() -> None:
+    """LongCat-Flash: one parameter has rows for them, the other none."""
+    experts = nn.Module()
+    experts.gate_up_proj, experts.down_proj = nn.Parameter(torch.zeros(6, 8, 4)), nn.Parameter(torch.zeros(4, 4, 4))
+    assert why_left(nn.ModuleDict({"experts": experts})) == (
+        "Module: gate_up_proj is of 6 experts and down_proj of 4: the others give a token back as it is"
+    )
 
 
 # -- together and alone --------------------------------------------------------------------------------------------------
@@ -390,11 +416,11 @@ def unsorted(chosen_TK: Tensor, ends: Sequence[int], num_experts: int) -> expert
     return experts.Routing(healthy.slots, order_S, inverse_S, healthy.runs)
 
 
-def mixed(rows: Any, routing: experts.Routing, count: int) -> Any:
+def mixed(rows: Any, routing: experts.Routing, count: int, exchanged: bool) -> Any:
     """All jobs' gradients of an expert go to the first job that has it."""
     owners = {run.expert: run.run for run in reversed(routing.runs) if run.run < len(rows.slots) and rows.slots[run.run]} if rows else {}
     runs = tuple(ExpertRun(r.expert, owners.get(r.expert, r.run), r.s0, r.s1) for r in routing.runs)
-    return healthy_adapters(rows, experts.Routing(routing.slots, routing.order_S, routing.inverse_S, runs), count)
+    return healthy_adapters(rows, experts.Routing(routing.slots, routing.order_S, routing.inverse_S, runs), count, exchanged)
 
 
 def expert_major(b_RN: Tensor, count: int) -> Tensor:
@@ -479,5 +505,5 @@ def test_experts_of_the_oldest_transformers_are_targets_too() -> None:
 def test_the_outline_of_a_base_has_its_experts(tmp_path: Path) -> None:
     FAMILIES["gpt-oss"].save_pretrained(tmp_path)
     sizes = SuperModel(outline(str(tmp_path))).experts.sizes
-    assert sizes["model.layers.1.mlp.experts.gate_up_proj"] == (256, 640, 4, 2)
-    assert sizes["model.layers.0.mlp.experts.down_proj"] == (320, 256, 4, 2)
+    assert sizes["model.layers.1.mlp.experts.gate_up_proj"] == (256, 640, 4, 2, False)
+    assert sizes["model.layers.0.mlp.experts.down_proj"] == (320, 256, 4, 2, False)

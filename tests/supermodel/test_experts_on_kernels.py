@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,14 @@ SIZE: dict[str, Any] = {
 }
 FAMILIES: dict[str, Any] = {
     "qwen3-moe": transformers.Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "llama4": transformers.Llama4TextConfig(
+        **SIZE | {"intermediate_size": 32},
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_chunk_size=16,
+        moe_layers=[0],
+    ),
     "gpt-oss": transformers.GptOssConfig(**SIZE | {"intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
 BOTH, ATTENTION = ["experts.gate_up_proj", "experts.down_proj"], ["q_proj", "o_proj"]
@@ -90,13 +99,24 @@ def gradients(shared: SuperModel, job_ids: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["pass", "plain path"])
-@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3-moe", "llama4", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_plain_experts(family: str, fast: bool) -> None:
     with torch.compiler.set_stance("force_eager"):
         found = gradients(make_shared(family, kernels=True, fast=fast), "abc")
     expected = gradients(make_shared(family, kernels=False, fast=False), "abc")
     for job_id, gradient in found.items():
         assert_close(gradient, expected[job_id], CLOSE, f"gradient of {job_id}")
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["pass", "plain path"])
+def test_the_digest_of_tiles_has_those_of_experts(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all else of a pass is on the plain path, as in a deterministic run."""
+    from tlora.kernels import expert_kernels
+
+    found, healthy = make_shared("qwen3-moe", kernels=True, fast=fast).tiles, expert_kernels.sum_tile
+    assert found is not None and found != make_shared("qwen3-moe", kernels=False, fast=fast).tiles
+    monkeypatch.setattr(expert_kernels, "sum_tile", lambda dtype: replace(healthy(dtype), tokens=64))
+    assert make_shared("qwen3-moe", kernels=True, fast=fast).tiles not in (None, found)
 
 
 @pytest.mark.slow

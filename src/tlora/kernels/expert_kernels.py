@@ -7,7 +7,7 @@ and J, so that a pass over experts can be captured. What rows of experts others 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -159,6 +159,12 @@ def shrink_tile(dtype: torch.dtype) -> SkinnyTile:
 def sum_tile(dtype: torch.dtype) -> SkinnyTile:
     """Its `tokens` and no more are part of the bits: where blocks of a sample's rows begin."""
     return SkinnyTile(32, 64, 1, 4) if dtype.itemsize == 4 else SkinnyTile(16, 128, 1, 4)
+
+
+def all_tiles(columns: Iterable[int], dtype: torch.dtype, card: CardClass) -> tuple[object, ...]:
+    """All that parameters that give so many columns, forward or back, can get: what a job's bits may depend on."""
+    gemms = [gemm_tile(rows, each, dtype, card) for rows in (64, 128) for each in sorted(set(columns))]
+    return (*gemms, shrink_tile(dtype), sum_tile(dtype), PIECE)
 
 
 def shrink(x: Tensor, routing: ExpertRouting, rows: ExpertRows, which: int, gathers: bool, tile: SkinnyTile | None = None) -> Tensor:

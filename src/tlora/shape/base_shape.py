@@ -78,7 +78,7 @@ def parse_shape(found: Mapping[str, Any]) -> BaseShape:
         tuple(map(str, found["notes"])),
         parse_parts(found["parts"]),
         _embedding(found),
-        {str(name): ExpertSize(*map(int, size)) for name, size in dict(found.get("parameters", {})).items()},
+        {str(name): ExpertSize(*map(int, size[:4]), exchanged=any(size[4:])) for name, size in dict(found.get("parameters", {})).items()},
     )
 
 

@@ -6,14 +6,12 @@ family's own. A family is proven when a model of it is taken: our path has to gi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -21,13 +19,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tlora.adapter_shape import ExpertSize
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout
+from tlora.kernels.cards import CardClass
 from tlora.kernels.device import may_run_kernels
 from tlora.kernels.experts import ExpertAdapters, ExpertWeights, combine, dispatch, expert_linear, route
 from tlora.kernels.multi_lora import LoraWeights
 from tlora.kernels.reference import Segment
 from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.expert_jobs import JobRows, Source, jobs_in
 from tlora.supermodel.held_experts import HeldExperts
-from tlora.supermodel.lora_linear import ActiveBatch, Context
+from tlora.supermodel.lora_linear import Context
+from tlora.supermodel.scaled_experts import adopt, all_tokens, is_scaled, why_left
 
 if TYPE_CHECKING:
     from tlora.kernels.expert_kernels import ExpertBatch  # these bring triton, which not every CPU install has
@@ -37,23 +38,6 @@ NAME = "tlora_experts"
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of 16 bits, where eager experts round each sum of slots:
 _OF_16_BITS = 5e-2
-
-
-@dataclass(frozen=True)
-class JobRows:
-    """The jobs of a batch at one parameter: where their tokens end, and each one's rows and scale, None where it adapts it not. `batch`:
-    the tables of kernels, where these compute experts.
-    """
-
-    ends: tuple[int, ...]
-    slots: tuple[tuple[range, float] | None, ...]
-    weights: LoraWeights
-    anchor: Tensor | None = None
-    batch: ExpertBatch | None = None
-
-
-Source = Callable[[str], JobRows | None]
-"""What jobs add at the parameter of a dotted name, in the pass that runs now; None where none does."""
 
 
 class PassExperts:
@@ -68,6 +52,7 @@ class PassExperts:
     def run(self, module: Any, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, pass_number: Tensor) -> Tensor:
         """As `ExpertBlock.run`, with what the jobs of the pass add."""
         operations: Any = torch.ops.tlora
+        x_TH, weights_TK = _scaled(module, x_TH, weights_TK)
         routed, slots = operations.route_experts(experts_TK, self.up, pass_number), experts_TK.shape[1]
         y_SN = operations.expert_linear(x_TH.to(self.dtype), routed, self.widths[0], slots, self.up, self.up, pass_number)
         y_SH = operations.expert_linear(_activated(module, y_SN), routed, self.widths[1], 0, self.down, self.up, pass_number)
@@ -97,10 +82,22 @@ class ExpertBlock:
         """Whether it has weights that are no plain parameters: then no other code than ours computes with them in training."""
         return any(isinstance(getattr(self.module, name), HeldExperts) for name in self.parameters)
 
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether A of an adapter lies at the outputs, and B at the inputs: PEFT, which asks a module for `is_transposed`, reads parameters
+        [E, in, out] of one that does not say so as [E, out, in].
+        """
+        return is_scaled(self.module)
+
     def size(self, parameter: str) -> ExpertSize:
+        """As an adapter has it."""
         experts, rows, columns = getattr(self.module, parameter).shape
-        inputs, outputs = (rows, columns) if self.module.is_transposed else (columns, rows)
-        return ExpertSize(inputs, outputs, experts, _per_token(self.module.config))
+        inputs, outputs = (rows, columns) if self.module.is_transposed != self.is_exchanged else (columns, rows)
+        return ExpertSize(inputs, outputs, experts, _per_token(self.module.config), self.is_exchanged)
+
+    def jobs(self) -> dict[str, JobRows | None]:
+        """What they add at each parameter in the pass that runs now."""
+        return {name: self.source(f"{self.name}.{name}") for name in self.parameters} if self.source is not None else {}
 
     def weights(self, parameter: str) -> ExpertWeights:
         bias = getattr(self.module, f"{parameter}_bias") if self.module.has_bias else None
@@ -113,6 +110,7 @@ class ExpertBlock:
 
     def run(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, jobs: dict[str, JobRows | None]) -> Tensor:
         """With what `jobs` add at each parameter."""
+        x_TH, weights_TK = _scaled(self.module, x_TH, weights_TK)
         first = next((rows for rows in jobs.values() if rows is not None), None)
         if first is not None and first.batch is not None:
             return self._run_kernels(x_TH, experts_TK, weights_TK, first.batch, first.anchor)
@@ -120,7 +118,7 @@ class ExpertBlock:
         anchor = None if first is None else first.anchor
         up, down = self.weights(self.up), self.weights("down_proj")
         routing = route(experts_TK, ends, up.weight.shape[0])
-        adapters = {name: _adapters(rows, routing, up.weight.shape[0]) for name, rows in jobs.items()}
+        adapters = {name: _adapters(rows, routing, up.weight.shape[0], self.is_exchanged) for name, rows in jobs.items()}
         y_SN = expert_linear(dispatch(x_TH.to(up.weight.dtype), routing), lambda: up, routing, adapters.get(self.up), anchor)
         y_SH = expert_linear(_activated(self.module, y_SN), lambda: down, routing, adapters.get("down_proj"), anchor)
         return combine(_normed(self.module, y_SH), weights_TK, routing).to(x_TH.dtype)
@@ -136,6 +134,11 @@ class ExpertBlock:
         y_SN = kernels.expert_linear(x_TH.to(dtype), partial(_dense, up), routing, rows[self.up], True, anchor)
         y_SH = kernels.expert_linear(_activated(self.module, y_SN), partial(_dense, down), routing, rows["down_proj"], anchor=anchor)
         return kernels.combine(_normed(self.module, y_SH), weights_TK, routing).to(x_TH.dtype)
+
+
+def _scaled(module: Any, x_TH: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """x and the weights of what experts give, where tokens are scaled before these."""
+    return (x_TH * weights_TK, torch.ones_like(weights_TK)) if is_scaled(module) else (x_TH, weights_TK)
 
 
 def _activated(module: Any, y_SN: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ def _per_token(config: Any) -> int:
     return next((value for value in found if isinstance(value, int)), 0)
 
 
-def _adapters(rows: JobRows | None, routing: Any, experts: int) -> ExpertAdapters | None:
+def _adapters(rows: JobRows | None, routing: Any, experts: int, exchanged: bool) -> ExpertAdapters | None:
     if rows is None:
         return None
     segments: list[Segment] = []
@@ -186,7 +189,9 @@ def _adapters(rows: JobRows | None, routing: Any, experts: int) -> ExpertAdapter
             rank = len(own) // experts
             first = own.start + run.expert * rank
             segments.append(Segment(run.s0, run.s1, first, first + rank, scale))
-    return ExpertAdapters(rows.weights, tuple(segments))
+    own = rows.weights
+    weights = LoraWeights(own.b_RN, own.a_RK, own.db_RN, own.da_RK) if exchanged else own
+    return ExpertAdapters(weights, tuple(segments))
 
 
 def _block_of(name: str, module: Any) -> ExpertBlock:
@@ -201,10 +206,21 @@ def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     if passes is not None and passes.context.pass_number is not None:
         return passes.run(module, hidden_states, top_k_index, top_k_weights, passes.context.pass_number)
     block = _block_of("", module)
-    jobs = {name: block.source(f"{block.name}.{name}") for name in block.parameters} if block.source is not None else {}
+    jobs = block.jobs()
     if all(rows is None for rows in jobs.values()) and not block.is_held:
         return block.frozen(hidden_states, top_k_index, top_k_weights)
     return block.run(hidden_states, top_k_index, top_k_weights, jobs)
+
+
+def _is_ours(module: Any) -> bool:
+    """Whether it asks us in the pass that runs now, and we do not leave it to its own code."""
+    passes = getattr(module, "tlora_passes", None)
+    if module.config._experts_implementation != NAME:
+        return False
+    if passes is not None and passes.context.pass_number is not None:
+        return True
+    block = _block_of("", module)
+    return block.is_held or any(rows is not None for rows in block.jobs().values())
 
 
 class Experts:
@@ -215,7 +231,7 @@ class Experts:
 
     def __init__(self, model: nn.Module) -> None:
         self.blocks = [_block_of(name, module) for name, module in _adaptable(model)]
-        self.why_not = _why_not(self.blocks)
+        self.why_not = _why_not(self.blocks) or why_left(model)
         self._dtype = self.blocks[0].module.down_proj.dtype if self.blocks else torch.float32
         usable = [] if self.why_not else self.blocks
         self.sizes = {f"{block.name}.{name}": block.size(name) for block in usable for name in block.parameters}
@@ -228,6 +244,14 @@ class Experts:
         """Whether they would on `device`: one that runs kernels, for parameters in 16 or 32 bits whose widths these take."""
         parameters = [getattr(block.module, name) for block in self.blocks for name in block.parameters]
         return bool(self.sizes) and all(_fits(p) for p in parameters) and may_run_kernels(device)
+
+    def tiles(self, card: CardClass) -> tuple[object, ...]:
+        """Of the kernels, where they compute experts: part of the bits of jobs at these; else nothing."""
+        if not self.on_kernels:
+            return ()
+        from tlora.kernels.expert_kernels import all_tiles
+
+        return all_tiles((width for widths in self.widths.values() for width in widths), self._dtype, card)
 
     @property
     def widths(self) -> dict[str, tuple[int, int]]:
@@ -245,7 +269,7 @@ class Experts:
     def expect(self, layout: AdapterLayout, context: Context, alone: bool) -> None:
         """An adapter of `layout` joins, of which batches that are active in `context` tell. `alone`: no other path computes the model."""
         if any(shape.experts > 1 for shape in layout.shapes):
-            self.install(partial(jobs_in, context, tuple(self.sizes) if self.on_kernels else ()))
+            self.install(partial(jobs_in, context, self.sizes if self.on_kernels else {}))
             self.take_over(alone)
 
     def take_passes(self, context: Context) -> None:
@@ -256,7 +280,8 @@ class Experts:
         numbers = list(self.sizes)
         for block in self.blocks:
             up, down = (f"{block.name}.{name}" for name in (block.up, "down_proj"))
-            own, widths = (numbers.index(up), numbers.index(down)), (self.sizes[up].out_features, self.sizes[down].out_features)
+            own = numbers.index(up), numbers.index(down)
+            widths = self.sizes[up].product[1], self.sizes[down].product[1]
             block.module.tlora_passes = PassExperts(context, own, widths, block.module.down_proj.dtype)
 
     def requests(self, device: torch.device) -> tuple[ExpertRequest, ...]:
@@ -269,9 +294,7 @@ class Experts:
                 size, dtype = block.size(name), str(self._dtype).removeprefix("torch.")
                 layout = block.module.is_transposed, bool(block.module.has_bias)
                 if size.per_token:
-                    request = ExpertRequest(
-                        size.in_features, size.out_features, size.experts, size.per_token, *layout, name == block.up, dtype
-                    )
+                    request = ExpertRequest(*size.product, size.experts, size.per_token, *layout, name == block.up, dtype)
                     found[request] = None
         return tuple(found)
 
@@ -305,53 +328,20 @@ class Experts:
                 block.source = None
 
 
-def jobs_in(context: Context, on_kernels: tuple[str, ...], parameter: str) -> JobRows | None:
-    """A `Source`: of the batch that is active in `context`. `on_kernels`: all parameters, where kernels compute them."""
-    active: ActiveBatch | None = context.active
-    if active is None or active.bank is None:
-        return None
-    slots = tuple(active.bank.slot(span.job_id, parameter) for span in active.batch.spans)
-    if not any(slots):
-        return None
-    rows = active.bank.linear(parameter)
-    weights = LoraWeights(rows.a_RK, rows.b_RN, rows.da_RK, rows.db_RN)
-    if on_kernels and not active.expert_batches:
-        active.expert_batches.append(kernel_batch(active.batch, active.bank, on_kernels))
-    batch = active.expert_batches[0] if active.expert_batches else None
-    anchor = active.anchor if torch.is_grad_enabled() else None
-    return JobRows(tuple(span.t1 for span in active.batch.spans), slots, weights, anchor, batch)
-
-
-def kernel_batch(batch: PackedBatch, bank: AdapterBank, parameters: Iterable[str]) -> ExpertBatch:
-    """`batch` as the kernels of experts see it. One copy to the device, which the host does not wait for."""
-    from tlora.kernels.expert_kernels import make_batch
-
-    addresses = [bank.addresses(span.job_id) if span.job_id in bank else {} for span in batch.spans]
-    rows: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for name in parameters:
-        slots = [of_job.get(name) for of_job in addresses]
-        if any(slots):
-            table = [(slot.a, slot.b, slot.da, slot.db, slot.rank) if slot else (0, 0, 0, 0, 0) for slot in slots]
-            rows[name] = np.array(table, np.int64), np.array([slot.scale if slot else 0.0 for slot in slots])
-    return make_batch([span.lengths for span in batch.spans], len(batch.input_ids_T), rows, batch.input_ids_T.device)
-
-
 def _dense(weights: ExpertWeights) -> ExpertWeights:
     """With a plain tensor, as kernels read it."""
     return replace(weights, weight=weights.weight.dense()) if isinstance(weights.weight, HeldExperts) else weights
 
 
 def _fits(parameter: nn.Parameter | HeldExperts) -> bool:
-    if isinstance(parameter, HeldExperts):
-        sound = math.prod(parameter.shape) < 1 << 31  # what widens it counts in 32 bits
-    else:
-        sound = parameter.is_contiguous()
+    sound = isinstance(parameter, HeldExperts) or parameter.is_contiguous()
     widths = parameter.shape[1] % 16 == parameter.shape[2] % 16 == 0
     return sound and widths and parameter.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _adaptable(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules of several experts that transformers computes by its `ExpertsInterface`."""
+    """Modules of several experts that transformers computes by its `ExpertsInterface`, and those that are made to ask us as these do."""
+    adopt(model, _is_ours, _experts_forward)
     for name, module in model.named_modules():
         found: Any = module
         if not all(hasattr(found, key) for key in ("has_gate", "has_bias", "is_transposed", "config")):
@@ -368,11 +358,12 @@ def _why_not(blocks: list[ExpertBlock]) -> str | None:
     for block in {type(block.module): block for block in reversed(here)}.values():
         size, weight = block.size(block.up), getattr(block.module, block.up)[0]
         generator = torch.Generator().manual_seed(0)
-        tokens, slots = 7, min(2, size.experts)
-        x_TH = torch.randn(tokens, size.in_features, generator=generator).to(weight)
+        scaled = is_scaled(block.module)
+        tokens, slots = 7, 1 if scaled else min(2, size.experts)
+        x_TH = torch.randn(tokens, block.weights("down_proj").out_features, generator=generator).to(weight)
         experts_TK = torch.stack([torch.randperm(size.experts, generator=generator)[:slots] for _ in range(tokens)]).to(weight.device)
         weights_TK = torch.rand(tokens, slots, generator=generator).to(weight)
-        eager: Any = type(block.module).forward.__wrapped__  # type: ignore[attr-defined]
+        eager: Any = all_tokens if scaled else type(block.module).forward.__wrapped__  # type: ignore[attr-defined]
         try:
             wanted, got = eager(block.module, x_TH, experts_TK, weights_TK), block.run(x_TH, experts_TK, weights_TK, {})
         except (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError) as error:

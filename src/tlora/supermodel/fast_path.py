@@ -32,7 +32,8 @@ from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel.attention import chunk_of
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, CudaGraphs, Shape
-from tlora.supermodel.experts import Experts, kernel_batch
+from tlora.supermodel.expert_jobs import kernel_batch
+from tlora.supermodel.experts import Experts
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
@@ -115,7 +116,7 @@ class FastPath:
             self._names += members
         if base.stage is None or base.stage.layers.is_first:
             self.groups[0] = replace(self.groups[0], passes_back=False)  # before it there is the embedding
-        self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype)
+        self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype, experts)
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
         self._known: dict[tuple[int, str], tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
@@ -329,14 +330,24 @@ def compile_ahead(
     return start(replace(order, packed=tuple(packed), experts=adapted))
 
 
-def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype) -> str:
+def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype, experts: Experts) -> str:
     from tlora.kernels.tiles import digest, keys_of
     from tlora.kernels.varlen_attention import all_tiles
 
     weight_dtypes = {linear.form.dtype for linear in linears}
     keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
     tiles = groups[0].tiles
-    return digest(tiles, keys, all_tiles(tiles.card)[dtype.itemsize])
+    attention, of_experts = all_tiles(tiles.card)[dtype.itemsize], experts.tiles(tiles.card)
+    return digest(tiles, keys, (attention, of_experts) if of_experts else attention)
+
+
+def digest_of_experts(experts: Experts, device: torch.device) -> str | None:
+    """Of the tiles of the kernels that compute `experts` where all else is on the plain path; None where none do."""
+    if not experts.on_kernels:
+        return None
+    from tlora.kernels.tiles import TileTable, digest
+
+    return digest(TileTable(), (), experts.tiles(launched_as(device)))
 
 
 def _experts_wait(base: Base, device: torch.device) -> bool:

@@ -30,7 +30,7 @@ from tlora.sharing.peers import Sharing
 from tlora.supermodel.base_config import longest_safe_sequence
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.experts import Experts
-from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, why_not_fused
+from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, digest_of_experts, why_not_fused
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.job_by_job import make_optimizer
 from tlora.supermodel.load import Base, load_base
@@ -122,8 +122,10 @@ class SuperModel(nn.Module):
 
     @property
     def tiles(self) -> str | None:
-        """Digest of the tile shapes of the GPU kernels for this base's linears: part of every job's bits. None without kernels."""
-        return self.fast_path.tiles if self.fast_path is not None else None
+        """Digest of the tile shapes of the GPU kernels for this base's linears and experts: part of every job's bits. None without
+        kernels.
+        """
+        return self.fast_path.tiles if self.fast_path is not None else digest_of_experts(self.experts, self.device)
 
     @property
     def _path(self) -> FastPath | PlainPath:
