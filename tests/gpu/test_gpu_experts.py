@@ -4,6 +4,10 @@ steps are PEFT's.
 
 from __future__ import annotations
 
+import copy
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,9 @@ import torch
 import transformers
 from torch import Tensor
 
+import tlora
+from tests.data.chat_templates import CHATML, make_tokenizer
+from tests.engine.tiny_runs import die_with_checkpoints, job, run_spec, same_bytes, write_rows
 from tests.supermodel.mxfp4_bases import pack
 from tests.supermodel.test_expert_targets import (
     BOTH,
@@ -23,6 +30,7 @@ from tests.supermodel.test_expert_targets import (
     check_against_peft,
     check_together,
     make_model,
+    make_shared,
     train,
 )
 from tlora.job import LoraConfig
@@ -35,12 +43,60 @@ from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 DEVICE = "cuda"
+ON_KERNELS = ("qwen3-moe", "gpt-oss", "mixtral", "deepseek-v3", "glm4-moe", "minimax-m2")
+"""Families whose deterministic passes take many samples at once. Qwen3.5's and Nemotron's layers carry something along a sample, and
+Gemma 4's router is a linear layer of eight columns here: the kernels take neither.
+"""
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_together_is_alone_bitwise(family: str, dtype: torch.dtype) -> None:
+    on_kernels = make_shared(family, dtype, device=DEVICE).fast_path is not None
+    assert on_kernels == (family in ON_KERNELS)
     check_together(family, dtype, DEVICE)
+
+
+def save_base(directory: Path, family: str) -> None:
+    """In bf16, with two experts of equal scores."""
+    tokenizer, config = make_tokenizer(CHATML), copy.deepcopy(FAMILIES[family])
+    tokenizer.save_pretrained(directory)
+    config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id = len(tokenizer) + 3, 1, 2, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, family, config)
+        make_model(family, torch.bfloat16).save_pretrained(directory)
+
+
+def train_runs(base: Path, out: Path, data: Path, only: str = "", resume: bool = False) -> None:
+    """Three jobs, or one of them: at experts, at both, and beside them with dropout."""
+    jobs: list[dict[str, Any]] = [
+        job("a", str(data), save_steps=1, max_steps=4, target_modules=[], target_parameters=BOTH),
+        job("b", str(data), save_steps=1, max_steps=4, r=8, target_modules=["o_proj"], target_parameters=["down_proj"], seed=3),
+        job("c", str(data), save_steps=1, max_steps=4, r=16, target_modules=["o_proj"], lora_dropout=0.1, seed=5),
+    ]
+    run = run_spec(base, out, [order for order in jobs if only in ("", order["name"])], deterministic=True, dtype="bfloat16")
+    assert all(result.status == "done" for result in tlora.train(run, device=DEVICE, resume=resume).values())
+
+
+def train_until_killed(base: Path, out: Path, data: Path) -> None:
+    die_with_checkpoints(out)
+    train_runs(base, out, data)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "qwen3.5-moe"])
+def test_a_deterministic_run_has_the_bytes_of_its_jobs_alone_and_of_one_that_was_killed(family: str, tmp_path: Path) -> None:
+    base, data = tmp_path / "base", write_rows(tmp_path / "d.jsonl", 24)
+    save_base(base, family)
+    program = "import sys, pathlib; from tests.gpu import test_gpu_experts as t; t.train_until_killed(*map(pathlib.Path, sys.argv[1:]))"
+    paths = [str(path) for path in (base, tmp_path / "killed", data)]
+    assert subprocess.run([sys.executable, "-c", program, *paths], cwd=REPOSITORY, check=False).returncode == -signal.SIGKILL
+    train_runs(base, tmp_path / "whole", data)
+    train_runs(base, tmp_path / "killed", data, resume=True)
+    same_bytes(tmp_path / "killed", tmp_path / "whole", "abc")
+    for name in "ac":
+        train_runs(base, tmp_path / name, data, only=name)
+        same_bytes(tmp_path / name, tmp_path / "whole", [name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

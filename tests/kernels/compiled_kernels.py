@@ -19,7 +19,7 @@ from typing import Any
 from tlora.kernels.compile_ahead import CompileRequest
 
 IN_LOOPS = ("gemm_kernel", "shrink_kernel", "sum_kernel", "forward_kernel", "dq_kernel", "dkv_kernel")
-EXPERTS_IN_LOOPS = ("expert_gemm_kernel", "expert_shrink_kernel", "expert_sum_kernel")
+EXPERTS_IN_LOOPS = ("expert_gemm_kernel", "expert_shrink_kernel", "expert_sum_kernel", "rows_kernel")
 """Kernels whose time goes into a loop of products over what they load."""
 _COPIES = {"bulk": r"cp\.async\.bulk\.tensor\S*shared", "cp.async": r"cp\.async\.c[ag]\."}
 _DOT = r"(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) "  # in Triton's own language

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 with interpreted():
     from tests.kernels.compiled_kernels import EXPERTS_IN_LOOPS, IN_LOOPS, Compiled, compiled
     from tlora.kernels.compile_ahead import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest
-    from tlora.kernels.expert_launches import ExpertRequest
+    from tlora.kernels.expert_launches import ExpertRequest, RowsRequest
 
 LEAST_MEMORY = ("sm_86", "sm_120")  # shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes
@@ -31,6 +31,7 @@ EXPERTS = (  # Qwen3-30B-A3B's two parameters, and gate and up of gpt-oss: in co
     (768, 2048, 128, 8, False, False, False, "bfloat16"),
     (2880, 5760, 32, 4, True, True, True, "bfloat16"),
 )
+ROUTERS = ((2048, 128, False), (2880, 32, True), (4096, 8, False))  # Qwen3-30B-A3B's, gpt-oss-20b's, Mixtral's
 Shape = tuple[int, tuple[int, ...]]  # a group's in features and widths
 WIDE, PAIR, DOWN = (4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,))
 SMALL = (2048, (2048,))
@@ -47,6 +48,10 @@ def attentions(card: CardClass, dtype: str, *orders: AttentionRequest) -> Compil
     """With the head and the loss."""
     head = HeadRequest(128256, softcap=any(each.softcap for each in orders))
     return CompileRequest("no GPU of this name", card.capability, 132, dtype, 16, False, (), orders, head)
+
+
+def routers(*dtypes: str) -> tuple[RowsRequest, ...]:
+    return tuple(RowsRequest(*each, dtype) for dtype in dtypes for each in ROUTERS)
 
 
 def usual(card: CardClass) -> list[CompileRequest]:
@@ -67,7 +72,9 @@ def all_16_bits(card: CardClass) -> list[CompileRequest]:
         replace(order(card, "float16", 64, DOWN), packed=(PackedRequest(128, "float16"),)),
         attentions(card, "bfloat16", *heads),
         attentions(card, "float16", heads[2]),
-        replace(order(card, "bfloat16", 16), experts=tuple(ExpertRequest(*each) for each in EXPERTS)),
+        replace(
+            order(card, "bfloat16", 16), experts=tuple(ExpertRequest(*each) for each in EXPERTS), routers=routers("bfloat16", "float32")
+        ),
         *([order(card, "float8_e4m3fn", 64, WIDE, DOWN)] if card.fp8 else []),
     ]
 
@@ -79,6 +86,7 @@ def all_fp32(card: CardClass) -> list[CompileRequest]:
         replace(order(card, "float32", 16, WIDE, bias=True), packed=(PackedRequest(64, "bfloat16"),)),
         attentions(card, "float32", *heads),
         replace(order(card, "float32", 16), experts=(ExpertRequest(2048, 1536, 128, 8, False, False, True, "float32"),)),
+        replace(order(card, "float32", 16), routers=routers("float32")),
     ]
 
 

@@ -1,6 +1,6 @@
 """Bases with experts, whose attention is adapted: together is alone bitwise in deterministic mode, on the CPU and on a GPU.
 
-Routers and experts run as transformers wrote them, outside our kernels, and the bits of their products depend on how many rows they have.
+As transformers wrote them, routers and experts have products whose bits depend on how many rows there are: a CPU takes sample by sample.
 """
 
 from __future__ import annotations

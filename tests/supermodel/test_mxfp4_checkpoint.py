@@ -299,7 +299,7 @@ def test_no_other_precision_is_made_of_it(bases: Bases) -> None:
 def test_it_keeps_off_the_kernels(bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = load(bases[1])
     monkeypatch.setattr(fast_path, "why_plain", lambda _: None)
-    why = fast_path.why_not_fused(shared.base, {}, CPU, deterministic=False)
+    why = fast_path.why_not_fused(shared.base, {}, shared.experts, CPU, deterministic=False)
     assert why == "experts are packed, shared or streamed, so that layers are not compiled" and not takes_fast_path(shared)
     counted = outline(str(bases[1]))
     assert why_no_stages(counted, CPU) == "" and "its experts are packed" in why_no_stages(counted, torch.device("cuda"))

@@ -30,7 +30,7 @@ from tlora.kernels import bank_chunks, forced_card, fused_linear, varlen_attenti
 from tlora.kernels.bank_chunks import CHUNK
 from tlora.kernels.cards import CardClass
 from tlora.kernels.device import capability_of, class_of, is_forced
-from tlora.kernels.expert_launches import META, ExpertRequest, expert_launches
+from tlora.kernels.expert_launches import META, TOKENS, ExpertRequest, RowsRequest, expert_launches, rows_launches
 from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update
@@ -47,7 +47,6 @@ from tlora.processes import num_cores
 
 Name = Literal["shrink x", "forward", "shrink dy", "input gradient", "sum dy", "sum x"]
 _ATTENTION = ("forward", "dq", "dkv")
-_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,7 @@ class CompileRequest:
     head: HeadRequest | None = None
     packed: tuple[PackedRequest, ...] = ()
     experts: tuple[ExpertRequest, ...] = ()
+    routers: tuple[RowsRequest, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def read_order(text: str) -> CompileRequest:
     row = json.loads(text)
     groups = tuple(GroupRequest(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
     head = HeadRequest(**head_row) if (head_row := row.pop("head")) is not None else None
-    kinds = {"attentions": AttentionRequest, "packed": PackedRequest, "experts": ExpertRequest}
+    kinds = {"attentions": AttentionRequest, "packed": PackedRequest, "experts": ExpertRequest, "routers": RowsRequest}
     others: Any = {name: tuple(kind(**each) for each in row.pop(name)) for name, kind in kinds.items()}
     return CompileRequest(**row, groups=groups, head=head, **others)
 
@@ -176,6 +176,7 @@ def launches_of(order: CompileRequest) -> list[Callable[[], object]]:
     launches += [partial(_compile_loss, dtype, order.head, gradient) for gradient in (True, False) if order.head]
     launches += [partial(_compile_dequantize, dtype, packed) for packed in order.packed]
     launches += [launch for experts in order.experts for launch in expert_launches(experts, dtype, table.card)]
+    launches += [launch for router in order.routers for launch in rows_launches(router)]
     return launches
 
 
@@ -259,8 +260,8 @@ def _compile(order: CompileRequest, kernel: _Kernel) -> None:
     tables = _tables(order, kernel)
     weights = [torch.empty(width, group.in_features, dtype=DTYPE if group.fp8 else dtype, device=META) for width in group.widths]
     biases = [empty(width) for width in group.widths] if group.bias else []
-    x, dys = empty(_TOKENS, group.in_features), [empty(_TOKENS, width) for width in group.widths]
-    s = empty(_TOKENS, len(group.widths) * order.width)
+    x, dys = empty(TOKENS, group.in_features), [empty(TOKENS, width) for width in group.widths]
+    s = empty(TOKENS, len(group.widths) * order.width)
     match kernel.name:
         case "shrink x":
             fused_linear.shrink([x], linears, tables, A)
@@ -289,9 +290,9 @@ def _compile_quantize(xs: Sequence[Tensor], column_scale_K: Tensor | None) -> No
 def _compile_attention(dtype: torch.dtype, order: AttentionRequest, card: CardClass, name: str) -> None:
     """One of the three kernels, in the same way."""
     empty = partial(torch.empty, dtype=dtype, device=META)
-    shape, kv_shape = (_TOKENS, order.heads, order.head_size), (_TOKENS, order.kv_heads, order.head_size)
-    q, k, v, lse = empty(shape), empty(kv_shape), empty(kv_shape), torch.empty(order.heads, _TOKENS, device=META)
-    plan, rule, tiles = list_tiles((_TOKENS,), META), Rule(1.0, order.window, float(order.softcap)), tiles_of(order.head_size, dtype, card)
+    shape, kv_shape = (TOKENS, order.heads, order.head_size), (TOKENS, order.kv_heads, order.head_size)
+    q, k, v, lse = empty(shape), empty(kv_shape), empty(kv_shape), torch.empty(order.heads, TOKENS, device=META)
+    plan, rule, tiles = list_tiles((TOKENS,), META), Rule(1.0, order.window, float(order.softcap)), tiles_of(order.head_size, dtype, card)
     saved = Saved(empty(shape), q, k, v, empty(shape), lse)
     match name:
         case "forward":
@@ -305,16 +306,16 @@ def _compile_attention(dtype: torch.dtype, order: AttentionRequest, card: CardCl
 
 def _compile_loss(dtype: torch.dtype, order: HeadRequest, gradient: bool) -> None:
     """The cross-entropy's kernel, for training or for an evaluation."""
-    weight, labels = torch.empty(order.vocabulary, 16, dtype=dtype, device=META), torch.empty(_TOKENS, dtype=torch.int64, device=META)
+    weight, labels = torch.empty(order.vocabulary, 16, dtype=dtype, device=META), torch.empty(TOKENS, dtype=torch.int64, device=META)
     head = Head(lambda: FrozenLinear(PlainWeight(weight)), softcap=1.0 if order.softcap else None)
-    weights = torch.empty(_TOKENS, device=META) if gradient else None
-    fused_linear_cross_entropy(torch.empty(_TOKENS, 16, dtype=dtype, device=META), head, labels, weights)
+    weights = torch.empty(TOKENS, device=META) if gradient else None
+    fused_linear_cross_entropy(torch.empty(TOKENS, 16, dtype=dtype, device=META), head, labels, weights)
 
 
 def _compile_dequantize(dtype: torch.dtype, order: PackedRequest) -> None:
-    shape, value_dtype = (_TOKENS, order.group), getattr(torch, order.value_dtype)
-    weight, zero = (torch.empty(n, dtype=torch.uint8, device=META) for n in (_TOKENS * order.group // 2, _TOKENS))
-    scale, table = (torch.empty(n, device=META) for n in (_TOKENS, 16))
+    shape, value_dtype = (TOKENS, order.group), getattr(torch, order.value_dtype)
+    weight, zero = (torch.empty(n, dtype=torch.uint8, device=META) for n in (TOKENS * order.group // 2, TOKENS))
+    scale, table = (torch.empty(n, device=META) for n in (TOKENS, 16))
     dequantize(PackedWeight(weight, scale, (), shape, order.group, value_dtype, dtype, zero if order.zero else None), table, dtype)
 
 
@@ -346,17 +347,17 @@ def _copy_chunks(dtype: torch.dtype) -> None:
 def _tables(order: CompileRequest, kernel: _Kernel) -> LoraTables:
     """Of a micro-batch with one run or, for `many`, two in a tile, of which one has no dropout."""
     group, num = kernel.group, len(kernel.group.widths)
-    lengths = (_TOKENS // 2,) * 2 if kernel.many else (_TOKENS,)
+    lengths = (TOKENS // 2,) * 2 if kernel.many else (TOKENS,)
     ends = np.cumsum(lengths).tolist()
     runs = [Run(end - n, end, (n,), 0.5 if kernel.dropout and n == end else 0.0) for n, end in zip(lengths, ends, strict=True)]
-    runs += [Run(_TOKENS, _TOKENS, ())] * (RUNS_STEP - len(runs))
+    runs += [Run(TOKENS, TOKENS, ())] * (RUNS_STEP - len(runs))
     rows = np.zeros((num, RUNS_STEP, ADDRESS_FIELDS), np.int64)
     rows[:, :, RANK] = order.width
     empty = partial(torch.empty, dtype=getattr(torch, order.dtype), device=META)
     banks = [(empty(order.width, group.in_features), empty(order.width, width)) for width in group.widths]
     nothing = np.zeros((num, RUNS_STEP))
     slots = Slots(rows, nothing.astype(np.int32), nothing.astype(np.float32), np.zeros(num, np.int32), banks)
-    return build_tables(runs, slots, _TOKENS, torch.empty(_TOKENS, dtype=torch.int32, device=META), META)
+    return build_tables(runs, slots, TOKENS, torch.empty(TOKENS, dtype=torch.int32, device=META), META)
 
 
 def _word_of(order: CompileRequest) -> Path:
@@ -386,8 +387,7 @@ def _one_at_a_time(text: str) -> Iterator[None]:
 
 
 def main() -> int:
-    text = sys.stdin.read()
-    order = read_order(text)
+    order = read_order(text := sys.stdin.read())
     with _one_at_a_time(text):
         if not (word := _word_of(order)).exists():  # another rank's process may have been first
             compile_all(order, min(16, num_cores()))

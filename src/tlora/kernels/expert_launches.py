@@ -25,9 +25,10 @@ from tlora.kernels.expert_kernels import (
 )
 from tlora.kernels.experts import ExpertWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, A, B
+from tlora.kernels.row_operations import launch_rows
 
 META = torch.device("meta")
-_TOKENS = 128
+TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,26 @@ class ExpertRequest:
     weights_dtype: str
 
 
+@dataclass(frozen=True)
+class RowsRequest:
+    """The product of a router: in and out features, whether it has a bias, its dtype."""
+
+    in_features: int
+    out_features: int
+    bias: bool
+    dtype: str
+
+
+def rows_launches(request: RowsRequest) -> list[Callable[[], object]]:
+    """Forward and back."""
+    empty = partial(torch.empty, dtype=getattr(torch, request.dtype), device=META)
+    weight, bias = empty(request.out_features, request.in_features), empty(request.out_features) if request.bias else None
+    return [
+        partial(launch_rows, empty(TOKENS, request.in_features), weight, bias, True),
+        partial(launch_rows, empty(TOKENS, request.out_features), weight, None, False),
+    ]
+
+
 def expert_launches(request: ExpertRequest, dtype: torch.dtype, card: CardClass) -> list[Callable[[], object]]:
     """One of each kernel, for few rows an expert and for many."""
     launches: list[Callable[[], object]] = []
@@ -58,8 +79,8 @@ def _of_tiles(request: ExpertRequest, dtype: torch.dtype, card: CardClass, tile_
     empty = partial(torch.empty, dtype=dtype, device=META)
     bias = empty(request.experts, request.out_features) if request.bias else None
     weights = ExpertWeights(empty(request.experts, *matrix), bias, request.transposed)
-    sorted_rows = _TOKENS * request.slots
-    x = empty(_TOKENS if request.gathers else sorted_rows, request.in_features)
+    sorted_rows = TOKENS * request.slots
+    x = empty(TOKENS if request.gathers else sorted_rows, request.in_features)
     dy, s = empty(sorted_rows, request.out_features), empty(sorted_rows, rows.width)
     forward_tile, back_tile = (gemm_tile(tile_rows, n, dtype, card) for n in (request.out_features, request.in_features))
     launches: list[Callable[[], object]] = [partial(list_tiles, routing)]
@@ -73,8 +94,8 @@ def _of_adapters(
     request: ExpertRequest, routing: ExpertRouting, rows: ExpertRows, tensors: tuple[Tensor, Tensor, Tensor]
 ) -> list[Callable[[], object]]:
     x, dy, s = tensors
-    weights = torch.empty(_TOKENS, request.slots, dtype=getattr(torch, request.weights_dtype), device=META)
-    dout = torch.empty(_TOKENS, dy.shape[1], dtype=dy.dtype, device=META)
+    weights = torch.empty(TOKENS, request.slots, dtype=getattr(torch, request.weights_dtype), device=META)
+    dout = torch.empty(TOKENS, dy.shape[1], dtype=dy.dtype, device=META)
     return [
         partial(shrink, x, routing, rows, A, request.gathers),
         partial(shrink, dy, routing, rows, B, False),
@@ -87,8 +108,8 @@ def _of_adapters(
 
 def empty_routing(request: ExpertRequest, tile_rows: int) -> tuple[ExpertRouting, ExpertRows]:
     """Of one job's tokens."""
-    batch = make_batch([(_TOKENS,)], _TOKENS, {"": (np.full((1, ADDRESS_FIELDS), 16), np.ones(1))}, META)
-    count, rows = _TOKENS * request.slots, batch.rows("")
+    batch = make_batch([(TOKENS,)], TOKENS, {"": (np.full((1, ADDRESS_FIELDS), 16), np.ones(1))}, META)
+    count, rows = TOKENS * request.slots, batch.rows("")
     assert rows is not None
     order, inverse = (torch.empty(count, dtype=torch.int64, device=META) for _ in range(2))
     cells = torch.empty(request.experts * batch.num_samples + 1, dtype=torch.int32, device=META)

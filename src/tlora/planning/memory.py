@@ -36,6 +36,7 @@ from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.plain_path import groups_on
+from tlora.supermodel.routers import why_not_alone
 from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, held_in_parts, refuse_experts
 from tlora.supermodel.structure import find_attentions
 from tlora.supermodel.supermodel import SuperModel
@@ -105,7 +106,7 @@ def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
 def takes_fast_path(model: SuperModel) -> bool:
     """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.why_not_fused`)."""
     widths = [width for shape in model.targets().values() for width in shape]
-    if model.deterministic and expert_modules(model.model):
+    if model.deterministic and expert_modules(model.model) and why_not_alone(model.base, model.experts, torch.device("cuda")) is not None:
         return False  # it computes each sample by itself
     return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and _is_compiled(model.base)
 
@@ -129,15 +130,16 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     logits, the hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the
     gradients of that and of its factors), and five of its hidden states.
     """
+    ours = adapts_experts or model.deterministic  # whose experts are the kernels' in all passes
     head, queries = model.base.head, [q_THD.shape for q_THD, *_ in _fitting(model, lambda: find_attentions(model.base))]
     element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(layers_of(model.base.decoder))
     shapes = list(model.targets().values())
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
     layer = element * sum(n for _, n in shapes) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
-    experts, again = (element * each for each in _expert_elements(model, device, adapts_experts))
+    experts, again = (element * each for each in _expert_elements(model, device, ours))
     # A recomputed layer's stay, too: x @ A of each row of experts, and where the rows lie, twice in 64 bits for a block of two parameters.
-    rows = sum((element * max(rank, ROW_ALIGNMENT) + 8) * size.per_token for size in model.experts.sizes.values()) if adapts_experts else 0
+    rows = sum((element * max(rank, ROW_ALIGNMENT) + 8) * size.per_token for size in model.experts.sizes.values()) if ours else 0
     kept = layers * layer + shrunk + experts + rows
     saved = layer - element * hidden + (experts / layers if again else 0)  # a recomputed layer keeps its input
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden) + again / layers

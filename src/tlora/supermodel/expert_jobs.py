@@ -54,11 +54,11 @@ def jobs_in(context: Context, on_kernels: Mapping[str, ExpertSize], parameter: s
     return JobRows(tuple(span.t1 for span in active.batch.spans), slots, weights, anchor, batch)
 
 
-def kernel_batch(batch: PackedBatch, bank: AdapterBank, parameters: Mapping[str, ExpertSize]) -> ExpertBatch:
-    """`batch` as the kernels of experts see it. One copy to the device, which the host does not wait for."""
+def kernel_batch(batch: PackedBatch, bank: AdapterBank | None, parameters: Mapping[str, ExpertSize]) -> ExpertBatch:
+    """`batch` as the kernels of experts see it, without a bank the base alone. One copy to the device, which the host does not wait for."""
     from tlora.kernels.expert_kernels import make_batch
 
-    addresses = [bank.addresses(span.job_id) if span.job_id in bank else {} for span in batch.spans]
+    addresses = [bank.addresses(span.job_id) if bank is not None and span.job_id in bank else {} for span in batch.spans]
     rows: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name, size in parameters.items():
         order = [1, 0, 3, 2, 4] if size.exchanged else [0, 1, 2, 3, 4]

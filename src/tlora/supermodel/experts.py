@@ -33,6 +33,7 @@ from tlora.supermodel.scaled_experts import adopt, all_tokens, is_scaled, why_le
 if TYPE_CHECKING:
     from tlora.kernels.expert_kernels import ExpertBatch  # these bring triton, which not every CPU install has
     from tlora.kernels.expert_launches import ExpertRequest
+    from tlora.supermodel.routers import RoutersSeen  # imports this
 
 NAME = "tlora_experts"
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
@@ -239,6 +240,7 @@ class Experts:
         here = [block.module.down_proj for block in usable if not block.module.down_proj[0].is_meta]
         self.on_kernels = bool(here) and self.fit_kernels(here[0][0].device)
         """Whether passes with jobs at experts compute these by the kernels, not by torch's own operations."""
+        self.routers: RoutersSeen | None = None  # once it was asked what they compute
 
     def fit_kernels(self, device: torch.device) -> bool:
         """Whether they would on `device`: one that runs kernels, for parameters in 16 or 32 bits whose widths these take."""

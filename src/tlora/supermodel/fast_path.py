@@ -38,6 +38,7 @@ from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
+from tlora.supermodel.routers import routers_of, take_passes, why_not_alone
 from tlora.supermodel.structure import find_attentions, find_groups, find_unread
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ _HINT = 8192  # tokens: as many as a GPU's micro-batch has at most
 _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: behind all tokens
 
 
-def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.device, deterministic: bool) -> str | None:
+def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], experts: Experts, device: torch.device, deterministic: bool) -> str | None:
     """Why a pass over `base` on `device` does not take the fused kernels; None where it does."""
-    if deterministic and expert_modules(base.model):
-        return "a deterministic run over experts computes each sample by itself"  # in company they give a row other bits
     if (why := why_plain(device)) is not None:
         return why
     if base.recurrent:
@@ -65,12 +64,15 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], device: torch.d
     for name, linear in linears.items():
         if not fit_kernels(linear.form.dtype, widths := (linear.in_features, linear.out_features)):
             return f"the kernels take widths that are multiples of 16, and {name} has {widths[0]} to {widths[1]}"
-    return None if fit_attention(base) else f"the kernels take attention heads of up to {_LARGEST_HEAD}, and this base has larger ones"
+    if not fit_attention(base):
+        return f"the kernels take attention heads of up to {_LARGEST_HEAD}, and this base has larger ones"
+    why = why_not_alone(base, experts, device) if deterministic and expert_modules(base.model) else None
+    return why and f"a deterministic run computes each sample by itself where {why}"  # in company they give a row other bits
 
 
-def describe_kernels(base: Base, linears: Mapping[str, LoraLinear], device: torch.device, deterministic: bool) -> str:
+def describe_kernels(base: Base, linears: Mapping[str, LoraLinear], experts: Experts, device: torch.device, deterministic: bool) -> str:
     """`fused, sm_89, 99 KB`, or `plain: ` and why."""
-    why = why_not_fused(base, linears, device, deterministic)
+    why = why_not_fused(base, linears, experts, device, deterministic)
     return f"plain: {why}" if why is not None else f"fused, {describe_class(card_of(device) or HOPPER, device)}"
 
 
@@ -96,6 +98,10 @@ class FastPath:
         self._experts = experts if experts.on_kernels else None
         if self._experts is not None:
             self._experts.take_passes(context)
+        # Experts are ours in all passes then, and routers: the family's own code gives a row other bits in company.
+        self._repeats_experts = deterministic and bool(expert_modules(base.model))
+        if self._repeats_experts:
+            take_passes(base.model, context)
         self.recompute = RecomputePlan()  # layers from the first on that backward runs again instead of keeping what they made
         self._recomputed_layers = 0  # by the pass whose forward runs now
         self.largest_rank = 0  # that there was or will be: S is as wide from the start, so that nothing is compiled when it comes or goes
@@ -204,8 +210,8 @@ class FastPath:
         return PassState(groups, self._names, weights, tables, attention, self._expert_pass(batch, bank))
 
     def _expert_pass(self, batch: PackedBatch, bank: AdapterBank | None) -> ExpertPass | None:
-        """None where no job of `batch` adapts experts: these are the base's own then."""
-        if bank is None or self._experts is None or not self._experts.adapted_by(bank, batch):
+        """None where experts are the base's own: no job of `batch` adapts any, and bits need not repeat in company."""
+        if self._experts is None or not (self._repeats_experts or (bank is not None and self._experts.adapted_by(bank, batch))):
             return None
         from tlora.kernels.pass_operations import ExpertPass
 
@@ -255,7 +261,7 @@ class FastPath:
 
     @contextmanager
     def _entered(self, state: PassState) -> Iterator[None]:
-        """In the pass, whose experts are ours where a job adapts some."""
+        """In the pass, whose experts may be ours."""
         ours = self._experts if state.experts is not None else None
         if ours is not None:
             ours.take_over(True)
@@ -294,10 +300,15 @@ class FastPath:
 
 
 def compile_ahead(
-    base: Base, linears: Mapping[str, LoraLinear], experts: Experts, device: torch.device, loras: Sequence[LoraConfig]
+    base: Base,
+    linears: Mapping[str, LoraLinear],
+    experts: Experts,
+    device: torch.device,
+    loras: Sequence[LoraConfig],
+    deterministic: bool,
 ) -> subprocess.Popen[bytes] | None:
     """Start compiling the kernels that `loras` over a base on the meta device will need on `device`, which takes the fused path."""
-    from tlora.kernels.compile_ahead import AttentionRequest, GroupRequest, PackedRequest, request_for, start
+    from tlora.kernels.compile_ahead import AttentionRequest, GroupRequest, PackedRequest, RowsRequest, request_for, start
     from tlora.kernels.varlen_attention import LARGEST_HEAD
 
     share_compiled_kernels()
@@ -326,8 +337,10 @@ def compile_ahead(
         if isinstance(form, PackedWeight)
     )
     order = request_for(device, base.head, width, dropout, groups, attentions)
-    adapted = experts.requests(device) if any(lora.target_parameters for lora in loras) else ()
-    return start(replace(order, packed=tuple(packed), experts=adapted))
+    repeats = deterministic and bool(expert_modules(base.model))
+    adapted = experts.requests(device) if repeats or any(lora.target_parameters for lora in loras) else ()
+    products = [RowsRequest(*key[:3], str(key[3]).removeprefix("torch.")) for key in routers_of(base, experts).products] if repeats else []
+    return start(replace(order, packed=tuple(packed), experts=adapted, routers=tuple(products)))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype, experts: Experts) -> str:

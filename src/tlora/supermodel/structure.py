@@ -15,7 +15,7 @@ from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import BaseLinear, LoraLinear
 
 
-def _run(base: Base, lengths: tuple[int, ...] | Tensor) -> Tensor:
+def run_two_tokens(base: Base, lengths: tuple[int, ...] | Tensor) -> Tensor:
     """Hidden states of two tokens."""
     device = base.head.weight_VH.device
     return hidden_states(base, torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device), lengths)
@@ -32,7 +32,7 @@ def find_groups(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> l
     hooks = [linear.register_forward_pre_hook(note) for linear in linears.values()]
     try:
         with torch.no_grad():
-            _run(base, (2,))
+            run_two_tokens(base, (2,))
     finally:
         for hook in hooks:
             hook.remove()
@@ -72,7 +72,7 @@ def find_unread(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> s
     nothing = torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, lambda _nothing: torch.empty(0))
     try:
         with torch.enable_grad(), nothing:
-            readers = _count_readers(_run(base, (2,)))
+            readers = _count_readers(run_two_tokens(base, (2,)))
     finally:
         for hook in hooks:
             hook.remove()
@@ -104,5 +104,5 @@ def find_attentions(base: Base) -> list[tuple[Any, ...]]:
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), Watch():
-        _run(base, torch.tensor(0))
+        run_two_tokens(base, torch.tensor(0))
     return attentions

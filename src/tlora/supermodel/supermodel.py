@@ -76,7 +76,7 @@ class SuperModel(nn.Module):
         self._longest_safe = longest_safe_sequence(base.model)
         self._linears = inject(base.model, linears, self.context)
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
-        if (why := why_not_fused(base, self._linears, weight.device, deterministic)) is None:
+        if (why := why_not_fused(base, self._linears, self.experts, weight.device, deterministic)) is None:
             self.fast_path = FastPath(base, self._linears, self.context, deterministic, self.experts)
         elif base.stage is not None and groups_on(weight.device, deterministic):  # all jobs would go by operators, sample by sample
             raise ConfigError(f"a base in stages needs the fused kernels on a GPU, and {why}. Take one GPU, or GPUs that hold it otherwise")
@@ -162,13 +162,13 @@ class SuperModel(nn.Module):
 
     def compile_ahead(self, device: torch.device, loras: Sequence[LoraConfig]) -> subprocess.Popen[bytes] | None:
         """For a base on the meta device: start compiling what `loras` will launch on `device`. None where there is nothing to compile."""
-        if device.type != "cuda" or why_not_fused(self.base, self._linears, device, self.deterministic) is not None:
+        if device.type != "cuda" or why_not_fused(self.base, self._linears, self.experts, device, self.deterministic) is not None:
             return None
-        return compile_ahead(self.base, self._linears, self.experts, device, loras)
+        return compile_ahead(self.base, self._linears, self.experts, device, loras, self.deterministic)
 
     def kernels_on(self, device: torch.device, deterministic: bool) -> str:
         """What passes on `device` run, or would: `fused, sm_89, 99 KB`, or `plain: ` and why."""
-        return describe_kernels(self.base, self._linears, device, deterministic)
+        return describe_kernels(self.base, self._linears, self.experts, device, deterministic)
 
     def expect(self, loras: Sequence[LoraConfig]) -> None:
         """Be ready for adapters as large as the largest of `loras`, so that no kernel is compiled when it joins."""
