@@ -7,7 +7,7 @@ Jobs are alike: rank 16, `--micro-batches` samples a step of `--tokens` tokens e
 jobs, so that the others fill the end of a job's batch. `flush`: one of them alone, whose next batch enters when its last has left, 1F1B
 with a flush at each step. Both arms take as many steps of the same tokens, in turns, in the same processes. Bubbles of 1F1B are
 (S - 1)/(m + S - 1) of the time with m micro-batches a step, so that on S = 2 stages a flush after 8 costs 1/9, and the stream can be 1.125
-times as fast; `bench.pipeline_model` gives what is predicted for two and for four stages.
+times as fast; `predict` gives what is predicted for two and for four stages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ import numpy as np
 import torch
 
 from bench import machine
-from bench.length_mixes import LengthJob
+from bench.length_mixes import LengthJob, offered
 from bench.nano_batches import STAGES, Setting, make_base, make_samples, train_first_stage
-from bench.pipeline_model import Groups, Pipeline, Stream
+from bench.pipeline_model import Groups
+from tlora.batching.pipeline_model import Pipeline, Stream
 from tlora.batching.slice_count import SliceCount
 from tlora.data.dataset import Dataset
 from tlora.engine.messages import StageOrder, Stop
@@ -93,13 +94,13 @@ class Arms:
 
 
 def predict(jobs: int, micro_batches: int, tokens: int) -> dict[str, dict[str, float]]:
-    """The same by `bench.pipeline_model`, where a micro-batch takes the same seconds whatever is beside it."""
+    """The same by `tlora.batching.pipeline_model`, where a micro-batch takes the same seconds whatever is beside it."""
     made = [LengthJob(f"job{number}", np.full(8 * micro_batches, tokens, np.int64), micro_batches) for number in range(max(jobs, 1))]
     found: dict[str, dict[str, float]] = {}
     for stages in PREDICTED_STAGES:
-        orders = {"stream": Stream(made, tokens, stages), "flush": Groups(made[:1], tokens, flush=True)}
+        orders = {"stream": Stream(offered(made), tokens, stages), "flush": Groups(made[:1], tokens, flush=True)}
         through = {
-            name: Pipeline(order, lambda _: 1.0, stages).run(40 * micro_batches, 8 * micro_batches) for name, order in orders.items()
+            name: Pipeline(order, lambda _: 3.0, stages).run(40 * micro_batches, 8 * micro_batches) for name, order in orders.items()
         }
         rates = {name: each.tokens / each.seconds for name, each in through.items()}
         found[str(stages)] = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 
@@ -14,7 +16,8 @@ import numpy.typing as npt
 import yaml
 
 from bench.base_files import write_tokenizer
-from tlora.batching.flow import Flow, Item
+from tlora.batching.flow import Item
+from tlora.batching.pipeline_model import OfferedJob
 from tlora.data.order import epoch_order
 from tlora.data.prepare import prepare
 from tlora.data.request import PrepareRequest
@@ -40,22 +43,8 @@ class LengthJob:
         return [Item(int(sample), int(self.lengths[sample])) for sample in order[place * self.batch_size : (place + 1) * self.batch_size]]
 
 
-class OfferedJob:
-    """A job's flow, and which of its batches that is; the next one comes when `leave` is called."""
-
-    def __init__(self, job: LengthJob, seed: int) -> None:
-        self._job, self._seed = job, seed
-        self.flow, self.batch = Flow(job.name), -1
-        self.leave()
-
-    def leave(self) -> None:
-        """The batch has left: the next one is offered."""
-        self.batch += 1
-        self.flow.offer(self._job.batch(self._seed, self.batch))
-
-
 def offered(jobs: Sequence[LengthJob]) -> dict[str, OfferedJob]:
-    return {job.name: OfferedJob(job, seed) for seed, job in enumerate(jobs)}
+    return {job.name: OfferedJob(job.name, map(partial(job.batch, seed), itertools.count())) for seed, job in enumerate(jobs)}
 
 
 def real_jobs() -> list[LengthJob]:

@@ -28,9 +28,10 @@ import torch
 
 from bench import machine
 from bench.exact_packing import fewest_bins, most_tokens, pack_exactly
-from bench.length_mixes import LengthJob, OfferedJob, mixes, offered
-from bench.pipeline_model import Entry, Groups, Order, Pipeline, Stream
+from bench.length_mixes import LengthJob, mixes, offered
+from bench.pipeline_model import Groups
 from tlora.batching.pack import MicroBatch, pack, prepared_budget
+from tlora.batching.pipeline_model import Entry, OfferedJob, Order, Pipeline, Stream
 from tlora.shape.hardware import LIVE_GPU, cost_model
 
 BASE = "llama-3-8b"
@@ -163,8 +164,8 @@ def measure_rounds(jobs: Sequence[LengthJob], budget: int, rounds: int, solver_s
 def measure_stages(jobs: Sequence[LengthJob], budget: int, stages: int, micro_batches: int) -> dict[str, dict[str, float]]:
     """By order: tokens/s of the pipeline, the share of the last stage's time that it waits, and how often the rule made it wait."""
     orders: dict[str, Callable[[], Order]] = {
-        "stream": lambda: Stream(jobs, budget, stages),
-        "fair": lambda: Stream(jobs, budget, 1),
+        "stream": lambda: Stream(offered(jobs), budget, stages),
+        "fair": lambda: Stream(offered(jobs), budget, 1),
         "groups": lambda: Groups(jobs, budget, flush=False),
         "flush": lambda: Groups(jobs, budget, flush=True),
     }

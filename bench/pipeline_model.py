@@ -1,31 +1,19 @@
-"""A pipeline in predicted seconds, one forward one backward, under the rule that a job's batch g + 1 enters when its batch g has left.
+"""Orders of micro-batches over a pipeline beside this program's own (`tlora.batching.pipeline_model`).
 
-Three orders. `Stream` is this program's: `pack` over all jobs. `Groups` is LoRAFusion's (arXiv 2510.00206): jobs in groups, shortest mean
-with longest, whose global batches take turns, each packed by itself. `Groups` with a flush empties the pipeline after each round.
-Nothing of memory is known here; a stage's share of a micro-batch is 1/S of its seconds, half of it forward.
+`Groups` is LoRAFusion's (arXiv 2510.00206): jobs in groups, shortest mean with longest, whose global batches take turns, each packed by
+itself. `Groups` with a flush empties the pipeline after each round.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from functools import partial
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from bench.exact_packing import first_fit_decreasing
-from bench.length_mixes import LengthJob, offered
-from tlora.batching.pack import pack
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A micro-batch: its tokens, and the batch of each job of which it has samples."""
-
-    tokens: int
-    batches: Mapping[str, int]
+from bench.length_mixes import LengthJob
+from tlora.batching.pipeline_model import Entry
 
 
 @dataclass(frozen=True)
@@ -33,35 +21,6 @@ class _Sample:
     job: str
     batch: int
     tokens: int
-
-
-class Order(Protocol):
-    """Which micro-batch enters next; None while the rule keeps all out."""
-
-    def next(self) -> Entry | None: ...
-    def retire(self, entry: Entry) -> None: ...
-
-
-class Stream:
-    """`pack` over what all jobs offer; with `stages` = 1 fair among jobs sample by sample, however many stages there are."""
-
-    def __init__(self, jobs: Sequence[LengthJob], budget: int, stages: int) -> None:
-        self._jobs, self._budget, self._stages = offered(jobs), budget, stages
-        self._in_flight = Counter[str]()
-
-    def next(self) -> Entry | None:
-        packed = pack([job.flow for job in self._jobs.values()], self._budget, in_order=False, stages=self._stages)
-        if packed is None:
-            return None
-        names = {row.job_id for row in packed.rows}
-        self._in_flight.update(names)
-        return Entry(packed.tokens, {name: self._jobs[name].batch for name in names})
-
-    def retire(self, entry: Entry) -> None:
-        for name in entry.batches:
-            self._in_flight[name] -= 1
-            if self._jobs[name].flow.complete and not self._in_flight[name]:
-                self._jobs[name].leave()
 
 
 class Groups:
@@ -126,113 +85,3 @@ def head_tail_groups(jobs: Sequence[LengthJob]) -> list[list[LengthJob]]:
     while ordered:
         groups.append([ordered.popleft(), *([ordered.pop()] if ordered else [])])
     return groups
-
-
-@dataclass
-class Through:
-    """What went through: micro-batches and tokens that left, seconds, how long the last stage waited, and how many of these waits began
-    while the rule kept all other work out.
-    """
-
-    micro_batches: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    waited_seconds: float = 0.0
-    stalls: int = 0
-
-    def since(self, before: Through) -> Through:
-        return Through(*(end - begin for end, begin in zip(astuple(self), astuple(before), strict=True)))
-
-
-@dataclass
-class _Stage:
-    number: int
-    most_open: int
-    busy: bool = False
-    open: int = 0
-    forwards: deque[Entry] = field(default_factory=deque[Entry])
-    backwards: deque[Entry] = field(default_factory=deque[Entry])
-
-
-class Pipeline:
-    """Of `stages`; `seconds_of` a micro-batch are those of all stages together."""
-
-    def __init__(self, order: Order, seconds_of: Callable[[Entry], float], stages: int) -> None:
-        self._order, self._seconds_of, self._stages = order, seconds_of, stages
-        self._line = [_Stage(number, stages - number) for number in range(stages)]
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._ahead, self._kept_out = 0, False
-        self._waits_since: float | None = None
-        self.through = Through()
-
-    def run(self, micro_batches: int, warm_up: int) -> Through:
-        """Until so many have left, of which the first `warm_up` are not counted."""
-        self._begin_all()
-        while self.through.micro_batches < warm_up:
-            self._turn()
-        before = replace(self.through)
-        while self.through.micro_batches < micro_batches:
-            self._turn()
-        return self.through.since(before)
-
-    def _turn(self) -> None:
-        assert self._events, "nothing is in flight, and the rule keeps all out"
-        self.through.seconds, _, end = heapq.heappop(self._events)
-        end()
-        while self._events and self._events[0][0] == self.through.seconds:
-            heapq.heappop(self._events)[2]()
-        self._begin_all()
-
-    def _begin_all(self) -> None:
-        last = self._line[-1]
-        if not last.busy and not last.backwards:
-            self._announce()
-        for stage in reversed(self._line):
-            self._begin(stage)
-        if not last.busy and self._waits_since is None:
-            self._waits_since = self.through.seconds
-            self.through.stalls += self._kept_out
-
-    def _announce(self) -> None:
-        """Before the last stage begins with the oldest, as many as there are stages."""
-        self._kept_out = False
-        while self._ahead < self._stages and not self._kept_out:
-            if (entry := self._order.next()) is None:
-                self._kept_out = True
-            else:
-                self._line[0].forwards.append(entry)
-                self._ahead += 1
-
-    def _begin(self, stage: _Stage) -> None:
-        """One forward, one backward: a gradient that has come goes first."""
-        if stage.busy:
-            return
-        if stage.backwards:
-            entry, end = stage.backwards.popleft(), self._went_back
-        elif stage.forwards and stage.open < stage.most_open:
-            entry, end = stage.forwards.popleft(), self._went_forward
-            stage.open += 1
-            if stage is self._line[-1]:
-                self._ahead -= 1
-        else:
-            return
-        if stage is self._line[-1] and self._waits_since is not None:
-            self.through.waited_seconds += self.through.seconds - self._waits_since
-            self._waits_since = None
-        stage.busy = True
-        then = self.through.seconds + self._seconds_of(entry) / self._stages / 2
-        heapq.heappush(self._events, (then, next(self._numbers), partial(end, stage, entry)))
-
-    def _went_forward(self, stage: _Stage, entry: Entry) -> None:
-        stage.busy = False
-        (stage.backwards if stage is self._line[-1] else self._line[stage.number + 1].forwards).append(entry)
-
-    def _went_back(self, stage: _Stage, entry: Entry) -> None:
-        stage.busy, stage.open = False, stage.open - 1
-        if stage.number:
-            self._line[stage.number - 1].backwards.append(entry)
-            return
-        self.through.micro_batches += 1
-        self.through.tokens += entry.tokens
-        self._order.retire(entry)

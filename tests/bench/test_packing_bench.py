@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from bench import packing
 from bench.exact_packing import fewest_bins, first_fit_decreasing, most_tokens, pack_exactly
-from bench.length_mixes import LengthJob, drawn_job, real_jobs
-from bench.pipeline_model import Entry, Groups, Order, Pipeline, Stream, head_tail_groups
-from tlora.shape.token_cost import bubble
+from bench.length_mixes import LengthJob, drawn_job, offered, real_jobs
+from bench.pipeline_model import Groups, head_tail_groups
+from tlora.batching.pipeline_model import Entry, Order, Pipeline, Stream
 
 
 def _fewest(lengths: Sequence[int], budget: int) -> int:
@@ -57,18 +57,10 @@ def _equal(count: int, batch_size: int) -> list[LengthJob]:
     return [LengthJob(f"job{n}", np.full(64, 100, np.int64), batch_size) for n in range(count)]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_a_lone_job_leaves_the_bubble_that_the_planner_counts(stages: int, batch_size: int) -> None:
-    through = Pipeline(Stream(_equal(1, batch_size), 100, stages), lambda _: 1.0, stages).run(40 * batch_size, 8 * batch_size)
-    assert through.waited_seconds / through.seconds == pytest.approx(bubble(stages, [batch_size]), abs=0.01)
-    assert through.stalls == pytest.approx(through.micro_batches / batch_size, abs=1)
-
-
 @pytest.mark.parametrize("order", ["stream", "groups"])
 def test_enough_jobs_leave_none(order: str) -> None:
     jobs = _equal(6, 4)
-    made: Order = Stream(jobs, 100, 2) if order == "stream" else Groups(jobs, 100, flush=False)
+    made: Order = Stream(offered(jobs), 100, 2) if order == "stream" else Groups(jobs, 100, flush=False)
     through = Pipeline(made, lambda _: 1.0, 2).run(400, 20)
     assert through.waited_seconds == 0 and through.stalls == 0 and through.seconds == pytest.approx(380 / 2)
 
@@ -76,14 +68,14 @@ def test_enough_jobs_leave_none(order: str) -> None:
 def test_a_flush_waits_at_each_step() -> None:
     jobs = _equal(4, 2)
     through = Pipeline(Groups(jobs, 100, flush=True), lambda _: 1.0, 4).run(400, 16)
-    assert through.waited_seconds / through.seconds == pytest.approx(bubble(4, [8]), abs=0.01)
+    assert through.waited_seconds / through.seconds == pytest.approx(3 / (8 + 3), abs=0.01)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("flush", [None, False, True])
 def test_no_order_breaks_the_rule(stages: int, flush: bool | None) -> None:
     jobs = [drawn_job(f"job{n}", 60 + 90 * n, 0.8, 900, 3 + n) for n in range(5)]
-    order: Order = Stream(jobs, 512, stages) if flush is None else Groups(jobs, 512, flush=flush)
+    order: Order = Stream(offered(jobs), 512, stages) if flush is None else Groups(jobs, 512, flush=flush)
     flight: list[Entry] = []
 
     class Watched:

@@ -20,7 +20,7 @@ from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import JobSpec, RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.micro_batches import MicroBatches, SampleLengths, _filled, choose, cost_of, sample_lengths
+from tlora.planning.micro_batches import MicroBatches, SampleLengths, _filled, choose, cost_of, in_stages, sample_lengths
 from tlora.planning.plan import RunPlan, describe_plan, settle
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.planning.work import token_cost
@@ -227,3 +227,28 @@ def test_a_class_without_small_tiles_pays_more_for_a_micro_batch() -> None:
     for name, capability in (("A100", 80), ("RTX 4090", 89), ("RTX 5090", 120)):
         with as_if_on(name, capability):
             assert token_cost(EIGHT_B, GPU).fixed_tokens == 2 * small == pytest.approx(432)
+
+
+def sharing(batches: list[tuple[int, int]]) -> tuple[RunSpec, list[PlannedJob]]:
+    """Jobs with so many samples a step, of so many tokens each."""
+    specs = [JobSpec.model_validate({"name": f"job{i}", "data": "d", "batch_size": size}) for i, (size, _) in enumerate(batches)]
+    data: list[Any] = [SimpleNamespace(train=SimpleNamespace(lengths=np.full(64, tokens), epoch=64), eval=None) for _, tokens in batches]
+    jobs = [PlannedJob(spec, own, int(own.train.lengths[0]), LAYOUT) for spec, own in zip(specs, data, strict=True)]
+    return RunSpec.model_validate({"base_model": "b", "jobs": specs}), jobs
+
+
+def test_stages_get_micro_batches_that_keep_them_busy() -> None:
+    """Eight jobs whose batches together are one of the micro-batches that one GPU gets: over two stages smaller ones are faster."""
+    run, jobs = sharing([(8, tokens) for tokens in (10, 20, 45, 150, 175, 175, 230, 240)])
+    stages = in_stages(COST, 2, jobs)
+    one, two = (choose(run, jobs, 240, EIGHT_B, 10**12, cost) for cost in (COST, stages))
+    assert one.token_budget == 8192 and 1024 <= two.token_budget <= 2560
+    assert stages.bubble(two.token_budget) < 0.1 < 0.3 < stages.bubble(8192)
+    assert in_stages(COST, 1, jobs) is COST and COST.bubble(8192) == 0
+
+
+def test_a_lone_job_over_stages_gets_its_batch_in_several() -> None:
+    run, jobs = sharing([(32, 128)])
+    cost = in_stages(COST, 2, jobs)
+    assert cost.bubble(4096) == pytest.approx(1 / 2, abs=0.02) and cost.bubble(512) == pytest.approx(1 / 9, abs=0.02)
+    assert choose(run, jobs, 128, EIGHT_B, 10**12, cost).token_budget < 4096

@@ -5,24 +5,32 @@ Samples fill micro-batches up to the token budget. A longer one is a micro-batch
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tlora.batching.flow import Item
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
+from tlora.batching.pipeline_model import OfferedJob, Pipeline, Stream
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.data.order import row_tokens
+from tlora.data.order import global_batch, row_tokens
 from tlora.data.prepare import Prepared
 from tlora.job import JobSpec, RunSpec
 from tlora.shape.memory import Adapter, MemoryModel
-from tlora.shape.token_cost import HIDES_LAUNCHES, TokenCost, fixed_depth
+from tlora.shape.token_cost import HIDES_LAUNCHES, PipelineCost, TokenCost, fixed_depth, recompute_factor
 
 _UNFILLED = 0.9, 0.25  # of `_filled`: samples of 128 to 2,048 tokens, and mostly short ones, of four jobs in budgets of 1,024 to 4,096
+_PIPELINED, _PIPELINED_STEP = (
+    120,
+    512,
+)  # micro-batches that are sent through a pipeline in prediction; tokens between budgets that are tried
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
@@ -74,7 +82,26 @@ def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
 
 def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob]) -> TokenCost:
     """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait."""
-    return replace(cost, stages=stages, offered_tokens=tuple([replica_batch(job)[0] for job in jobs if job.data is not None]))
+    sharing = [job for job in jobs if job.data is not None]
+    if stages == 1 or not sharing:
+        return cost
+
+    @lru_cache(maxsize=64)
+    def through(token_budget: int) -> PipelineCost:
+        order = Stream({job.spec.name: OfferedJob(job.spec.name, _batches(job)) for job in sharing}, token_budget, stages)
+        found = Pipeline(order, lambda entry: entry.tokens + cost.fixed_tokens, stages).run(_PIPELINED, _PIPELINED // 6)
+        return PipelineCost(found.seconds * stages / found.tokens, found.waited_seconds / found.seconds)
+
+    return replace(cost, pipeline=through)
+
+
+def _batches(job: SizedJob) -> Iterator[list[Item]]:
+    """Of one of its replicas, without end."""
+    assert job.data is not None
+    train, spec = job.data.train, job.spec
+    for step in itertools.count():
+        samples = global_batch(step, train.epoch, spec.batch_size, spec.seed)
+        yield [Item(sample, int(train.lengths[sample])) for sample in samples[: -(-len(samples) // job.replicas)]]
 
 
 def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:
@@ -90,10 +117,10 @@ def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryM
     def best(held: Sequence[Adapter]) -> MicroBatches | None:
         room = memory.room(held, limit_bytes)
         recompute = memory.least_recomputed(room) if fixed is None else deepest
-        more = range(SMALLEST_BUDGET, budgets[0], SMALLEST_BUDGET) if run.token_budget == "auto" and recompute.varies else ()
+        steps = _PIPELINED_STEP if cost.pipeline is not None else SMALLEST_BUDGET if recompute.varies else 0
+        more = range(steps, budgets[0], steps) if run.token_budget == "auto" and steps else ()
         tried = [MicroBatches(budget, recompute) for budget in sorted({*budgets, *more}, reverse=True)]
-        fitting = [found for found in tried if _fits(found, longest, memory, room)]
-        return min(fitting, key=lambda found: cost_of(found, lengths, cost), default=None)
+        return _fastest([found for found in tried if _fits(found, longest, memory, room)], lengths, cost)
 
     def good(held: Sequence[Adapter]) -> MicroBatches | None:
         found = best(held)
@@ -108,6 +135,21 @@ def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryM
         if good([*held, other]) is not None:
             held.append(other)
     return (best(held) if held else None) or MicroBatches(min([b for b in budgets if b >= longest], default=budgets[0]), deepest)
+
+
+def _fastest(choices: Sequence[MicroBatches], lengths: SampleLengths, cost: TokenCost) -> MicroBatches | None:
+    """Those that promise most come first, so that no pipeline is tried which even without waiting would be slower than one before."""
+
+    def least(found: MicroBatches) -> float:
+        return cost.products(found.token_budget, found.recompute.layers(found.token_budget))
+
+    best, fewest = None, math.inf
+    for found in sorted(choices, key=least) if cost.pipeline is not None else choices:
+        if cost.pipeline is not None and least(found) >= fewest:
+            break
+        if (seconds := cost_of(found, lengths, cost)) < fewest:
+            best, fewest = found, seconds
+    return best
 
 
 def largest_micro_batch(token_budget: int, longest: int) -> int:
@@ -126,6 +168,9 @@ def cost_of(found: MicroBatches, lengths: SampleLengths, cost: TokenCost) -> flo
 
     def each(tokens: int) -> float:
         return cost.at(tokens, recompute.layers(prepared_budget(tokens, budget)))
+
+    if cost.pipeline is not None:
+        return cost.pipeline(budget).token * recompute_factor(recompute.layers(budget), cost.num_layers)
 
     shares = lengths.shares[long]
     alone = np.array([each(tokens) for tokens in lengths.tokens[long].tolist()])

@@ -7,9 +7,9 @@ The one rule for this: the planner chooses by it, `tlora check` predicts with it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from tlora.job import Recompute
 from tlora.shape.work import FEATURE_WEIGHTS, LAYER_OF_8B
@@ -34,32 +34,37 @@ CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is 
 _FIXED_TOKENS = 216 / 64
 
 
+class PipelineCost(NamedTuple):
+    """Of a token in one of several stages, as `TokenCost.at`; `bubble`: the share of its time that a stage waits for work."""
+
+    token: float
+    bubble: float
+
+
 @dataclass(frozen=True, slots=True)
 class TokenCost:
     """Of one base on one device. A micro-batch costs as much as `fixed_tokens` more would, and over a base that is streamed no less than
     `link_tokens`, of which the products take as long as the link takes to bring the layers. With more than `full_tokens` micro-batches
-    become no faster. Of one of several `stages`: `offered_tokens` are those of a global batch of each job that shares the pipeline.
+    become no faster. Of one of several stages: `pipeline` gives what a token costs with micro-batches of up to so many.
     """
 
     full_tokens: int
     num_layers: int = 0  # that can be recomputed
     fixed_tokens: float = 0.0
     link_tokens: float = 0.0
-    stages: int = 1
-    offered_tokens: tuple[float, ...] = ()
+    pipeline: Callable[[int], PipelineCost] | None = field(default=None, compare=False)
 
     def products(self, tokens: float, recomputed_layers: int) -> float:
         """Of each token in a micro-batch of so many, without the link."""
         return (1 + self.fixed_tokens / tokens) * recompute_factor(recomputed_layers, self.num_layers)
 
     def at(self, tokens: float, recomputed_layers: int) -> float:
-        """Of each token in a micro-batch of so many; 1 where it is ideal."""
-        return max(self.products(tokens, recomputed_layers), self.link_tokens / tokens) / (1 - self.bubble(tokens))
+        """Of each token in a micro-batch of so many, on all layers; 1 where it is ideal."""
+        return max(self.products(tokens, recomputed_layers), self.link_tokens / tokens)
 
-    def bubble(self, tokens: float) -> float:
-        """Share of its time that a stage waits, with micro-batches of so many."""
-        filled = min(tokens, sum(self.offered_tokens)) or 1.0
-        return bubble(self.stages, [offered / filled for offered in self.offered_tokens])
+    def bubble(self, token_budget: int) -> float:
+        """Share of its time that a stage waits."""
+        return self.pipeline(token_budget).bubble if self.pipeline is not None else 0.0
 
 
 def token_cost_on(
@@ -73,20 +78,6 @@ def token_cost_on(
     ordinary = _FIXED_TOKENS * smallest_rows * (weights + each * features)
     layer = max(memory.layer_weights + each * memory.layer_features, 1)
     return TokenCost(full, memory.num_layers, (ordinary if fixed_work is None else fixed_work) / layer, link_tokens)
-
-
-def bubble(stages: int, micro_batches: Sequence[float]) -> float:
-    """Share of its time that a pipeline waits for work: max(0, 1 - sum of m / (max(m, 1) + S - 1)) over jobs of m micro-batches a batch.
-
-    A job's next global batch enters when its last one has left, so by itself it fills m of m + S - 1 turns: (S - 1) / (m + S - 1) of a lone
-    job's time is a bubble, and nothing where all together offer enough.
-
-    >>> bubble(4, [9]), bubble(4, [1, 1]), bubble(4, [1] * 4), bubble(1, [1])
-    (0.25, 0.5, 0.0, 0.0)
-    """
-    if stages == 1 or not micro_batches:
-        return 0.0
-    return max(0.0, 1 - sum(count / (max(count, 1.0) + stages - 1) for count in micro_batches))
 
 
 def recompute_factor(recomputed_layers: float, num_layers: int) -> float:
