@@ -312,7 +312,7 @@ class DeviceLink:
 class HostLabels:
     """The host of a worker. `failure_domain`: what fails as one (a rack, a zone); "" for the host alone. `devices` are those of the
     worker's GPUs, in their order, `links` those between them. `boot`: the kernel's id of this boot. `address`: where workers of other hosts
-    reach it, if it says so; else at the address from which it has come.
+    reach it, if it says so; else at the address from which it has come. `processor`: what its CPU is.
     """
 
     name: str
@@ -321,6 +321,7 @@ class HostLabels:
     devices: tuple[Device, ...] = ()
     links: tuple[DeviceLink, ...] = ()
     address: str = ""
+    processor: str = ""
 
 
 @message

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tlora.cluster.engine_hosts import OpenKeeper
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.remote_hosts import RemoteHosts
 from tlora.cluster.remote_worker import RemoteWorker
@@ -187,11 +188,15 @@ class FakeCrew:
 
 
 def local_backend(
-    directory: Path, pool: type[Any] = FakeCrew, note: Callable[[str], None] = lambda _: None, **changes: Any
+    directory: Path,
+    pool: type[Any] = FakeCrew,
+    note: Callable[[str], None] = lambda _: None,
+    open_keeper: OpenKeeper | None = None,
+    **changes: Any,
 ) -> LocalBackend:
     """Of two GPUs, two bases and workers that do nothing by themselves."""
     machine = LocalMachine((0, 1), "cpu", {"base": "models/base", "other": "models/other"}, directory)
-    return LocalBackend(replace(machine, **changes), note, pool=pool)
+    return LocalBackend(replace(machine, **changes), note, pool=pool, open_keeper=open_keeper)
 
 
 STARTED: list[FakeWorker] = []

@@ -124,6 +124,7 @@ def test_a_keeper_hears_of_the_last_change_soon_and_not_of_each(tmp_path: Path) 
     heard: list[Demand] = []
 
     class Listener:
+        most_gpus = 0
         want = staticmethod(heard.append)
 
         def start(self) -> None: ...

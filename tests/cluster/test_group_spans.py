@@ -24,7 +24,7 @@ def wide(layout: LayoutSetting = "auto", *, come: bool = True) -> tuple[WideGrou
     nodes, said = Nodes(), list[str]()
     nodes.see([NodeAdded("here", (0, 1)), NodeAdded("b", (1000,))])
     on_one_host = lambda gpus: tuple(max(by_host(gpus, lambda gpu: gpu // 1000).values(), key=len))  # noqa: E731
-    return WideGroups(nodes, on_one_host, layout, said.append, takes_what_comes=come), nodes, said
+    return WideGroups(nodes, on_one_host, layout, said.append, hosts_may_come=come), nodes, said
 
 
 @pytest.mark.parametrize(("orders", "least", "spans"), [(2, 1, False), (3, 1, True), (1, 3, True), (1, 2, False)])
@@ -53,18 +53,24 @@ def test_a_base_is_cut_where_no_host_holds_it() -> None:
     assert ordered.stages(group_on(0, 1)) == 2 and ordered.stages(group_on(0)) == 0
 
 
-def test_a_job_asks_for_what_is_there_and_waits_where_its_base_needs_more() -> None:
+def test_a_job_asks_for_what_is_there_or_what_its_base_needs() -> None:
     groups, nodes, said = wide()
-    admitted = groups.admit(submitted(8))
-    assert admitted is not None and admitted.gpus == 3, "the rest of its replicas take turns"
-    assert [said.pop()] == ["a: some of its 8 replicas run in turn: 3 GPUs are there as it arrives"]
+    assert groups.admit(submitted(8)).gpus == 3, "the rest of its replicas take turns"
+    assert said == ["a: some of its 8 replicas run in turn: 3 GPUs are there as it arrives"]
     large = submitted(1, least=4)
-    assert groups.admit(large) is groups.admit(large) is None
-    assert said == ["a waits for workers of other hosts: its base takes 4 GPUs, and 3 are there"]
+    assert groups.admit(large).gpus == 4, "the scheduler lets it wait for hosts"
     nodes.see([NodeAdded("c", (2000,))])
-    assert groups.admit(large) is None, "the scheduler gives whole hosts and a part of one"
-    nodes.see([NodeAdded("d", (3000, 3001))])
-    admitted = groups.admit(large)
-    assert admitted is not None and admitted.gpus == 4
+    assert groups.admit(submitted(4)).gpus == 3, "the scheduler gives whole hosts and a part of one"
     fixed, *_ = wide(come=False)
     assert fixed.admit(large) == large, "the scheduler says why it can never run"
+
+
+def test_a_job_asks_for_what_an_engine_can_bring() -> None:
+    nodes, can_bring, said = Nodes(), 0, list[str]()
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, lambda: can_bring, hosts_may_come=True)
+    assert groups.admit(submitted(8)).gpus == 8, "nothing is known yet"
+    nodes.see([NodeAdded("b", (1000,))])
+    assert groups.admit(submitted(8)).gpus == 1
+    can_bring = 4
+    assert groups.admit(submitted(8)).gpus == 4 and groups.admit(submitted(3)).gpus == 3
+    assert said[1:] == ["a: some of its 8 replicas run in turn: 4 GPUs are there as it arrives"]

@@ -116,6 +116,14 @@ def test_a_host_comes_works_idles_and_is_given_back() -> None:
     assert kept.notes == ["host a has come, with 2 GPUs", "host a is given back: it was idle for 60 s"]
 
 
+def test_a_job_may_ask_for_what_its_hosts_have_and_may_get() -> None:
+    for most, gpus in ((None, 5), (1, 4), (3, 12)):
+        kept = Kept(Engine(live=hosts(a=4, b=1)), max_hosts=most)  # type: ignore[arg-type]
+        assert kept.keeper.most_gpus == 0, "nothing was seen yet"
+        kept.step()
+        assert kept.keeper.most_gpus == gpus
+
+
 def test_a_process_that_an_agent_saw_end_is_proven_once() -> None:
     engine = Engine(live=hosts(a=1))
     kept = Kept(engine)

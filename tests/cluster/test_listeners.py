@@ -277,8 +277,8 @@ def test_a_process_that_is_not_here_is_of_another_host(station: TcpStation, chan
     (worker,) = station.worker_pool.workers.values()
     assert worker.gpus == (STRIDE,) and worker.process.identity is None and worker.display_name == "GPU 0 of host b"
     assert station.worker_pool.remote_hosts.events == [
-        NodeAdded("b", (STRIDE,), "rack 2"),
         MemoryFound((STRIDE,), (int(CPU_SHARE * 10**10),)),
+        NodeAdded("b", (STRIDE,), "rack 2"),
     ]
     line.send(worker_line(Alive(0, "waiting", 1, said_seconds=12.5)))
     assert b'"heard":12.5' in (line.read_line(60) or b"")

@@ -15,6 +15,7 @@ from tests.cluster.test_listeners import LABELS, REMOTE, TcpStation, wait_for
 from tests.cluster.test_local import job as job_of
 from tests.cluster.test_local import submitted
 from tlora.cluster.hosts import STRIDE, Hosts
+from tlora.cluster.kept_kind import KeptKind
 from tlora.cluster.leases import Leases
 from tlora.link.dialer import NOTICE_SECONDS, Dialer, _now
 from tlora.link.lines import Line
@@ -127,7 +128,9 @@ def test_one_that_may_not_train_here_saves_its_jobs_first_and_they_are_free_at_i
     """As after an upgrade, or where another kind of GPU was the first in a deterministic cluster: they would wait for its lease else. Its
     GPUs are not used. A cut line changes nothing.
     """
-    held, station.worker_pool.remote_hosts.only_kind = (HeldJob("a", 7, 3, True),), kind
+    held = (HeldJob("a", 7, 3, True),)
+    if kind is not None:
+        station.worker_pool.remote_hosts.kept_kind = KeptKind(station.directory, kind, print)
     Leases(station.directory).grant("of b", {"a": 7}, LEASE)
     line, answer = come(station, jobs=held, versions=old)
     (worker,) = station.worker_pool.workers.values()

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.fake_workers import local_backend
+from tests.cluster.test_local import job, submitted
 from tests.scheduler.mirror import made_spec
 from tlora.cluster.hosts import STRIDE, node_events
+from tlora.cluster.kept_kind import KeptKind, processor_here
 from tlora.cluster.listeners import Peer
 from tlora.cluster.local_machine import LocalMachine
-from tlora.cluster.remote_hosts import RemoteHosts, _why_another_kind
+from tlora.cluster.remote_hosts import RemoteHosts
 from tlora.errors import ConfigError
 from tlora.link.versions import versions
 from tlora.protocol import KindsFound, MemoryFound, NodeAdded, StartGroup
@@ -57,31 +59,60 @@ def test_a_deterministic_cluster_has_gpus_of_one_kind(tmp_path: Path) -> None:
         LocalMachine((0, 1, 2), "cuda", {}, tmp_path, deterministic=True, kinds=(NEW, OLD, NEW))
     assert LocalMachine((0, 1), "cuda", {}, tmp_path, kinds=(NEW, OLD)).kinds == (NEW, OLD)
     with local_backend(tmp_path, deterministic=True, kinds=(NEW, NEW)) as backend:
-        assert backend.worker_pool.remote_hosts.only_kind == NEW
+        kept = backend.worker_pool.remote_hosts.kept_kind
+        assert kept is not None and kept.name == NEW
+
+
+def labels(*kinds: str, processor: str = "") -> HostLabels:
+    return HostLabels("h", devices=tuple(Device(kind) for kind in kinds), processor=processor)
 
 
 def test_a_host_of_another_kind_is_refused_where_bits_must_not_depend_on_it(tmp_path: Path) -> None:
-    old, both = (HostLabels("h", devices=tuple(Device(kind) for kind in kinds)) for kinds in ((OLD,), (OLD, NEW)))
-    assert _why_another_kind(old, NEW).startswith(f"has {OLD}, and this cluster is deterministic: it keeps its jobs on {NEW}")
-    assert not _why_another_kind(old, OLD) and not _why_another_kind(old, ""), "the first host decides"
-    assert _why_another_kind(both, "").startswith(f"has {NEW}, and this cluster is deterministic: it keeps its jobs on {OLD}")
-    assert RemoteHosts(tmp_path, (), 1.0, lambda: "cuda", print).only_kind is None, "else all kinds are taken"
+    none, new = KeptKind(tmp_path, "", print), KeptKind(tmp_path, NEW, print)
+    assert new.why_not(labels(OLD)).startswith(f"has {OLD}, and this cluster is deterministic: it keeps its jobs on {NEW}")
+    assert not new.why_not(labels(NEW)) and not none.why_not(labels(OLD)), "the first host decides"
+    assert none.why_not(labels(OLD, NEW)).startswith(f"has {NEW}, and this cluster is deterministic: it keeps its jobs on {OLD}")
+    assert RemoteHosts(tmp_path, (), 1.0, lambda: "cuda", print).kept_kind is None, "else all kinds are taken"
+
+
+def test_processors_of_two_kinds_are_two_kinds(tmp_path: Path) -> None:
+    kept = KeptKind(tmp_path, processor_here(), print)
+    assert processor_here() and kept.why_not(labels("cpu", processor="GenuineTest 6 1")).startswith("has GenuineTest 6 1, and this")
+    assert not kept.why_not(labels("cpu", "cpu", processor=processor_here()))
+
+
+def test_the_kind_on_which_jobs_began_decides_after_a_restart(tmp_path: Path) -> None:
+    """Not the first stranger that dials: a cluster without GPUs of its own, with a job that is unfinished, and then without one."""
+    for dials, decided in (("", ""), (NEW, NEW), (OLD, NEW)):
+        with local_backend(tmp_path, deterministic=True, device="cuda", gpus=()) as backend:
+            kept = backend.worker_pool.remote_hosts.kept_kind
+            assert kept is not None
+            backend.submit(submitted("a"), job("a"))
+            if dials and not kept.why_not(labels(dials)):
+                kept.settle(dials)
+            assert kept.name == decided
+    notes: list[str] = []
+    with local_backend(tmp_path, note=notes.append, deterministic=True, kinds=(OLD, OLD)) as backend:
+        assert any(f"jobs here began on {NEW} and go on on {OLD}" in line for line in notes)
+    with local_backend(tmp_path, deterministic=True, device="cuda", gpus=()) as backend:
+        kept = backend.worker_pool.remote_hosts.kept_kind
+        assert kept is not None and kept.name == "" and not kept.why_not(labels(NEW)), "no job was left"
 
 
 def test_a_worker_that_comes_to_leave_decides_no_kind(tmp_path: Path) -> None:
     hosts, peer = RemoteHosts(tmp_path, (), 1.0, lambda: "cuda", lambda _: None), Peer(7, None, is_remote=True)
-    hosts.only_kind = ""
+    kept = hosts.kept_kind = KeptKind(tmp_path, "", print)
     for name, kind, said, decided in (("old", OLD, {"tlora": "0.0.1"}, ""), ("new", NEW, versions(), NEW), ("more", OLD, versions(), NEW)):
         host = HostLabels(name, devices=(Device(kind),))
         hosts.take_on((hosts.hosts.first_number(host),), Hello(name, (0,), said, host=host), host, peer, 1)
-        assert hosts.only_kind == decided
+        assert kept.name == decided
 
 
 def test_a_host_brings_what_its_gpus_are() -> None:
     host = HostLabels("h", "rack", devices=(Device(OLD, 24 << 30), Device(NEW, 80 << 30)))
     gpus = (STRIDE, STRIDE + 1)
-    kinds, node, memory = node_events(host, gpus)
+    kinds, memory, node = node_events(host, gpus)
     assert kinds == KindsFound(gpus, (OLD, NEW), (training_speed(OLD), 1.0)) and node == NodeAdded("h", gpus, "rack")
     assert isinstance(memory, MemoryFound)
     on_cpu = HostLabels("c", devices=(Device("cpu", 1 << 30),))
-    assert [type(event) for event in node_events(on_cpu, (STRIDE,))] == [NodeAdded, MemoryFound]
+    assert [type(event) for event in node_events(on_cpu, (STRIDE,))] == [MemoryFound, NodeAdded]

@@ -286,7 +286,9 @@ def tell(scheduler: Scheduler, mirror: Mirror, event: Event, now: float) -> list
     assert mirror.groups == {name: known.group for name, known in state.groups.items()}
     assert all(group.job_ids for group in mirror.groups.values()), "a group without jobs is left"
     assert set(state.jobs) == mirror.alive, "a job is lost, or comes back"
-    assert state.held == mirror.held and not any(mirror.held.intersection(group.job_ids) for group in mirror.groups.values())
+    assert state.held - state.parked.keys() == mirror.held and not any(
+        mirror.held.intersection(group.job_ids) for group in mirror.groups.values()
+    )
     return actions
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.service.served import Served, config_of, serving
 from tlora.api import OrderedData, OrderSpec
 from tlora.job import LoraShape
+from tlora.service import capacity
 from tlora.service.base_shapes import Precision, adapter_parameters, find_outline, known_outline
 from tlora.service.capacity import Capacity
 from tlora.service.machine import Devices
@@ -119,6 +120,37 @@ def test_a_base_that_is_ordered_in_stages_needs_two_gpus_and_gets_one_for_each_l
             with pytest.raises(RefusedError, match=f"{why}. Order another base") as refused:
                 ordered.check(OrderSpec(name="a", base_model="base", data=OrderedData(file="file-1")))
             assert refused.value.code == "base_not_served"
+
+
+def test_a_base_that_is_ordered_in_stages_counts_as_its_fullest_stage(bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that would hold it whole too: it was counted whole on each of them."""
+    outline = known_outline(bases, BASE, Precision())
+    assert outline is not None
+    monkeypatch.setattr(capacity, "known_outline", lambda *_: outline)
+    layers, room = len(outline.parts.layers), 100 * outline.bytes
+    for layout, listens in (("stages", "tcp://127.0.0.1:7000"), ("auto", None)):
+        config = config_of(bases.parent).model_copy(update={"layout": layout, "worker_listen": listens})
+        ordered = Capacity(config, Devices("cuda", (0,), room))
+        ordered.learn("base", BASE)
+        memory = ordered.memory_of("base")
+        assert memory is not None and memory.weights(1, room) == outline.bytes
+        if layout == "auto":
+            assert memory.weights(2, room) == outline.bytes and memory.is_whole(room)
+            continue
+        part = outline.parts.stage_bytes
+        halves = [max(part(0, cut), part(cut, layers)) for cut in range(1, layers)]
+        assert memory.weights(2, room) in halves and not memory.is_whole(room)
+        assert memory.weights(layers, room) == max(part(layer, layer + 1) for layer in range(layers)) < outline.bytes
+        assert memory.weights(layers, 1) == memory.weights(layers, room) and len(memory.bytes_by_gpus) == layers
+
+
+def test_what_its_own_gpus_lack_refuses_no_job_of_a_server_to_which_hosts_may_come(bases: Path) -> None:
+    outline = known_outline(bases, BASE, Precision())
+    assert outline is not None
+    for update, judged in (({}, True), ({"worker_listen": "tcp://127.0.0.1:7000"}, False), ({"backend": "ray"}, True)):
+        small = Capacity(config_of(bases.parent).model_copy(update=update), Devices("cuda", (0,), int(outline.memory.least_weights(1))))
+        small._outlines["base"] = outline
+        assert (small.why_never("base", 1) is not None) == judged, update
 
 
 def test_a_base_beyond_the_only_gpu_is_streamed_to_it(bases: Path) -> None:

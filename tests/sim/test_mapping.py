@@ -16,7 +16,7 @@ import pytest
 from tests.cases import in_every_run
 from tlora.errors import ConfigError
 from tlora.protocol import JobProfile, JobSubmitted, NodeAdded, RejectJob, Tick, to_json
-from tlora.scheduler.scheduler import why_unsound
+from tlora.scheduler.admission import why_unsound
 from tlora.shape.cost import BaseConstants, CostModel
 from tlora.shape.hardware import cost_model
 from tlora.sim.mapping import (

@@ -9,15 +9,12 @@ from collections.abc import Callable, Collection, Iterator
 
 from tlora.protocol import JobRequest, JobSubmitted
 
-AGAIN_SECONDS = 1.0  # between two looks whether the hosts that a job waits for have come
-
 
 class AskedQueue:
-    """What has not been taken; a job that waits for hosts stays, and so does what is asked of it."""
+    """What has not been taken."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, JobSubmitted | JobRequest]] = []
-        self._later: dict[str, list[JobRequest]] = {}  # about jobs that wait for hosts
         self._serial = itertools.count()
 
     def put(self, asked: JobSubmitted | JobRequest, at_seconds: float) -> None:
@@ -35,43 +32,16 @@ class AskedQueue:
 
     def drop_jobs(self, names: Collection[str]) -> None:
         """They have come otherwise. What is asked of them stays."""
-        for name in names:
-            self._follow(name)
-        self._keep(lambda asked: not isinstance(asked, JobSubmitted) or asked.job_id not in names)
+        self._heap = [entry for entry in self._heap if not isinstance(entry[2], JobSubmitted) or entry[2].job_id not in names]
+        heapq.heapify(self._heap)
 
     def take(
-        self, now: float, admit: Callable[[JobSubmitted], JobSubmitted | None], is_open: Callable[[str], bool]
+        self, now: float, admit: Callable[[JobSubmitted], JobSubmitted], is_open: Callable[[str], bool]
     ) -> Iterator[JobSubmitted | JobRequest]:
-        """What is due. `admit` returns the job as it comes, or None while it waits for hosts: a request to hold it follows it then, and one
-        to cancel it ends it here. A request about a job that is not open, as it has ended, is dropped.
-        """
+        """What is due. `admit` returns a job as it comes. A request about a job that is not open, as it has ended, is dropped."""
         while self.due_seconds <= now:
             asked = heapq.heappop(self._heap)[2]
             if isinstance(asked, JobSubmitted):
-                if (taken := admit(asked)) is None:
-                    self.put(asked, now + AGAIN_SECONDS)
-                else:
-                    self._follow(asked.job_id)
-                    yield taken
+                yield admit(asked)
             elif is_open(asked.job_id):
                 yield asked
-            elif not self._has(asked.job_id):
-                continue
-            elif asked.verb == "cancel":
-                self._keep(lambda other, name=asked.job_id: other.job_id != name)
-                self._later.pop(asked.job_id, None)
-                yield asked
-            else:
-                self._later.setdefault(asked.job_id, []).append(asked)
-
-    def _follow(self, name: str) -> None:
-        """What was asked of a job while it waited comes before what is asked from now on."""
-        for request in self._later.pop(name, ()):
-            self.put(request, -math.inf)
-
-    def _has(self, name: str) -> bool:
-        return any(isinstance(asked, JobSubmitted) and asked.job_id == name for *_, asked in self._heap)
-
-    def _keep(self, stays: Callable[[JobSubmitted | JobRequest], bool]) -> None:
-        self._heap = [entry for entry in self._heap if stays(entry[2])]
-        heapq.heapify(self._heap)

@@ -46,6 +46,8 @@ class Demand:
 class Keeper(Protocol):
     """Of an engine's hosts (`host_keeper.py`, which only a controller with an engine imports)."""
 
+    @property
+    def most_gpus(self) -> int: ...
     def start(self) -> None: ...
     def want(self, demand: Demand) -> None: ...
     def drain(self) -> None: ...
@@ -101,8 +103,15 @@ class EngineHosts:
         self._worker_pool, self._demand = worker_pool, QueueDemand()
         self._told, self._due = 0.0, 0.0 if open_keeper is not None else math.inf  # of what the keeper hears, on the monotonic clock
         self._keeper = open_keeper(self._prove) if open_keeper is not None else None
+
+    def start(self) -> None:
         if self._keeper is not None:
             self._keeper.start()
+
+    @property
+    def can_bring(self) -> int:
+        """GPUs that the engine's hosts can have in all; 0 without an engine, and while it is not known."""
+        return 0 if self._keeper is None else self._keeper.most_gpus
 
     def _prove(self, host: str, pid: int | None, how: str) -> None:
         self._worker_pool.inbox.put(ProvenEnd(host, pid, how))

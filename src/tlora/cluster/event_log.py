@@ -14,14 +14,27 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 from tlora.errors import ConfigError
-from tlora.protocol import Action, BaseAdded, Event, GpusLost, GroupFound, JobSubmitted, NodeAdded, NodeDraining, StepsDone, Tick, to_json
+from tlora.protocol import (
+    Action,
+    BaseAdded,
+    Event,
+    GpusLost,
+    GroupFound,
+    JobFinished,
+    JobSubmitted,
+    NodeAdded,
+    NodeDraining,
+    StepsDone,
+    Tick,
+    to_json,
+)
 
 KEPT = 5  # older files
 _AGAIN_SECONDS = 60.0  # after a write that failed
@@ -201,3 +214,16 @@ class EventRecord:
         self._not_before = time.monotonic() + _AGAIN_SECONDS
         with suppress(OSError):  # what was buffered cannot be written either
             self.close()
+
+
+def not_told(names: Iterable[str], events: Path) -> list[str]:
+    """Those of `names` whose end is missing in the event log: they ended while no controller ran."""
+    left = dict.fromkeys(names)
+    mark = f'"{JobFinished.__name__}"'
+    if left and events.is_file():
+        with events.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if mark in line:
+                    for name in [name for name in left if f'"{name}"' in line]:
+                        del left[name]
+    return list(left)

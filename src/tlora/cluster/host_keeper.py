@@ -86,6 +86,12 @@ class HostKeeper:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def most_gpus(self) -> int:
+        """That the hosts which may be taken have: all that are there, or `max_hosts` as wide as the widest of them. 0: none was seen."""
+        places = [host.places for host in self._live.values()]
+        return sum(places) if self._limits.max_hosts is None else max(places, default=0) * self._limits.max_hosts
+
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
         self._thread.start()

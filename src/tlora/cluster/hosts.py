@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import psutil
 
 from tlora.cluster.gpus import left_visible, list_gpus, list_links
+from tlora.cluster.kept_kind import processor_here
 from tlora.cluster.local_machine import LocalMachine
 from tlora.link.process_identity import boot_id
 from tlora.protocol import Event, KindsFound, MemoryFound, NodeAdded
@@ -35,7 +36,7 @@ def describe_host(gpus: Sequence[int]) -> HostLabels:
     devices = tuple(Device(gpu.name, gpu.memory_bytes, gpu.uuid) if gpu is not None else Device("cpu", memory) for gpu in there)
     links = tuple(DeviceLink(*pair, kind) for pair, kind in (list_links() if known else {}).items() if set(pair) <= set(gpus))
     name = os.environ.get(HOST) or platform.node()
-    return HostLabels(name, os.environ.get(FAILURE_DOMAIN, ""), boot_id(), devices, links, os.environ.get(ADDRESS, ""))
+    return HostLabels(name, os.environ.get(FAILURE_DOMAIN, ""), boot_id(), devices, links, os.environ.get(ADDRESS, ""), processor_here())
 
 
 class Hosts:
@@ -100,12 +101,14 @@ def own_events(machine: LocalMachine, note: Callable[[str], None]) -> list[Event
 
 
 def node_events(host: HostLabels, gpus: tuple[int, ...]) -> list[Event]:
-    """What a scheduler is told of a host's GPUs, whose numbers are the cluster's."""
+    """What a scheduler is told of a host's GPUs, whose numbers are the cluster's. What they are comes first: it places jobs on a node at
+    once.
+    """
     rooms = tuple(_room(device, len(host.devices)) for device in host.devices)
     kinds = tuple([device.kind for device in host.devices])
     named: list[Event] = [KindsFound(gpus, kinds, tuple(map(training_speed, kinds)))] if "cpu" not in kinds else []
-    found: list[Event] = [*named, NodeAdded(host.name, gpus, host.failure_domain)]
-    return [*found, MemoryFound(gpus, rooms)] if all(rooms) else found
+    known: list[Event] = [MemoryFound(gpus, rooms)] if all(rooms) else []
+    return [*named, *known, NodeAdded(host.name, gpus, host.failure_domain)]
 
 
 def _room(device: Device, places: int) -> int:

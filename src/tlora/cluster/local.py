@@ -22,6 +22,7 @@ from tlora.cluster.engine_hosts import EngineHosts, OpenKeeper
 from tlora.cluster.epochs import begin_epoch, lock_store
 from tlora.cluster.found_workers import FoundWorkers
 from tlora.cluster.hosts import own_events
+from tlora.cluster.kept_kind import KeptKind, processor_here
 from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local_machine import LocalMachine
@@ -90,12 +91,14 @@ class LocalBackend:
         self._events = self._nodes.see(own_events(machine, note))
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if machine.deterministic:
-            self.worker_pool.remote_hosts.only_kind = next(iter(machine.kinds), "")
+            own = next(iter(machine.kinds), processor_here() if machine.device == "cpu" and machine.gpus else "")
+            self.worker_pool.remote_hosts.kept_kind = KeptKind(workers, own, note)
         if listener is not None:
             self.worker_pool.listen_on(listener)
         there, hosts = self.worker_pool, self.worker_pool.remote_hosts
-        takes_what_comes = listener is not None and open_keeper is None
-        self._wide = WideGroups(self._nodes, hosts.hosts.on_one_host, machine.layout, note, takes_what_comes=takes_what_comes)
+        self._engine_hosts = EngineHosts(there, open_keeper)
+        wide = self._nodes, hosts.hosts.on_one_host, machine.layout, note, lambda: self._engine_hosts.can_bring
+        self._wide = WideGroups(*wide, hosts_may_come=self._hosts_may_come)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
         self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, host_of=hosts.hosts.host_of)
         self.reconciler.crash_attribution.recall(workers, note)
@@ -109,7 +112,7 @@ class LocalBackend:
         self._sealed = self._stopped = False
         self.worker_pool.find(records)
         self._collect()
-        self._engine_hosts = EngineHosts(self.worker_pool, open_keeper)
+        self._engine_hosts.start()
 
     def __enter__(self) -> LocalBackend:
         return self
@@ -123,6 +126,8 @@ class LocalBackend:
             self._engine_hosts.drain()
             self.worker_pool.close(STOP_SECONDS)
             self._engine_hosts.close()
+            if not self.unfinished and (kept := self.worker_pool.remote_hosts.kept_kind) is not None:
+                kept.forget()
             self._free_store()
 
     def abandon(self) -> None:
@@ -321,7 +326,7 @@ class LocalBackend:
             if taken:
                 arrived.update(taken)
                 names = tuple(sorted(taken, key=order.__getitem__))
-                jobs = tuple(early.pop(name) for name in names)
+                jobs = tuple(self._wide.admit(early.pop(name)) for name in names)
                 for name in names:
                     self.reconciler.arrive(name, again=True)
                 weights = dict(zip(found.job_ids, found.weights, strict=True))
@@ -350,12 +355,9 @@ class LocalBackend:
             self._events.append(Tick())
             self._next_tick = now + self._machine.tick_seconds
 
-    def _admit(self, job: JobSubmitted) -> JobSubmitted | None:
-        """None while it waits for hosts."""
-        admitted = self._wide.admit(job)
-        if admitted is not None:
-            self.reconciler.arrive(job.job_id, again=job.submitted_at is not None)
-        return admitted
+    def _admit(self, job: JobSubmitted) -> JobSubmitted:
+        self.reconciler.arrive(job.job_id, again=job.submitted_at is not None)
+        return self._wide.admit(job)
 
     def _settle(self) -> None:
         self.reconciler.step()

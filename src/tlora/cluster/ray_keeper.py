@@ -31,6 +31,11 @@ class RayOptions:
     worker_listen: str | None = None
     limits: HostLimits = field(default_factory=HostLimits)
 
+    @property
+    def hosts_may_come(self) -> bool:
+        """Whether there may be more GPUs than this machine's."""
+        return bool(self.address or self.worker_listen)
+
     def check(self) -> None:
         """Raises ConfigError."""
         if self.limits.max_hosts is not None and self.limits.max_hosts < max(1, self.limits.min_hosts):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tlora.cluster.file_service import FileService
 from tlora.cluster.hosts import Hosts, node_events
+from tlora.cluster.kept_kind import KeptKind, kinds_of
 from tlora.cluster.leased_process import DRIFT_SECONDS, LeasedProcess
 from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import Peer
@@ -44,7 +45,7 @@ class RemoteHosts:
         self.hosts, self._leases, self._began = Hosts(own), Leases(directory), time.monotonic()
         self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
         self._outlived: set[str] = set()  # incarnations that were lost by their leases
-        self.only_kind: str | None = None  # of GPUs, where all jobs stay on one: "" until the first has come to stay
+        self.kept_kind: KeptKind | None = None  # where all jobs stay on one
         self._leaving: set[str] = set()  # incarnations that came to save their jobs and end: their GPUs are not used
         self._lost: list[str] = []  # incarnations whose jobs are not free yet
         self._workers_of: dict[str, dict[RemoteWorker, None]] = {}  # host -> its workers that are not lost
@@ -87,7 +88,7 @@ class RemoteHosts:
             return f"{reason}. Install the same there"
         if hello.host is not None and any((device.kind == "cpu") != on_cpu for device in hello.host.devices):
             return f"has {hello.host.devices[0].kind}, and this cluster trains on {'CPUs' if on_cpu else 'GPUs'}"
-        return _why_another_kind(hello.host, self.only_kind) if hello.host is not None and self.only_kind is not None else ""
+        return self.kept_kind.why_not(hello.host) if hello.host is not None and self.kept_kind is not None else ""
 
     def take_on(self, gpus: tuple[int, ...], hello: Hello, host: HostLabels, peer: Peer, epoch: int) -> RemoteWorker:
         """A worker that has come; `gpus` are the cluster's numbers. One that may not train here is told to save its jobs and end."""
@@ -105,8 +106,8 @@ class RemoteHosts:
             self._leaving.add(hello.incarnation)
             worker.stop()
         else:
-            if self.only_kind == "":
-                self.only_kind = host.devices[0].kind
+            if self.kept_kind is not None:
+                self.kept_kind.settle(kinds_of(host)[0])
             self._note(f"a worker has come for {worker.display_name}")
             self.events += node_events(host, gpus)
         self._workers_of.setdefault(host.name, {})[worker] = None
@@ -178,13 +179,3 @@ class RemoteHosts:
         for incarnation in self._lost:
             self._leases.keep(incarnation, ())
         self._lost.clear()
-
-
-def _why_another_kind(host: HostLabels, only: str) -> str:
-    """Of a cluster that keeps jobs on one kind; "": the host's first decides."""
-    first = only or next((device.kind for device in host.devices), "")
-    other = next((device.kind for device in host.devices if device.kind != first), None)
-    if other is None:
-        return ""
-    kept = f"has {other}, and this cluster is deterministic: it keeps its jobs on {first}, for another kind gives other last bits"
-    return f"{kept}. Take it into a cluster of its own, or set deterministic: false"

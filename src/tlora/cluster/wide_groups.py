@@ -1,4 +1,4 @@
-"""Groups on GPUs of several hosts: which of them may span these, over how many GPUs their base is cut, and jobs that wait for hosts."""
+"""Groups on GPUs of several hosts: which of them may span these, over how many GPUs their base is cut, and what their jobs ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tlora.scheduler.draft import has_room
 
 
 class WideGroups:
-    """`on_one_host`: of GPUs those of the host that has most of them. With `takes_what_comes` hosts come by themselves."""
+    """`on_one_host`: of GPUs those of the host that has most of them. With `hosts_may_come` there may be more than now: `can_bring` says
+    how many there can be in all where an engine brings them, and 0 where they come by themselves.
+    """
 
     def __init__(
         self,
@@ -20,31 +22,30 @@ class WideGroups:
         on_one_host: Callable[[tuple[int, ...]], tuple[int, ...]],
         layout: LayoutSetting,
         note: Callable[[str], object],
+        can_bring: Callable[[], int] = lambda: 0,
         *,
-        takes_what_comes: bool,
+        hosts_may_come: bool,
     ) -> None:
         self._nodes, self._on_one_host, self._layout, self._note = nodes, on_one_host, layout, note
-        self._takes_what_comes = takes_what_comes
+        self._can_bring, self._hosts_may_come = can_bring, hosts_may_come
         self._least: dict[str, int] = {}  # by base: with fewer GPUs it does not fit, as its jobs say
-        self._waiting: set[str] = set()  # jobs that were told to wait for hosts
 
     def see(self, job: JobSubmitted) -> None:
         self._least[job.base_model] = job.least_gpus
 
-    def admit(self, job: JobSubmitted) -> JobSubmitted | None:
-        """The job as it asks for GPUs that are there: other replicas of it take turns. None while its base needs more, which may come."""
+    def admit(self, job: JobSubmitted) -> JobSubmitted:
+        """The job as it asks for GPUs that are there as it arrives, or that an engine can bring: other replicas of it take turns."""
         there = self._nodes.num_gpus
-        if not (self._takes_what_comes and there):  # before the first host has come, any number may come
+        if not (self._hosts_may_come and there):  # before the first host has come, any number may come
             return job
-        for gpus in range(max(job.least_gpus, min(job.gpus, there)), job.least_gpus - 1, -1):
-            if has_room(self._nodes.sizes, gpus, self._nodes.widest):  # whole hosts and a part of one, as the scheduler gives them
-                if job.gpus > gpus:
-                    self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {there} GPUs are there as it arrives")
-                return replace(job, gpus=gpus)
-        if job.job_id not in self._waiting:
-            self._waiting.add(job.job_id)
-            self._note(f"{job.job_id} waits for workers of other hosts: its base takes {job.least_gpus} GPUs, and {there} are there")
-        return None
+        most = max(there, self._can_bring())
+        gpus = wanted = max(job.least_gpus, min(job.gpus, most))
+        if wanted <= there:  # whole hosts and a part of one, as the scheduler gives them
+            sizes, widest = self._nodes.sizes, self._nodes.widest
+            gpus = next((count for count in range(wanted, job.least_gpus - 1, -1) if has_room(sizes, count, widest)), wanted)
+        if gpus < job.gpus:
+            self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {most} GPUs are there as it arrives")
+        return replace(job, gpus=gpus)
 
     def keep(self, group: JobGroup, orders: Iterable[int]) -> tuple[JobGroup, GroupKept | None]:
         """The group, on one host where none of its jobs, which order so many GPUs, nor its base needs several."""

@@ -19,7 +19,7 @@ from tlora import durable
 from tlora.cache_directory import open_caches
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.engine_hosts import OpenKeeper
-from tlora.cluster.event_log import EventLog
+from tlora.cluster.event_log import EventLog, not_told
 from tlora.cluster.gpus import Gpu, host_room, list_gpus, numbers_of, room_of
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.cluster.listeners import TlsListener
@@ -58,6 +58,7 @@ from tlora.report.rows import read_rows
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.base_parts import BaseParts
 from tlora.shape.cost import CostModel
 from tlora.shape.gpu_files import slowest_here, speed_here
 from tlora.shape.hardware import nearest_base
@@ -148,7 +149,8 @@ def train_on_cluster(
             elif worker_listen is not None:
                 listener = stack.enter_context(TlsListener(out / "workers", tcp_place(worker_listen)))
                 watcher.note(f"workers may come to {listener.address} over TLS; `tlora worker-token {out}` makes a token for them")
-            return _Run(jobs_here, out, places, policy, watcher, began, keeper, listener).train(guard)
+            may_come = worker_listen is not None if ray is None else ray.hosts_may_come
+            return _Run(jobs_here, out, places, policy, watcher, began, keeper, listener, hosts_may_come=may_come).train(guard)
 
 
 class _Run:
@@ -162,11 +164,13 @@ class _Run:
         began: float,
         open_keeper: OpenKeeper | None = None,
         listener: TlsListener | None = None,
+        *,
+        hosts_may_come: bool = False,
     ) -> None:
         """`run`: its `output_dir` has a directory for each job. With `open_keeper` all workers are an engine's, and none is of `places`.
-        With `listener` workers of other hosts may come.
+        `listener`: where workers come that the engine or a person starts; with `hosts_may_come` of other hosts too.
         """
-        self._open_keeper, self._listener = open_keeper, listener
+        self._open_keeper, self._listener, self._hosts_may_come = open_keeper, listener, hosts_may_come
         self._run, self._out, self._places, self._policy = run, out, places, policy
         self._watcher, self._began, self._shown = watcher, began, 0.0
         self._ended: dict[str, JobResult] = {}
@@ -183,7 +187,8 @@ class _Run:
         profiled = self._profile()
         for name, job in profiled.items():
             self._cluster.view.advance(name, total_steps=job.profile.steps)
-        scheduler = Scheduler(LIVE_POLICIES[self._policy](), self._costs(), self._see_fault)
+        on_wait = self._say_what_waits if self._hosts_may_come else None
+        scheduler = Scheduler(LIVE_POLICIES[self._policy](), self._costs(), self._see_fault, on_wait=on_wait)
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
@@ -223,12 +228,18 @@ class _Run:
 
     @cached_property
     def _memory(self) -> BaseMemory:
-        return count_base(SuperModel(self._base), torch.device(self._places[0]), self._run.layout)
+        memory = count_base(SuperModel(self._base), torch.device(self._places[0]), self._run.layout)
+        cut = self._run.layout == "stages" and self._most_gpus != 1 and not self._parts.no_stages
+        return memory.cut(self._parts.bytes_by_stages()) if cut else memory
+
+    @cached_property
+    def _parts(self) -> BaseParts:
+        return count_parts(SuperModel(self._base), torch.device(self._places[0]), ACTIVATION_RANK)
 
     @property
     def _most_gpus(self) -> int | None:
         """That a job can get: in stages one for each layer. None where other hosts may come with any number."""
-        bounds = [len(self._places)] if self._listener is None and self._open_keeper is None else []
+        bounds = [] if self._hosts_may_come else [len(self._places)]
         if self._run.layout == "stages":
             bounds.append(len(layers_of(self._base.decoder)))
         return min(bounds, default=None)
@@ -270,7 +281,7 @@ class _Run:
         place, base = torch.device(self._places[0]), self._base
         names = [self._known[number].name for number in self._numbers if number in self._known]
         speed, told = speed_here(names)
-        parts = count_parts(SuperModel(base), place, ACTIVATION_RANK) if place.type == "cuda" else None
+        parts = self._parts if place.type == "cuda" else None
         constants = live_constants(base.num_bytes, parts, slowest_here(names))
         like = f"those of {nearest_base(base.num_bytes)}" + ("" if speed == 1.0 else f" on an H200, times {speed:.2f}")
         until = "what `tlora plan` predicts" if is_predicted(constants) else like
@@ -340,6 +351,9 @@ class _Run:
             self._faults.add(reason)
             self._watcher.note(f"{self._policy} could not decide ({reason}); what runs goes on, and it is asked again at the next event")
 
+    def _say_what_waits(self, job_id: str, reason: str) -> None:
+        self._watcher.note(f"{job_id} waits for workers of other hosts: {reason}")
+
     def _fail(self, spec: JobSpec, reason: str) -> None:
         """Write the job's failure, unless its worker has written it."""
         directory = Path(self._run.output_dir) / spec.name
@@ -376,16 +390,3 @@ def _arrival(spec: JobSpec, job: ProfiledJob, there: int | None, least: int) -> 
     rest = {"priority": spec.priority, "deadline": deadline, "max_slowdown": spec.max_slowdown}
     gpus = max(least, spec.gpus if there is None else min(spec.gpus, there))
     return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, gpus, job.profile, **rest, least_gpus=least)
-
-
-def not_told(names: Iterable[str], events: Path) -> list[str]:
-    """Those of `names` whose end is missing in the event log: they ended while no controller ran."""
-    left = dict.fromkeys(names)
-    mark = f'"{JobFinished.__name__}"'
-    if left and events.is_file():
-        with events.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if mark in line:
-                    for name in [name for name in left if f'"{name}"' in line]:
-                        del left[name]
-    return list(left)

@@ -37,12 +37,11 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.scheduler.draft import has_room
+from tlora.scheduler.admission import why_never, why_not_here, why_unsound
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
 
-MOST_COUNTED = 2**53  # above it a float does not distinguish a whole number from the next
 _MOST_DECISIONS = 16  # at one event
 
 Policy = Callable[[ClusterState], list[JobGroup]]
@@ -56,15 +55,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, policy: Policy, cost: CostModel, on_fault: Callable[[str], object] | None = None, tenants: Tenants | None = None
+        self,
+        policy: Policy,
+        cost: CostModel,
+        on_fault: Callable[[str], object] | None = None,
+        tenants: Tenants | None = None,
+        on_wait: Callable[[str, str], object] | None = None,
     ) -> None:
         """`on_fault` is called with the reason why a decision was left out, if the policy raised or wants what cannot be. All else that an
         event brings has been done then, and the next event asks again. Without `on_fault`, such a policy raises. `tenants` has what they
-        used before.
+        used before. With `on_wait` hosts may come: jobs that cannot run on what is there wait for them, and it is called with the name of
+        each, and why, once. Without, they are rejected.
         """
         self._on_fault = on_fault
-        self.state, self._policy = ClusterState(copy.deepcopy(cost), tenants=tenants or Tenants()), policy
+        may_come = on_wait is not None
+        self.state, self._policy = ClusterState(copy.deepcopy(cost), tenants=tenants or Tenants(), hosts_may_come=may_come), policy
         self._seen: set[str] = set()
+        self._on_wait, self._told_to_wait = on_wait, set[str]()
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done now that `event` has happened. Time does not go back: an earlier `now` counts as the latest."""
@@ -76,7 +83,9 @@ class Scheduler:
             if state.emptied:
                 actions += self._end_empty_groups()
             actions += (
-                self._decide_for_all_who_wait() if isinstance(event, Tick | BaseMeasured | MemoryFound | KindsFound) else self._decide()
+                self._decide_for_all_who_wait()
+                if isinstance(event, Tick | BaseMeasured | NodeAdded | MemoryFound | KindsFound)
+                else self._decide()
             )
         return actions
 
@@ -120,9 +129,10 @@ class Scheduler:
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
             case JobRequest(verb="release"):
-                held = event.job_id in state.held
+                held = event.job_id in state.held and event.job_id not in state.parked
                 if held:
                     state.release(event.job_id)
+                    self._park(event.job_id)
                 return [], held
             case JobFinished() | JobFailed() | JobRequest():  # whose last verb is cancel
                 known = event.job_id in state.jobs
@@ -152,10 +162,15 @@ class Scheduler:
                 fewer = known is not None and set(gpus) < set(known.group.gpus)
                 return reconcile(state, [known.group.on(gpus)]) if known is not None and fewer else [], fewer
             case NodeAdded():
+                are_first = not state.pool.most_gpus
                 state.pool.add_node(event.node, event.rack, event.gpus)
+                self._unpark()
+                self._park(*(state.pending if are_first else ()))
                 return [], True
             case MemoryFound(gpus, memory_bytes):
                 changed = state.find_memory(gpus, memory_bytes)
+                if changed:
+                    self._unpark()
                 return self._reject_too_large() if changed else [], changed
             case KindsFound(gpus, kinds, speeds):
                 return [], state.find_kinds(gpus, kinds, speeds)
@@ -164,21 +179,47 @@ class Scheduler:
             case GpusLost():
                 return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
 
-    def _submit(self, spec: JobSubmitted) -> tuple[list[Action], bool]:
+    def _submit(self, spec: JobSubmitted, *, trains: bool = False) -> tuple[list[Action], bool]:
+        """One that `trains` already fits on what is there."""
         if spec.job_id in self._seen:
             return [], False
         self._seen.add(spec.job_id)
-        reason = why_never(self.state, spec)
+        reason = why_unsound(self.state.cost, spec) if trains else why_never(self.state, spec)
         if reason is not None:
             return [RejectJob(spec.job_id, reason)], False
         self.state.submit(spec)
+        if not trains:
+            self._park(spec.job_id)
         return [], True
 
+    def _park(self, *waiting: str) -> None:
+        """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""
+        if self._on_wait is None:
+            return
+        for name in waiting:
+            if (reason := why_not_here(self.state, self.state.jobs[name].spec)) is not None:
+                self.state.park(name, reason)
+                if name not in self._told_to_wait:
+                    self._told_to_wait.add(name)
+                    self._on_wait(name, reason)
+
+    def _unpark(self) -> None:
+        for name in list(self.state.parked):
+            if (reason := why_not_here(self.state, self.state.jobs[name].spec)) is None:
+                self.state.unpark(name)
+            else:
+                self.state.parked[name] = reason
+
     def _reject_too_large(self) -> list[Action]:
-        """Jobs that wait and for which no GPU has room any more, since less of it was found than was known when they came."""
+        """Jobs that wait and for which no GPU has room any more, since less of it was found than was known when they came. Where hosts may
+        come they wait for these.
+        """
         state = self.state
         names = [name for name in state.pending if state.jobs[name].least_room == math.inf]
         actions: list[Action] = []
+        if state.hosts_may_come:
+            self._park(*names)
+            return actions
         for name in names:
             actions.append(RejectJob(name, why_never(state, state.jobs[name].spec) or "no GPU has room for it"))
             state.end_job(name)
@@ -188,7 +229,7 @@ class Scheduler:
         """Its jobs are submitted, and placed as they are. Where that cannot be, the group is stopped and its jobs wait."""
         actions: list[Action] = []
         for spec in found.jobs:
-            actions += self._submit(spec)[0]
+            actions += self._submit(spec, trains=True)[0]
         state, group = self.state, found.group
         for name in group.job_ids:
             if name not in state.pending:
@@ -204,6 +245,7 @@ class Scheduler:
         state = self.state
         job = state.jobs.get(job_id)
         if job is None or job_id in state.held:
+            state.parked.pop(job_id, None)  # hosts that come do not release it
             return [], False
         actions: list[Action] = []
         if job.group_id is not None:
@@ -217,55 +259,6 @@ class Scheduler:
         for group_id in empty:
             self.state.end_group(group_id)
         return [StopGroup(group_id) for group_id in empty]
-
-
-def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
-    """Why the job can never run on this cluster, if so."""
-    cost, profile = state.cost, spec.profile
-    reason = why_unsound(cost, spec)
-    if reason is not None:
-        return reason
-    if spec.gpus > state.pool.most_gpus > 0:  # before the first host has come, any number may come
-        return f"it asks for {spec.gpus} GPUs and the cluster has {state.pool.most_gpus}. Ask for fewer"
-    complete = state.pool.num_gpus == state.pool.most_gpus  # else those that are lost may come back
-    if (
-        spec.gpus > state.pool.node_size > 0
-        and complete
-        and not has_room([len(node.gpus) for node in state.pool.lasting_nodes.values()], spec.gpus, state.pool.node_size)
-    ):
-        return f"it asks for {spec.gpus} GPUs, and the nodes of {state.pool.node_size} are too few to hold so many. Ask for fewer"
-    if not math.isfinite(spec.priority):
-        return f"its priority is {spec.priority}. Give it a finite number"
-    if spec.deadline is not None and math.isnan(spec.deadline):
-        return "its deadline is no number. Give a time on the cluster's clock, or none"
-    longest = profile.longest_sample_tokens
-    budget = next((tokens for tokens in cost.budgets if tokens >= longest), None)
-    if budget is None:
-        return f"its longest sample has {longest} tokens, and a micro-batch on a GPU holds at most {cost.budgets[-1]}. Cut its samples"
-    if state.memory.rooms:
-        return state.memory.why_too_large(cost, spec, state.pool.most_gpus)
-    if not cost.fits(spec.base_model, profile.adapter_parameters, budget):
-        needed = cost.memory_bytes(spec.base_model, profile.adapter_parameters, budget) / 2**30
-        return (
-            f"its base, adapter and a micro-batch of {budget} tokens, the smallest that holds its longest sample of {longest}, take "
-            f"{needed:.1f} GiB, more than may be used of a GPU. Cut its samples or its rank"
-        )
-    return None
-
-
-def why_unsound(cost: CostModel, spec: JobSubmitted) -> str | None:
-    """Why no cluster can run the job, if so: `cost` cannot price it."""
-    profile = spec.profile
-    if spec.base_model not in cost.constants:
-        return f"its base model {spec.base_model!r} is not served here. There are {', '.join(sorted(cost.constants))}"
-    if max(spec.gpus, profile.steps, profile.adapter_parameters) > MOST_COUNTED:
-        return f"its GPUs, steps or trained parameters are more than {MOST_COUNTED}, the most that is counted. Give what it really has"
-    if not (spec.gpus >= 1 and spec.max_slowdown >= 1 and profile.steps >= 1 and 0 < profile.tokens_per_step < math.inf):  # nor a NaN
-        return (
-            f"it asks for {spec.gpus} GPUs, a slowdown of {spec.max_slowdown} and {profile.steps} steps of {profile.tokens_per_step} "
-            "tokens. GPUs, steps and tokens must be positive, a slowdown at least 1"
-        )
-    return None
 
 
 def reconcile(state: ClusterState, wanted: list[JobGroup]) -> list[Action]:

@@ -46,6 +46,8 @@ class ClusterState:
     asked: Counter[int] = field(default_factory=Counter[int])  # of these jobs, by the GPUs that each asks for
     pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
     held: set[str] = field(default_factory=set[str])
+    parked: dict[str, str] = field(default_factory=dict[str, str])  # those of `held` that wait for hosts, and why
+    hosts_may_come: bool = False
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, the last to change or end behind; some that have ended
@@ -143,6 +145,7 @@ class ClusterState:
             del self.asked[job.spec.gpus]
         if job_id in self.held:
             self.held.discard(job_id)
+            self.parked.pop(job_id, None)
         else:
             self.tenants.drop_job(job.spec.tenant)
         if job.group_id is not None:
@@ -174,6 +177,17 @@ class ClusterState:
         self.held.remove(job_id)
         self.tenants.add_job(self.jobs[job_id].spec.tenant)
         self._wait(job_id)
+
+    def park(self, job_id: str, reason: str) -> None:
+        """As `hold`, until hosts have come with what it needs: `reason` says what."""
+        self.hold(job_id)
+        self.parked[job_id] = reason
+
+    def unpark(self, job_id: str) -> None:
+        job = self.jobs[job_id]
+        del self.parked[job_id]
+        job.least_room = self.memory.least_room(self.cost, job.spec, self.pool.most_gpus)
+        self.release(job_id)
 
     def see_steps(self, event: StepsDone) -> None:
         """What a back end reports of a job. Reports of a group that it has left are late, and steps never go back: infinitely many would

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tlora.api import OrderSpec
 from tlora.errors import ModelError
 from tlora.job import Recompute
@@ -36,7 +38,9 @@ class Capacity:
         self._precision = precision_of(config, places.device)
         self._place = "a GPU here" if places.device == "cuda" else "this machine"
         self._most, self._gpus = places.memory_bytes, len(places.gpus)
-        self._cuts = config.layout == "stages" and (self._gpus != 1 or config.worker_listen is not None)  # else it lies as with auto
+        self._hosts_may_come = config.hosts_may_come
+        there = self._gpus or places.engine_gpus
+        self._cuts = config.layout == "stages" and (there != 1 or self._hosts_may_come)  # else it lies as with auto
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):
             self._most, self._place = config.memory_limit, "a run here (memory_limit)"
         self._outlines: dict[str, BaseShape] = {}
@@ -46,6 +50,8 @@ class Capacity:
         """The base's outline was made."""
         outline = known_outline(self._directory, base_model, self._precision)
         if outline is not None:
+            if self._cuts and not outline.parts.no_stages:
+                outline = replace(outline, memory=outline.memory.cut(outline.parts.bytes_by_stages()))
             self._outlines[name] = outline
 
     def memory_of(self, name: str) -> BaseMemory | None:
@@ -79,7 +85,7 @@ class Capacity:
     def why_never(self, base: str, parameters: int) -> str | None:
         """Why an adapter of so many parameters can never be trained over the base, if so. A lower bound: activations are not counted."""
         outline = self._outlines.get(base)
-        if outline is None or self._most is None or not self._gpus:  # a server without GPUs has those of its hosts
+        if outline is None or self._most is None or not self._gpus or self._hosts_may_come:  # whose GPUs may be larger
             return None
         beside = outline.memory.least_weights(self._gpus)
         if beside + ADAPTER_BYTES * parameters <= self._most:

@@ -180,6 +180,11 @@ class ServerConfig(BaseModel):
         return self.host in _LOOPBACK
 
     @property
+    def hosts_may_come(self) -> bool:
+        """Whether there may be more GPUs than this machine's: what they lack is no reason to refuse a job."""
+        return self.ray_address is not None or self.worker_listen is not None
+
+    @property
     def ray_options(self) -> RayOptions:
         from tlora.cluster.host_keeper import HostLimits  # only a server with an engine waits for these
         from tlora.cluster.ray_keeper import RayOptions

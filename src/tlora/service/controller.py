@@ -331,8 +331,9 @@ class Controller:
     def _run(self) -> None:
         try:
             cluster = self._backend_factory.make(self._bases)
+            on_wait = _warn_of_waiting if self._config.hosts_may_come else None
             begins = CostModel({}, speed=self._backend_factory.places.speed)
-            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._see_fault, self._usage.tenants)
+            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._see_fault, self._usage.tenants, on_wait)
             try:
                 self._events.begin(cluster.began_at_seconds)
                 self._wait_for_store("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))
@@ -401,3 +402,7 @@ class Controller:
             self._known.pop(job_id, None)
             if self._cluster is not None:
                 self._cluster.forget(job_id)
+
+
+def _warn_of_waiting(job_id: str, reason: str) -> None:
+    logging.getLogger(__name__).warning("%s waits for workers of other hosts: %s", job_id, reason)

@@ -37,7 +37,9 @@ class ClusterSnapshot:
 
 
 class LiveState:
-    """Safe in several threads. `gpus` is how many there are. `fault` is why nothing can be scheduled; None while all is well."""
+    """Safe in several threads. `gpus` is how many a job can get; 0 where hosts may bring any number. `fault` is why nothing can be
+    scheduled; None while all is well.
+    """
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus

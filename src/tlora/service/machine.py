@@ -19,7 +19,8 @@ NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # on
 class Devices:
     """GPUs by their numbers, or as many processes on a CPU. `memory_bytes`: of the largest of the GPUs, or of the machine; `room_bytes`:
     what may be planned for on each place, where that is known. `speed`: of training against an H200, `told`: lines on
-    where that is from. `kinds`: what the GPUs are, as their driver calls them.
+    where that is from. `kinds`: what the GPUs are, as their driver calls them. `engine_gpus`: how many more are here, for the workers
+    of an engine.
     """
 
     device: Literal["cuda", "cpu"]
@@ -29,6 +30,7 @@ class Devices:
     speed: float = 1.0
     told: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
+    engine_gpus: int = 0
 
     @property
     def model(self) -> GpuModel | None:

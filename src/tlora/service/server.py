@@ -87,7 +87,7 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
         identity.refuse_missing(url)
         engine = open_store(url)
         backend_factory = backend_factory or local_hall(config)
-        notifier, live = Notifier(), LiveState(len(backend_factory.places.gpus))
+        notifier, live = Notifier(), LiveState(0 if config.hosts_may_come else len(backend_factory.places.gpus))
         lease = take_lease(engine, this_server(directory), identity.settle, standby=config.standby)
         identity.keep()
         writer = Writer(engine, notifier.ring, failpoint, lease.check)
@@ -137,11 +137,11 @@ def local_hall(config: ServerConfig) -> BackendFactory:
         from tlora.cluster.ray_keeper import open_ray
 
         listener, keeper = open_ray(config.ray_options, places.device, places.gpus, config.directory, warn)
-        places = replace(places, gpus=(), memory_bytes=None, room_bytes=(), kinds=())
+        places = replace(places, gpus=(), memory_bytes=None, room_bytes=(), kinds=(), engine_gpus=len(places.gpus))
     else:
         listener = TlsListener(config.directory / "workers", tcp_place(config.worker_listen)) if config.worker_listen else None
 
-    if config.layout == "stages" and len(places.gpus) == 1 and listener is None:
+    if config.layout == "stages" and (len(places.gpus) or places.engine_gpus) == 1 and not config.hosts_may_come:
         warn("layout: stages is of several GPUs, and here is one: bases lie as with layout: auto")
 
     def make(base_models: Mapping[str, str]) -> LocalBackend:

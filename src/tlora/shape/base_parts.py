@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from tlora.shape.memory import MemoryModel, StreamedBytes, parse_memory
+from tlora.shape.memory import MOST_GPUS, MemoryModel, StreamedBytes, parse_memory
+from tlora.shape.stages import LEAST_STAGES, cut_layers
 from tlora.shape.work import FEATURE_WEIGHTS
 
 _BOUNDARY_BUFFERS = 4  # of a stage: activations and gradients that come in and go out, each while the last ones are still used
@@ -77,6 +78,12 @@ class BaseParts:
         at_ends = (self.embedding_bytes if first == 0 else 0) + (self.head_bytes if last == len(self.layers) else 0)
         both = first == 0 and last == len(self.layers)
         return layers + max(0, beside) + at_ends - (tied if both else 0)
+
+    def bytes_by_stages(self) -> tuple[int, ...]:
+        """Of the fullest of 2, 3, ... stages, cut as a worker cuts them."""
+        counts = range(LEAST_STAGES, min(MOST_GPUS, len(self.layers)) + 1)
+        cuts = [cut_layers(self.layer_weights, self.head_weights, [1.0] * count) for count in counts]
+        return tuple(max(self.stage_bytes(*stage) for stage in stages) for stages in cuts)
 
     def stage_memory(self, first: int, last: int, in_flight: int) -> MemoryModel:
         """Of a GPU with these layers, and `in_flight` micro-batches whose backward is still to come."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from tlora.errors import ConfigError
 from tlora.protocol import BaseSpeed
 from tlora.shape import GPU_SHARE
-from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, must_share
+from tlora.shape.memory import ADAPTER_BYTES, BaseMemory
 from tlora.shape.token_cost import recompute_factor
 
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
@@ -192,9 +192,9 @@ class CostModel:
         return GPU_SHARE * self._of(base).gpu_bytes
 
     def is_whole(self, base: str, room_bytes: float | None = None) -> bool:
-        """Whether it lies whole on each GPU of its group, of which so much may be planned for."""
+        """Whether it lies whole on each of its group's GPUs, of which so much may be planned for."""
         counted, room = self.memory.get(base), self.room_bytes(base) if room_bytes is None else room_bytes
-        return counted is None or not must_share(counted.bytes_by_gpus[0], room)
+        return counted is None or counted.is_whole(room)
 
     def memory_bytes(
         self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int = 1, room_bytes: float | None = None

@@ -194,7 +194,7 @@ class BaseMemory:
     """Bytes of a base as counted from its layers: of its weights on each of 1, 2, ... GPUs (whole on one, in parts on several), of any
     micro-batch, and of a token of one, without recomputation and with as much of it as there is. `streamed_bytes`: of its weights on one
     GPU to which they are streamed from the host's memory; 0 where they cannot be. `num_layers`: that can be recomputed, 0 where that is
-    not known; `ordered_layers` of them are in every micro-batch.
+    not known; `ordered_layers` of them are in every micro-batch. `in_stages`: on several GPUs it is always in parts, as is ordered.
     """
 
     bytes_by_gpus: tuple[int, ...]
@@ -204,6 +204,11 @@ class BaseMemory:
     streamed_bytes: float = 0.0
     num_layers: int = 0
     ordered_layers: int = 0
+    in_stages: bool = False
+
+    def cut(self, by_stages: Sequence[int]) -> BaseMemory:
+        """Of a base that is ordered in stages: `by_stages` is what the fullest of 2, 3, ... takes."""
+        return replace(self, bytes_by_gpus=(self.bytes_by_gpus[0], *by_stages), in_stages=True)
 
     def recomputing(self, recompute: Recompute) -> BaseMemory:
         """Of a cluster whose `recompute` orders it; itself with "auto"."""
@@ -226,12 +231,15 @@ class BaseMemory:
 
     def weights(self, gpus: int, room_bytes: float) -> float:
         """On each of `gpus` GPUs that have so much room. One streams what leaves it too little, as its worker does."""
-        whole = self.bytes_by_gpus[0]
-        if not must_share(whole, room_bytes):
-            return whole
+        if (gpus == 1 and not must_share(self.bytes_by_gpus[0], room_bytes)) or self.is_whole(room_bytes):
+            return self.bytes_by_gpus[0]
         if gpus == 1 and self.streamed_bytes:
             return self.streamed_bytes
         return self.bytes_by_gpus[min(gpus, len(self.bytes_by_gpus)) - 1]
+
+    def is_whole(self, room_bytes: float) -> bool:
+        """Whether it lies whole on each of several GPUs that have so much room."""
+        return not self.in_stages and not must_share(self.bytes_by_gpus[0], room_bytes)
 
     def least_weights(self, gpus: int) -> float:
         """On a GPU, of up to `gpus` on which the base may lie, whatever the form."""

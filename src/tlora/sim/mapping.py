@@ -16,8 +16,8 @@ from typing import Literal, TypeVar
 
 from tlora.errors import ConfigError
 from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
+from tlora.scheduler.admission import MOST_COUNTED, why_unsound
 from tlora.scheduler.predictions import most_useful_gpus
-from tlora.scheduler.scheduler import MOST_COUNTED, why_unsound
 from tlora.shape.cost import CostModel
 from tlora.sim.records import FinalState
 from tlora.sim.trace import Trace, TraceJob, end_of

@@ -18,8 +18,8 @@ from tlora.errors import ConfigError, DataError
 from tlora.file_identity import FileIdentity, identity_of
 from tlora.jobs_file.spelling import suggest
 from tlora.protocol import BaseAdded
+from tlora.scheduler.admission import why_never
 from tlora.scheduler.policies import POLICIES
-from tlora.scheduler.scheduler import why_never
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import BaseConstants, CostModel

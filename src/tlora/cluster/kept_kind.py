@@ -1,0 +1,80 @@
+"""The one kind of GPU, or of processor, on which a deterministic cluster keeps its jobs: another kind gives other last bits.
+
+It is kept in the store's `workers/kind.json` until all jobs have ended: after a restart it decides which hosts may come, not the first
+that dials.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+from tlora import durable
+from tlora.errors import CheckpointError
+from tlora.json_file import read_object
+from tlora.worker_protocol import HostLabels
+
+FILE = "kind.json"
+_IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: what libraries choose kernels by
+
+
+class KeptKind:
+    """`name` is "" until the first host has come to stay."""
+
+    def __init__(self, directory: Path, own: str, note: Callable[[str], None]) -> None:
+        """`directory`: the store's `workers/`; `own`: of the controller's own GPUs, "" where it has none. `note` of jobs that change it."""
+        self._path, self._note = directory / FILE, note
+        self.name = _read(self._path)
+        if own:
+            if self.name not in ("", own):
+                note(f"{FILE}: jobs here began on {self.name} and go on on {own}: they will not have the bytes of a cluster of one kind")
+                self.name = ""
+            self.settle(own)
+
+    def settle(self, kind: str) -> None:
+        """A host that has come to stay has GPUs of that kind."""
+        if self.name:
+            return
+        self.name = kind
+        try:
+            durable.write_file(self._path, json.dumps({"kind": kind}) + "\n")
+        except CheckpointError as error:
+            self._note(f"the kind of GPU on which jobs stay is not kept for a restart: {error}")
+
+    def forget(self) -> None:
+        """No job is left that began here."""
+        self._path.unlink(missing_ok=True)
+
+    def why_not(self, host: HostLabels) -> str:
+        """Why that host may not train here; "" if it may."""
+        kinds = kinds_of(host)
+        kept = self.name or next(iter(kinds), "")
+        other = next((kind for kind in kinds if kind != kept), None)
+        if other is None:
+            return ""
+        why = f"has {other}, and this cluster is deterministic: it keeps its jobs on {kept}, for another kind gives other last bits"
+        return f"{why}. Take it into a cluster of its own, or set deterministic: false"
+
+
+def kinds_of(host: HostLabels) -> list[str]:
+    """Of its GPUs, or its processor."""
+    return [device.kind if device.kind != "cpu" else host.processor or "cpu" for device in host.devices]
+
+
+def processor_here() -> str:
+    """The processor's maker and design, as /proc/cpuinfo has them; else its architecture."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        first = ""
+    found = dict(line.partition(":")[::2] for line in first.replace("\t", "").splitlines())
+    return " ".join(found[key].strip() for key in _IDENTITY if key in found) or platform.machine()
+
+
+def _read(path: Path) -> str:
+    try:
+        return str(read_object(path)["kind"])
+    except (OSError, ValueError, KeyError):
+        return ""

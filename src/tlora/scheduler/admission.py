@@ -1,0 +1,68 @@
+"""Which jobs can never run on a cluster, and which not on what is there now."""
+
+from __future__ import annotations
+
+import math
+
+from tlora.protocol import JobSubmitted
+from tlora.scheduler.draft import has_room
+from tlora.scheduler.state import ClusterState
+from tlora.shape.cost import CostModel
+
+MOST_COUNTED = 2**53  # above it a float does not distinguish a whole number from the next
+
+
+def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
+    """Why the job can never run on this cluster, if so. Where hosts may come, the GPUs that are there are no reason."""
+    if (reason := why_unsound(state.cost, spec)) is not None:
+        return reason
+    if not math.isfinite(spec.priority):
+        return f"its priority is {spec.priority}. Give it a finite number"
+    if spec.deadline is not None and math.isnan(spec.deadline):
+        return "its deadline is no number. Give a time on the cluster's clock, or none"
+    longest, budgets = spec.profile.longest_sample_tokens, state.cost.budgets
+    if longest > budgets[-1]:
+        return f"its longest sample has {longest} tokens, and a micro-batch on a GPU holds at most {budgets[-1]}. Cut its samples"
+    return None if state.hosts_may_come else why_not_here(state, spec)
+
+
+def why_not_here(state: ClusterState, spec: JobSubmitted) -> str | None:
+    """Why the job cannot run on the GPUs that there are, or were, if so. Nothing is known before the first have come."""
+    pool, cost, profile = state.pool, state.cost, spec.profile
+    if spec.gpus > pool.most_gpus > 0:
+        if spec.gpus == spec.least_gpus:
+            return f"its base takes {spec.gpus} GPUs and the cluster has {pool.most_gpus}. Train it over a smaller base, or add GPUs"
+        return f"it asks for {spec.gpus} GPUs and the cluster has {pool.most_gpus}. Ask for fewer"
+    complete = pool.num_gpus == pool.most_gpus  # else those that are lost may come back, as a host may be taken back that is drained
+    if (
+        spec.gpus > pool.node_size > 0
+        and complete
+        and not has_room([len(node.gpus) for node in pool.nodes.values()], spec.gpus, pool.node_size)
+    ):
+        return f"it asks for {spec.gpus} GPUs, and the nodes of {pool.node_size} are too few to hold so many. Ask for fewer"
+    if state.memory.rooms and pool.most_gpus:
+        return state.memory.why_too_large(cost, spec, pool.most_gpus)
+    longest = profile.longest_sample_tokens
+    budget = next((tokens for tokens in cost.budgets if tokens >= longest), cost.budgets[-1])
+    if state.hosts_may_come or state.memory.rooms or cost.fits(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus):
+        return None
+    needed = cost.memory_bytes(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus) / 2**30
+    return (
+        f"its base, adapter and a micro-batch of {budget} tokens, the smallest that holds its longest sample of {longest}, take "
+        f"{needed:.1f} GiB, more than may be used of a GPU. Cut its samples or its rank"
+    )
+
+
+def why_unsound(cost: CostModel, spec: JobSubmitted) -> str | None:
+    """Why no cluster can run the job, if so: `cost` cannot price it."""
+    profile = spec.profile
+    if spec.base_model not in cost.constants:
+        return f"its base model {spec.base_model!r} is not served here. There are {', '.join(sorted(cost.constants))}"
+    if max(spec.gpus, profile.steps, profile.adapter_parameters) > MOST_COUNTED:
+        return f"its GPUs, steps or trained parameters are more than {MOST_COUNTED}, the most that is counted. Give what it really has"
+    if not (spec.gpus >= 1 and spec.max_slowdown >= 1 and profile.steps >= 1 and 0 < profile.tokens_per_step < math.inf):  # nor a NaN
+        return (
+            f"it asks for {spec.gpus} GPUs, a slowdown of {spec.max_slowdown} and {profile.steps} steps of {profile.tokens_per_step} "
+            "tokens. GPUs, steps and tokens must be positive, a slowdown at least 1"
+        )
+    return None

@@ -1,0 +1,138 @@
+"""Jobs that cannot run on the hosts that are there, where others may come: they wait aside, and none waits behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.scheduler.mirror import Mirror, made_cost, made_spec, tell
+from tests.scheduler.test_unequal_gpus import GB, MEMORY, costs, small
+from tlora.cluster.hosts import node_events
+from tlora.protocol import (
+    ChangeGroup,
+    Event,
+    GroupFound,
+    JobFinished,
+    JobGroup,
+    JobRequest,
+    JobSubmitted,
+    NodeAdded,
+    NodeDraining,
+    ParallelPlan,
+    RejectJob,
+    StartGroup,
+)
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.shape import CPU_SHARE
+from tlora.shape.cost import CostModel
+from tlora.worker_protocol import Device, HostLabels
+
+TOO_LARGE: dict[str, Any] = {"longest": 16384, "tokens": 16384.0, "parameters": 2 * 10**9}  # for 24 GB
+
+
+class Cluster:
+    """`told`: jobs that were said to wait, and why."""
+
+    def __init__(self, policy: str = "fifo", *, may_come: bool = True, cost: CostModel | None = None) -> None:
+        self.told: list[tuple[str, str]] = []
+        on_wait = (lambda name, why: self.told.append((name, why))) if may_come else None
+        self.scheduler, self.mirror, self.now = Scheduler(LIVE_POLICIES[policy](), cost or costs(), on_wait=on_wait), Mirror(), 0.0
+
+    def tell(self, *events: Event) -> tuple[list[tuple[str, ...]], list[str]]:
+        """Jobs that are placed, by group, and those that are rejected."""
+        self.now += 1.0
+        actions = [action for event in events for action in tell(self.scheduler, self.mirror, event, self.now)]
+        placed = [action.group.job_ids for action in actions if isinstance(action, StartGroup | ChangeGroup)]
+        return placed, [action.job_id for action in actions if isinstance(action, RejectJob)]
+
+    @property
+    def parked(self) -> set[str]:
+        state = self.scheduler.state
+        assert state.parked.keys() <= state.held and not state.parked.keys() & state.pending.keys()
+        return set(state.parked)
+
+
+def host(name: str, *gpus: int, room: int = 24 * GB) -> list[Event]:
+    return node_events(HostLabels(name, devices=(Device("cpu", int(room * len(gpus) / CPU_SHARE) + 1),) * len(gpus)), gpus)
+
+
+def cut(name: str, **others: object) -> JobSubmitted:
+    """Over a base that takes two GPUs, as one that is ordered in stages does."""
+    return small(name, gpus=2, least_gpus=2, **others)
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+@pytest.mark.parametrize("first", ["host", "job"])
+def test_a_job_over_a_base_in_stages_waits_for_the_second_host(policy: str, first: str) -> None:
+    """It was rejected while there was one GPU, whether it came before that or after."""
+    cluster = Cluster(policy)
+    events: list[Event] = [*host("a", 0), cut("wide")] if first == "host" else [cut("wide"), *host("a", 0)]
+    assert cluster.tell(*events) == ([], []) and cluster.parked == {"wide"}
+    assert cluster.told == [("wide", "its base takes 2 GPUs and the cluster has 1. Train it over a smaller base, or add GPUs")]
+    assert cluster.tell(small("one")) == ([("one",)], []), "none waits behind it"
+    cluster.tell(JobFinished("one"))
+    placed, rejected = cluster.tell(*host("b", 1000))
+    assert (placed[-1], rejected) == (("wide",), []) and not cluster.parked and len(cluster.told) == 1
+
+
+def test_without_hosts_to_come_it_is_rejected() -> None:
+    cluster = Cluster(may_come=False)
+    assert cluster.tell(*host("a", 0), cut("wide"), small("late", **TOO_LARGE)) == ([], ["wide", "late"])
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_the_first_host_to_come_back_decides_for_no_job_that_waits_for_a_larger_one(policy: str) -> None:
+    """As after a restart of a controller without GPUs of its own, whose smallest host dials first."""
+    cluster = Cluster(policy)
+    assert cluster.tell(small("large", **TOO_LARGE), *host("small", 0)) == ([], []) and cluster.parked == {"large"}
+    assert "at most 22.35 GiB may be used of a GPU here" in cluster.told[0][1]
+    assert cluster.tell(*host("smaller", 1000, room=20 * GB)) == ([], []) and cluster.parked == {"large"}
+    placed, _ = cluster.tell(*host("large", 2000, room=80 * GB))
+    assert placed == [("large",)] and cluster.mirror.groups["g0"].gpus == (2000,)
+
+
+def test_what_users_ask_of_a_job_that_waits_for_hosts_is_kept() -> None:
+    cluster = Cluster()
+    cluster.tell(*host("a", 0), cut("held"), cut("free"), cut("ended"), JobRequest("free", "release"), JobRequest("held", "hold"))
+    assert cluster.parked == {"free", "ended"}, "a release of what nobody holds changes nothing"
+    cluster.tell(JobRequest("ended", "cancel"))
+    assert cluster.parked == {"free"} and "ended" not in cluster.scheduler.state.jobs
+    cluster.tell(JobRequest("held", "hold"), JobRequest("held", "release"))
+    assert cluster.parked == {"free", "held"} and len(cluster.told) == 3, "each is told of once"
+    cluster.tell(JobRequest("held", "hold"))
+    assert cluster.tell(*host("b", 1000))[0] == [("free",)]
+    cluster.tell(JobFinished("free"))
+    assert cluster.scheduler.state.held == {"held"}
+    assert cluster.tell(JobRequest("held", "release"))[0] == [("held",)]
+
+
+def test_a_job_that_trains_is_not_judged_when_a_controller_finds_it() -> None:
+    """Its replicas take turns on the GPU that there was when it arrived; the next controller was told of as many as it orders."""
+    for may_come in (True, False):
+        cluster, spec = Cluster(may_come=may_come), small("a", gpus=2)
+        cluster.tell(*host("a", 0))
+        found = GroupFound(JobGroup("g0", spec.base_model, (0,), ParallelPlan(1, 1024), ("a",), (1.0,)), (spec,), (3,))
+        assert cluster.scheduler.handle(found, 2.0) == [] and cluster.scheduler.state.jobs["a"].group_id == "g0"
+
+
+def test_of_a_base_in_stages_a_gpu_has_its_part() -> None:
+    """Each GPU has room for 16 GB of base, but not for that and 4 GB of adapter: the job was never placed."""
+    spec = cut("wide", parameters=2 * 10**8, tokens=64_000.0)
+    for memory, fits in ((MEMORY.cut((9 * GB, 7 * GB)), True), (MEMORY, False)):
+        cost = made_cost()
+        cost.memory = {spec.base_model: memory}
+        cluster = Cluster(cost=cost)
+        placed, _ = cluster.tell(*host("a", 0, room=20 * GB), *host("b", 1000, room=20 * GB), spec)
+        assert placed == ([("wide",)] if fits else []) and cluster.parked == (set() if fits else {"wide"})
+        assert cost.is_whole(spec.base_model, 20 * GB) != fits, "as its GPUs cannot change in place"
+
+
+def test_a_host_that_is_left_may_be_taken_back() -> None:
+    """A job over both hosts was rejected while one of them was drained."""
+    cluster = Cluster("residual_capacity", may_come=False, cost=made_cost())
+    cluster.tell(NodeAdded("a", (0,)), NodeAdded("b", (1000,)), made_spec("one", tokens=8000.0), made_spec("other", tokens=8000.0))
+    cluster.tell(NodeDraining("b", finish=True))
+    assert cluster.tell(made_spec("wide", gpus=2, tokens=8000.0, max_slowdown=1.0)) == ([], [])
+    assert "wide" in cluster.scheduler.state.pending
