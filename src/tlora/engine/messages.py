@@ -136,6 +136,7 @@ class BaseFacts:
 class Enter:
     """The first message: load the base on `device`, together with the first `together` ranks of the worker. `store`: a file by which ranks
     find each other. `expected`: the jobs that will join first. `stages`: ranks that have the base in stages, as of `RankContext`.
+    `slow_dtypes`: in which no rank of the group computes on a CPU, unless it is ordered.
     """
 
     load: Load
@@ -146,6 +147,7 @@ class Enter:
     expected: tuple[JobSpec, ...]
     stages: tuple[int, ...] = ()
     apart: bool = False
+    slow_dtypes: tuple[str, ...] = ()
 
 
 @message
@@ -297,7 +299,7 @@ def addressees(note: Note, span: ReplicaPlacement) -> tuple[int, ...]:
 @message
 class Hello:
     """The first message. `software`: versions by library; `run_digest`: of the jobs file as this rank read it, empty where it takes the
-    owner's.
+    owner's. `slow_dtypes`: for which its CPU has no instructions.
     """
 
     rank: int
@@ -305,6 +307,7 @@ class Hello:
     host: str
     software: Mapping[str, str]
     run_digest: str = ""
+    slow_dtypes: tuple[str, ...] = ()
 
 
 @message

@@ -89,7 +89,7 @@ class Trainer:
         then also gets what is for these. For `expected`, jobs that may join first, kernels are compiled while the base is loaded.
         """
         rank_context = rank_context or RankContext()
-        dtype, line = settle_dtype(load.base_model, load.dtype, load.device)
+        dtype, line = settle_dtype(load.base_model, load.dtype, load.device, rank_context.slow_dtypes)
         if line and rank_context.number == 0:
             note(line)
         load = replace(load, dtype=dtype)

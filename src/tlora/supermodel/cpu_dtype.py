@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 
 import torch
 
@@ -25,21 +26,32 @@ def is_slow(dtype: torch.dtype, device: torch.device | str) -> bool:
     return asked is not None and not asked()
 
 
-def settle_dtype(base_model: str, dtype: DType, device: torch.device | str | None) -> tuple[DType, str]:
-    """What `dtype` means on `device` (None: the GPU if there is one), and a line where `auto` is not what the base's files hold. Raises
-    ModelError.
+def slow_dtypes() -> tuple[str, ...]:
+    """Names of those for which this CPU has no instructions."""
+    return tuple(_name_of(dtype) for dtype in _ASKED if is_slow(dtype, "cpu"))
+
+
+def settle_dtype(
+    base_model: str, dtype: DType, device: torch.device | str | None, slow: Collection[str] | None = None
+) -> tuple[DType, str]:
+    """What `dtype` means on `device` (None: the GPU if there is one), and a line where `auto` is not what the base's files hold. `slow`:
+    dtypes for which a group of CPUs has no instructions, where this is one of them: all compute in the same. Raises ModelError.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dtype != "auto" or not _is_cpu(device):
         return dtype, ""
     picked = pick_dtype(load_config(base_model), dtype, base_model)
-    if not is_slow(picked, device):
+    name = _name_of(picked)
+    if name not in slow if slow is not None else not is_slow(picked, device):
         return dtype, ""
-    name = str(picked).removeprefix("torch.")
     return "float32", (
         f"{base_model} is in {name}, for which this CPU has no instructions: dtype auto computes in float32, many times faster, and holds "
         f"the base in twice the bytes of its files. To keep its own, set dtype: {name}"
     )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_cpu(device: torch.device | str) -> bool:

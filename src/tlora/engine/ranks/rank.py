@@ -72,6 +72,7 @@ from tlora.sharing.peers import Peers, Sharing
 from tlora.sharing.relayed_memory import Relay
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
+from tlora.supermodel.cpu_dtype import slow_dtypes
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
 from tlora.worker_protocol import Alive, Memory
@@ -283,7 +284,7 @@ class RankOfWorker:
         threading.Thread(target=self._beat, args=(line,), name="heartbeat", daemon=True).start()
         flight, self._line = flight_name(entered.worker_pid, self._number), line
         together, stages = entered.together, entered.stages
-        rank_context = RankContext(self._number, together, entered.store, flight, self._relay, stages, entered.apart)
+        rank_context = RankContext(self._number, together, entered.store, flight, self._relay, stages, entered.apart, entered.slow_dtypes)
         load = replace(entered.load, device=entered.device)
         if stages and self._number != stages[-1]:
             set_device(load.device)
@@ -327,7 +328,7 @@ def reads_peers(device: torch.device) -> bool:
 
 def hello(rank: int, run_digest: str = "") -> Hello:
     versions = library_versions() | {"tlora": __version__, "python": platform.python_version()}
-    return Hello(rank, os.getpid(), platform.node(), versions, run_digest)
+    return Hello(rank, os.getpid(), platform.node(), versions, run_digest, slow_dtypes())
 
 
 class _Orphaned:

@@ -27,7 +27,8 @@ _MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a l
 class RankContext:
     """Rank `number` of a worker, which loads the base together with the first `together` of its ranks. `store`: a file by which ranks find
     each other. `relay`: what is sent to and comes from ranks of other hosts. `stages`: the ranks that have the base in stages, in the order
-    of these, the one that has jobs last; some are `apart`, on other hosts. None where it is not cut so.
+    of these, the one that has jobs last; some are `apart`, on other hosts. None where it is not cut so. `slow_dtypes`: in which the ranks
+    of its group do not compute on CPUs; None: it goes by its own.
     """
 
     number: int = 0
@@ -37,6 +38,7 @@ class RankContext:
     relay: Relay | None = None
     stages: tuple[int, ...] = ()
     apart: bool = False
+    slow_dtypes: tuple[str, ...] | None = None
 
     @property
     def stage(self) -> int:

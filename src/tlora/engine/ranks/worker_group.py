@@ -106,6 +106,7 @@ class WorkerGroup:
         self._jobs: dict[str, _Job] = {}
         self._plan: SetPlan | None = None
         self._whole = True  # the base, on each GPU
+        self._slow_dtypes: frozenset[str] | None = None  # of the ranks that began first
         self._beats: dict[int, tuple[Alive, float]] = {}  # the newest of each rank, and when it came
         self._meetings = self._placements = 0
         self._stopping = False
@@ -290,6 +291,8 @@ class WorkerGroup:
                 begin, expected = self._gang.complete(rank, self._rank_group.hellos), self._expected()
                 if self._gang.is_cut:  # while hosts are waited for, nothing is loaded
                     self._heartbeat.begin("loading" if begin else "waiting")
+                if begin and self._slow_dtypes is None:  # also for ranks that other hosts lend later: all compute in one dtype
+                    self._slow_dtypes = frozenset(name for each in begin for name in self._rank_group.hellos[each].slow_dtypes)
                 for each in begin:
                     self._enter(each, expected)
                 for command in self._gang.release():
@@ -329,7 +332,8 @@ class WorkerGroup:
             load = replace(load, layout="whole", calibrate=False)
         load = replace(load, calibrate=load.calibrate and rank == 0 and not gang.is_cut)  # all GPUs of a group are alike
         device = "" if self._rank_group.is_lent(rank) else worker_device(load.device, self._first_gpus, gpu)  # its lender knows
-        self._rank_group.send(rank, Enter(load, device, self._rank_group.store, together, os.getpid(), expected, gang.ranks, gang.is_apart))
+        stages, slow = (gang.ranks, gang.is_apart), tuple(sorted(self._slow_dtypes or ()))
+        self._rank_group.send(rank, Enter(load, device, self._rank_group.store, together, os.getpid(), expected, *stages, slow))
 
     def _hear_of_parts(self, rank: int, report: FromRank | Lost) -> None:
         """Of jobs that several ranks compute."""

@@ -110,7 +110,7 @@ def open_early_stage(
     load: Load, inbox: queue.SimpleQueue[Any], send: Callable[[Any], None], context: RankContext, expected: Sequence[JobSpec]
 ) -> EarlyStage:
     """Load the layers of this rank's stage, which is not the last, and no others. Raises TloraError."""
-    dtype, _ = settle_dtype(load.base_model, load.dtype, load.device)
+    dtype, _ = settle_dtype(load.base_model, load.dtype, load.device, context.slow_dtypes)
     cut = cut_for(replace(load, dtype=dtype), context, expected)
     assert cut is not None, "an early stage of a base that is not cut"
     fetch_base(load.base_model, note)
