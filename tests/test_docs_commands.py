@@ -21,6 +21,7 @@ import pytest
 from typer.main import get_command
 
 from tlora.cli.commands import app
+from tlora.jobs_file import read_jobs_file
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -85,6 +86,34 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert status == 0, log.read_text()[-6000:]
     metrics = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert not [key for key in keys_written(work) if f"`{key.removeprefix('eval_')}`" not in metrics and f"`{key}`" not in metrics]
+
+
+@pytest.mark.slow  # that its files are there and its keys are known is looked at in every run
+def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    """But for what `make demo` does, which `.ci/run` runs: it is said to have set up the environment."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "demo").symlink_to(ROOT / "demo")
+    write_files(ROOT / "README.md", work)
+    environment = environment_of(tmp_path)
+    (tmp_path / "programs" / "make").write_text("#!/bin/sh\nmkdir -p .venv/bin && touch .venv/bin/activate\n")
+    (tmp_path / "programs" / "make").chmod(0o755)
+    script = "set -euo pipefail\n" + blocks(ROOT / "README.md", "sh")[0]
+    ran = subprocess.run(("bash", "-c", script), cwd=work, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
+    assert "SELECT COUNT(*) FROM players WHERE age < 30" in ran.stdout
+    assert {path.parent.name for path in work.glob("out/*/adapter_model.safetensors")} == {"polite", "sql", "sweep-r8", "sweep-r32"}
+
+
+def test_the_example_of_the_readme_names_files_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    write_files(ROOT / "README.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = read_jobs_file("jobs.yaml")
+    assert Path(run.base_model, "config.json").is_file()
+    assert len(run.jobs) == 4 and all(Path(source.path).is_file() for job in run.jobs for source in job.data.sources)
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 120 and len(page.encode()) <= 9 * 1024
 
 
 def commands_in(text: str) -> list[list[str]]:

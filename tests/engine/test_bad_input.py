@@ -134,6 +134,16 @@ def test_an_output_directory_that_is_in_use(base: Path, data: Path, tmp_path: Pa
         train(base, out, [job("b", str(data / "b.jsonl"), r=3)], resume=True)
 
 
+@pytest.mark.parametrize(("has", "whose", "remedy"), [((), "cluster", "tlora cluster"), (("bases", "tokens"), "server", "tlora submit")])
+def test_a_directory_of_a_cluster_or_a_server_is_said_to_be_one(has: tuple[str, ...], whose: str, remedy: str, tmp_path: Path) -> None:
+    for name in ("jobs", "workers", *has):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    run = run_spec(tmp_path / "base", tmp_path / "out", [job("a", str(tmp_path / "a.jsonl"))])
+    for options in ((False, False), (True, False), (False, True)):
+        with pytest.raises(ConfigError, match=rf"belongs to a {whose} of tlora, .*Train there with `{remedy}`.*, or choose another"):
+            check_run_directory(run, *options)
+
+
 def test_a_directory_of_somebody_else_is_never_touched(base: Path, data: Path, tmp_path: Path) -> None:
     jobs = [job("a", str(data / "b.jsonl"))]
     (tmp_path / "thesis" / "a").mkdir(parents=True)

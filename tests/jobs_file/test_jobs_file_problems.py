@@ -166,6 +166,13 @@ def test_the_most_epochs_give_a_number_of_steps():
         ("base_model: b\njobs: [{name: a, data: 3}]", "jobs.yaml:2: data: 3 is not a path, or a mapping of path"),
         ("base_model: b\njobs: [{name: a, data: ''}]", "jobs.yaml:2: data.path: '' is not a path"),
         ("base_model: ''\njobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: '' is not a path"),
+        (
+            "base_model: b\njobs: [{name: a, data: {pth: d, split: train}}]",
+            "jobs.yaml:2: data.pth: unknown key; did you mean 'path'?",
+        ),
+        ("base_model: b\njobs: [{name: a, data: {path: [{paht: a}]}}]", "jobs.yaml:2: data.path.paht: unknown key; did you mean 'path'?"),
+        ("base_modle: b\njobs: [{name: a, data: d}]", "jobs.yaml:1: base_modle: unknown key; did you mean 'base_model'?"),
+        ("base_model: b\njobs: [{name: a, dta: d}]", "jobs.yaml:2: dta: unknown key; did you mean 'data'?"),
         ("base_model: b\njobs: [{data: a}]", "jobs.yaml:2: name: missing; it must be text; add `name: ...`"),
         ("jobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: missing; it must be text; add `base_model: ...`"),
         ("base_model: b", "jobs.yaml:1: jobs: none; write `jobs:`"),

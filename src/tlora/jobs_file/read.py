@@ -17,7 +17,7 @@ from tlora.job import SOURCE_KEYS, DataConfig, DataSource, JobSpec, RunSpec, may
 from tlora.jobs_file.located import Located, Problem, join_problems, plain, read_yaml
 from tlora.jobs_file.other_trainers import explain_file
 from tlora.jobs_file.rules import find_booleans, shown, translate
-from tlora.jobs_file.spelling import suggest
+from tlora.jobs_file.spelling import meant, suggest
 from tlora.jobs_file.sweep import expand, title_of
 
 MAX_BYTES = 1 << 20
@@ -29,6 +29,9 @@ _RUN_KEYS = (*RunSpec.model_fields, "defaults")
 _DEFAULT_KEYS = (*(key for key in JobSpec.model_fields if key not in ("name", "sweep_of")), *_DATA_KEYS_ON_JOB)
 _JOB_KEYS = ("name", *_DEFAULT_KEYS, "sweep")
 _SOURCES = ("path", "eval_path")
+_REQUIRED = {
+    key for model in (RunSpec, JobSpec, DataConfig, DataSource) for key, field in model.model_fields.items() if field.is_required()
+}
 
 Fields = dict[str, Located]
 
@@ -208,14 +211,23 @@ def _known(fields: Fields, known: Iterable[str], holder: str, problems: list[Pro
     kept = dict(fields)
     names = tuple(known)
     for key in [key for key in fields if key not in names]:
-        problems.append(kept.pop(key).problem(f"{key}: unknown key; {_meant(key, names, holder)}"))
+        problems.append(kept[key].problem(f"{key}: unknown key; {_meant(key, names, holder)}"))
+        _rename(kept, key, names)
     if holder and (data := kept.get("data")) and data.fields:
         inner = dict(data.fields)
         for key in [key for key in inner if key not in _DATA_KEYS]:
             elsewhere = f"{key!r} belongs on the job, not in its data" if key in _JOB_KEYS else suggest(key, _DATA_KEYS)
-            problems.append(inner.pop(key).problem(f"data.{key}: unknown key; {elsewhere}"))
+            problems.append(inner[key].problem(f"data.{key}: unknown key; {elsewhere}"))
+            _rename(inner, key, _DATA_KEYS)
         kept["data"] = data.with_value(inner)
     return kept
+
+
+def _rename(fields: dict[str, Located], key: str, known: Iterable[str]) -> None:
+    """Take an unknown key out. Its value stands for a key that must be given, if that was meant: it is not missing too."""
+    place, (right, _) = fields.pop(key), meant(key, known)
+    if right in _REQUIRED:
+        fields.setdefault(right, place)
 
 
 def _meant(key: str, known: tuple[str, ...], holder: str) -> str:
@@ -292,7 +304,8 @@ def _resolve_sources(place: Located, key: str, directory: Path, problems: list[P
         return place if is_hub else local
     source = dict(place.value)
     for unknown in [name for name in source if name not in DataSource.model_fields]:
-        problems.append(source.pop(unknown).problem(f"{key}.{unknown}: unknown key; {suggest(unknown, DataSource.model_fields)}"))
+        problems.append(source[unknown].problem(f"{key}.{unknown}: unknown key; {suggest(unknown, DataSource.model_fields)}"))
+        _rename(source, unknown, DataSource.model_fields)
     if "path" not in source:
         problems.append(place.problem(f"{key}: a source without `path`; write {{path: polite.jsonl}}"))
         return place.with_value({})

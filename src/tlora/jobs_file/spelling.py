@@ -73,14 +73,21 @@ _OLD: dict[str, tuple[str, str]] = {
 }
 
 
-def suggest(key: str, known: Iterable[str]) -> str:
-    """A hint for a key that is not among `known`: the one that was probably meant, or else all of them."""
+def meant(key: str, known: Iterable[str]) -> tuple[str, str]:
+    """Which of `known` was probably meant by a key that is not among them, "" for none, and what to know about it."""
     names = list(known)
     right, note = _OLD.get(key.lower().replace("-", "_"), ("", ""))
     if right in names:
-        return f"did you mean {right!r}" + (f" ({note})" if note else "") + "?"
+        return right, note
     by_folded = {name.casefold(): name for name in reversed(names)}
     close = difflib.get_close_matches(key.casefold().replace("-", "_"), by_folded, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {by_folded[close[0]]!r}?"
+    return (by_folded[close[0]] if close else ""), ""
+
+
+def suggest(key: str, known: Iterable[str]) -> str:
+    """A hint for a key that is not among `known`: the one that was probably meant, or else all of them."""
+    names = list(known)
+    right, note = meant(key, names)
+    if right:
+        return f"did you mean {right!r}" + (f" ({note})" if note else "") + "?"
     return f"known here: {', '.join(sorted(names))}"

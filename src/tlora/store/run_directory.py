@@ -77,6 +77,12 @@ def _refuse_occupied(directory: Path) -> None:
 
 
 def _no_run(directory: Path) -> ConfigError:
+    if (directory / "workers").is_dir() and (directory / "jobs").is_dir():
+        whose, remedy = ("server", "`tlora submit`") if (directory / "bases").is_dir() else ("cluster", "`tlora cluster`, which goes on")
+        return ConfigError(
+            f"output_dir {directory} belongs to a {whose} of tlora, which schedules the jobs in {directory / 'jobs'}. "
+            f"Train there with {remedy}, or choose another output_dir"
+        )
     return ConfigError(f"output_dir {directory} exists and is no run of tlora. Choose another, so that nothing of it is lost")
 
 
