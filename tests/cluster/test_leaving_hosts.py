@@ -12,7 +12,7 @@ from tests.cluster.fake_workers import STARTED, FakeWorker, local_backend
 from tests.cluster.test_local import job, submitted
 from tlora.cluster.local import LocalBackend
 from tlora.errors import ConfigError
-from tlora.protocol import GpusLost, NodeAdded
+from tlora.protocol import GpusLost, NodeAdded, NodeDraining
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.shape.cost import CostModel
@@ -99,6 +99,24 @@ def test_jobs_of_a_host_that_drains_go_on_elsewhere_until_it_is_taken_back(clust
     cluster.backend.drain("a", undo=True)
     cluster.submit("l0", "l1")
     cluster.until(lambda: not there.isdisjoint(cluster.where.values()))
+
+
+def test_a_host_that_drains_is_left_by_the_next_controller_too(tmp_path: Path) -> None:
+    """Until it is taken back. A controller's own host as well."""
+    left = [NodeDraining("local", finish=False), NodeDraining("a", finish=True)]
+    for undo, drained in ((False, []), (True, left), (False, [])):
+        with local_backend(tmp_path, gpus=(0,), tick_seconds=0.02) as backend:
+            added = [NodeAdded(host, gpus) for host, gpus in HOSTS.items()]
+            backend.worker_pool.remote_hosts.events += added
+            told = backend.poll()
+            while added[-1] not in told:
+                told += backend.poll()
+            assert [event for event in told if isinstance(event, NodeDraining)] == drained
+            come = {event.node: number for number, event in enumerate(told) if isinstance(event, NodeAdded)}
+            assert all(told[come[each.node] + 1] == each for each in drained), "before anything is placed there"
+            backend.drain("local", undo=undo)
+            backend.drain("a", finish=True, undo=undo)
+            backend.advance()
 
 
 def test_jobs_may_end_on_a_host_that_drains(cluster: Cluster) -> None:

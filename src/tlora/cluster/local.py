@@ -87,7 +87,7 @@ class LocalBackend:
         self._began = max(0.0, time.time() - self._start_unix) if continues else 0.0
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
-        self._nodes, self._drains = Nodes(), queue.SimpleQueue[tuple[str, bool, bool]]()
+        self._nodes, self._drains = Nodes(workers), queue.SimpleQueue[tuple[str, bool, bool]]()
         self._events = self._nodes.see(own_events(machine, note))
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if machine.deterministic:

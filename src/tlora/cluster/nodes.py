@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tlora.errors import ConfigError
+from tlora import durable
+from tlora.errors import CheckpointError, ConfigError
+from tlora.json_file import read_object
 from tlora.protocol import Event, GpusLost, NodeAdded, NodeDraining
+
+FILE = "draining.json"
 
 
 @dataclass(slots=True)
@@ -17,19 +24,28 @@ class _Node:
 
 
 class Nodes:
-    """Not for several threads."""
+    """Which hosts are to be left is kept in the store's `workers/`: the next controller leaves them too. Not for several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Path | None = None) -> None:
         self._nodes: dict[str, _Node] = {}
+        self._path = workers / FILE if workers is not None else None
+        self._left: dict[str, bool] = {}  # hosts that are to be left -> when their jobs have ended
+        with contextlib.suppress(OSError, ValueError):
+            found = read_object(self._path) if self._path is not None else {}
+            self._left = {str(name): bool(finish) for name, finish in found.items()}
 
     def see(self, events: Iterable[Event]) -> list[Event]:
         """Take in what has come and gone. Returns what the scheduler is told: nothing of GPUs that come to a host that is to be left."""
         told: list[Event] = []
         for event in events:
             if isinstance(event, NodeAdded):
+                is_new = event.node not in self._nodes
                 node = self._nodes.setdefault(event.node, _Node(event.rack))
                 node.gpus.update(event.gpus)
                 if node.draining:
+                    continue
+                if is_new and event.node in self._left:
+                    told += [event, self.drain(event.node, finish=self._left[event.node])]
                     continue
             elif isinstance(event, GpusLost):
                 for node in self._nodes.values():
@@ -60,10 +76,18 @@ class Nodes:
     def drain(self, name: str, *, finish: bool) -> NodeDraining:
         """The host is to be left; `finish`: when its jobs have ended."""
         self._nodes[name].draining = True
+        self._keep({**self._left, name: finish})
         return NodeDraining(name, finish)
 
     def take_back(self, name: str) -> NodeAdded:
         """The host is used again, with the GPUs that it has now."""
         node = self._nodes[name]
         node.draining = False
+        self._keep({other: finish for other, finish in self._left.items() if other != name})
         return NodeAdded(name, tuple(sorted(node.gpus)), node.rack)
+
+    def _keep(self, left: dict[str, bool]) -> None:
+        if self._path is not None and left != self._left:
+            with contextlib.suppress(CheckpointError):  # a full disk: it holds for this controller
+                durable.write_file(self._path, json.dumps(left) + "\n")
+        self._left = left
