@@ -85,7 +85,7 @@ def test_a_controller_that_finds_no_store_waits_for_it(
         recall(usage, *arguments)
 
     monkeypatch.setattr(Usage, "recall", away)
-    monkeypatch.setattr("tlora.service.controller.STORE_SECONDS", 0.01)
+    monkeypatch.setattr("tlora.service.order_reader.STORE_SECONDS", 0.01)
     with caplog.at_level(logging.ERROR), serving(tmp_path / "server") as served:
         job = served.submit("alice")
         served.wait("alice", job["id"], "succeeded")

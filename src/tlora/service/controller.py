@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, Engine, Row
 from sqlalchemy.exc import SQLAlchemyError
@@ -30,12 +30,12 @@ from tlora.service.backend_factory import BackendFactory, Cluster, intake_settin
 from tlora.service.capacity import Capacity
 from tlora.service.config import ServerConfig
 from tlora.service.database import job_rows
-from tlora.service.database.writer import Operation, StoreError, Writer
+from tlora.service.database.writer import Writer
 from tlora.service.intake import Answer, IntakeRequest, request_line
 from tlora.service.job_status_writer import JobStatusWriter, Recorded
 from tlora.service.live_state import LiveState
 from tlora.service.machine import NAMES
-from tlora.service.order_reader import STORE_SECONDS, Accepted, Feeder, OrderReader, submit, try_later
+from tlora.service.order_reader import Accepted, Feeder, OrderReader, StorePatience, submit, try_later
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
 from tlora.service.usage import Usage
@@ -43,7 +43,6 @@ from tlora.service.waiting_queue import WaitingQueue
 from tlora.shape.cost import CostModel
 from tlora.shape.predicted_constants import live_constants
 
-T = TypeVar("T")
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
 _BASE_KEY = "base:"  # of intake's questions about bases
 
@@ -68,6 +67,7 @@ class Controller:
         self._cluster: Cluster | None = None
         self.scheduler: Scheduler | None = None
         self._closing = False
+        self._store = StorePatience(lambda: self._closing)
         self._reader = OrderReader(engine, config.directory)
         self._capacity = Capacity(config, backend_factory.places)
         self.storage = Storage(config.directory, config.limits)
@@ -193,17 +193,7 @@ class Controller:
 
     def _hear(self, answer: Answer) -> None:
         """Of intake, in its thread: an answer that is lost would stall its job."""
-        self._wait_for_store("an answer of intake", lambda: self._take_answer(answer))
-
-    def _wait_for_store(self, what: str, use: Callable[[], object]) -> None:
-        """Call `use` until the store answers, or the server ends. Jobs are accepted meanwhile where it can be written."""
-        while not self._closing:
-            try:
-                use()
-                return
-            except SQLAlchemyError:
-                logging.getLogger(__name__).exception(f"{what}: waits for the store")
-                time.sleep(STORE_SECONDS)
+        self._store.use("an answer of intake", lambda: self._take_answer(answer))
 
     def _take_answer(self, answer: Answer) -> None:
         key = answer["key"]
@@ -281,22 +271,13 @@ class Controller:
 
         self._outcomes.read(job_id)
         try:
-            row = self._insist(take)
+            row = self._store.write(self._writer, take)
         except RefusedError as error:
             self._outcomes.fail(job_id, f"there is no room for its tokenized data: {error.message}, and clone the job")
             return
         if row is not None:
             with self._lock:
                 self._admit(row)
-
-    def _insist(self, operation: Operation[T]) -> T | None:
-        """The operation's value, as soon as the store can be written; None when the server ends before."""
-        while not self._closing:
-            try:
-                return self._writer.do(operation)
-            except StoreError:
-                time.sleep(STORE_SECONDS)
-        return None
 
     def _admit(self, row: Row[Any]) -> None:
         """To the cluster, as the store has the job now. Holds the lock."""
@@ -336,7 +317,7 @@ class Controller:
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._see_fault, self._usage.tenants, on_wait)
             try:
                 self._events.begin(cluster.began_at_seconds)
-                self._wait_for_store("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))
+                self._store.use("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))
                 with self._lock:
                     self._cluster, self.scheduler = cluster, scheduler
                     if self._closing:  # `close` came too early to stop it

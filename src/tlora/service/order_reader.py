@@ -24,6 +24,7 @@ from tlora.job import JobSpec
 from tlora.protocol import JobProfile, JobSubmitted
 from tlora.service.backend_factory import Cluster
 from tlora.service.database import file_rows, job_rows
+from tlora.service.database.writer import Operation, StoreError, Writer
 
 T = TypeVar("T")
 _MOST_PATHS = 10_000
@@ -126,6 +127,32 @@ def submit(cluster: Cluster, row: Row[Any], spec: JobSpec, most_gpus: int, least
 
 _ROOM_SECONDS = 10.0  # between two tries to read data whose tokens have no room on the disk
 STORE_SECONDS = 2.0  # between two tries of a store that does not answer
+
+
+class StorePatience:
+    """Asks a store that does not answer again and again, until the server ends. Jobs are accepted meanwhile where it can be written."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+
+    def use(self, what: str, use: Callable[[], object]) -> None:
+        """Call `use` until it raises no SQLAlchemyError."""
+        while not self._is_over():
+            try:
+                use()
+                return
+            except SQLAlchemyError:
+                logging.getLogger(__name__).exception(f"{what}: waits for the store")
+                time.sleep(STORE_SECONDS)
+
+    def write(self, writer: Writer, operation: Operation[T]) -> T | None:
+        """The operation's value, as soon as the store can be written; None when the server ends before."""
+        while not self._is_over():
+            try:
+                return writer.do(operation)
+            except StoreError:
+                time.sleep(STORE_SECONDS)
+        return None
 
 
 class Feeder:
