@@ -69,8 +69,8 @@ def processor_here() -> str:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
         first = ""
-    found = dict(line.partition(":")[::2] for line in first.replace("\t", "").splitlines())
-    return " ".join(found[key].strip() for key in _IDENTITY if key in found) or platform.machine()
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    return " ".join([found[key] for key in _IDENTITY if key in found]) or platform.machine()
 
 
 def _read(path: Path) -> str:
