@@ -1,5 +1,6 @@
 """The gated delta rule over packed samples, all of their chunks at once: as transformers' `torch_chunk_gated_delta_rule` computes it for
-one sample (Gated Delta Networks, arXiv 2412.06464, with its UT transform), in PyTorch's own operations, for GPUs.
+one sample (Gated Delta Networks, arXiv 2412.06464, with its UT transform), in PyTorch's own operations: the specification of the kernels
+(`delta_kernels.py`), and what fp32, fp64 and GPUs without kernels take.
 
 A sample starts with an empty state in a chunk of its own, so nothing of another sample is read. Backward computes forward again:
 what it would keep of a token takes twenty times the token's own q, k and v.
@@ -17,6 +18,14 @@ from torch.autograd.function import once_differentiable
 from tlora.kernels.chunk_layout import ChunkLayout, lay_out_chunks
 
 CHUNK = 64
+LARGEST_KEY = 128
+WIDEST_ELEMENT = 2  # bytes
+"""Of what the kernels take, whose sums over a chunk [64, K], and whose operands in three passes for fp32, would not fit into registers."""
+
+
+def fits_kernels(q_THK: Tensor, v_TGV: Tensor) -> bool:
+    """Whether the kernels take these: in 16 bits, with keys of up to `LARGEST_KEY`."""
+    return q_THK.element_size() <= WIDEST_ELEMENT and q_THK.shape[-1] <= LARGEST_KEY and v_TGV.shape[1] % q_THK.shape[1] == 0
 
 
 def gated_delta_rule(

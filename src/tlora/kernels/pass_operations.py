@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from tlora.kernels.chunk_layout import ChunkTables
 from tlora.kernels.expert_kernels import ExpertBatch, ExpertRouting
 from tlora.kernels.experts import ExpertWeights
 from tlora.kernels.frozen import BaseWeights
@@ -53,6 +54,7 @@ class PassState:
     tables: LoraTables
     attention: AttentionPlan
     experts: ExpertPass | None = None
+    chunks: ChunkTables | None = None  # of samples, in a base with recurrent layers
     shrunk: dict[int, Tensor] = field(default_factory=dict)
     recomputing: bool = False
     number: Tensor = field(init=False)
@@ -83,6 +85,13 @@ def experts_of(pass_number: Tensor) -> ExpertPass:
     experts = _states[int(pass_number)].experts
     assert experts is not None, "no job of this pass adapts experts"
     return experts
+
+
+def chunks_of(pass_number: Tensor) -> ChunkTables:
+    """Of a pass over a base with recurrent layers."""
+    chunks = _states[int(pass_number)].chunks
+    assert chunks is not None, "the base of this pass has no recurrent layers"
+    return chunks
 
 
 _states: WeakValueDictionary[int, PassState] = WeakValueDictionary()

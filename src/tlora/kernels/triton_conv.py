@@ -31,7 +31,7 @@ def _before_activation(x_ptr, w_ptr, b_ptr, t, c, position, T, C, W: tl.constexp
     return z
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def convolve_kernel(x_ptr, w_ptr, b_ptr, position_ptr, y_ptr, T, C, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
                     BIAS: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
     """y [T, C] of x [T, C], weight [C, W] and bias [C]. Grid (T / BT, C / BC)."""
@@ -43,7 +43,7 @@ def convolve_kernel(x_ptr, w_ptr, b_ptr, position_ptr, y_ptr, T, C, W: tl.conste
     tl.store(y_ptr + t.to(tl.int64)[:, None] * C + c[None, :], z.to(y_ptr.dtype.element_ty), mask=(t < T)[:, None] & (c < C)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def convolve_back_kernel(dy_ptr, x_ptr, w_ptr, b_ptr, position_ptr, dx_ptr, T, C, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
                          BIAS: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
     """dx [T, C]: of each token that reads t, in its own sample, the gradient before the activation, which is computed again."""
@@ -65,24 +65,37 @@ def convolve_back_kernel(dy_ptr, x_ptr, w_ptr, b_ptr, position_ptr, dx_ptr, T, C
     tl.store(dx_ptr + t.to(tl.int64)[:, None] * C + c[None, :], dx.to(dx_ptr.dtype.element_ty), mask=(t < T)[:, None] & inside[None, :])
 
 
+def convolve(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, positions_T: Tensor, silu: bool) -> Tensor:
+    """y [T, C] as `delta_rule.shifted_convolution`. x is in fp32 or 16 bits."""
+    x_TC, weight_CW = x_TC.contiguous(), weight_CW.contiguous()
+    y_TC = torch.empty_like(x_TC)
+    launch: Any = convolve_kernel[_grid(x_TC)]
+    launch(x_TC, weight_CW, bias_C, positions_T, y_TC, *x_TC.shape, *_constants(weight_CW, bias_C, silu))
+    return y_TC
+
+
+def convolve_back(dy_TC: Tensor, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, positions_T: Tensor, silu: bool) -> Tensor:
+    """The gradient of x, contiguous."""
+    x_TC, weight_CW = x_TC.contiguous(), weight_CW.contiguous()
+    dx_TC = torch.empty_like(x_TC)
+    launch: Any = convolve_back_kernel[_grid(x_TC)]
+    launch(dy_TC.contiguous(), x_TC, weight_CW, bias_C, positions_T, dx_TC, *x_TC.shape, *_constants(weight_CW, bias_C, silu))
+    return dx_TC
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, positions_T: Tensor, silu: bool) -> Tensor:
         x_TC = x_TC.contiguous()
         ctx.save_for_backward(x_TC, weight_CW, bias_C, positions_T)
-        ctx.silu, y_TC = silu, torch.empty_like(x_TC)
-        launch: Any = convolve_kernel[_grid(x_TC)]
-        launch(x_TC, weight_CW, bias_C, positions_T, y_TC, *x_TC.shape, *_constants(weight_CW, bias_C, silu))
-        return y_TC
+        ctx.silu = silu
+        return convolve(x_TC, weight_CW, bias_C, positions_T, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_TC, weight_CW, bias_C, positions_T = ctx.saved_tensors
-        dx_TC = torch.empty_like(x_TC)
-        launch: Any = convolve_back_kernel[_grid(x_TC)]
-        launch(dy_TC.contiguous(), x_TC, weight_CW, bias_C, positions_T, dx_TC, *x_TC.shape, *_constants(weight_CW, bias_C, ctx.silu))
-        return dx_TC, None, None, None, None
+        return convolve_back(dy_TC, x_TC, weight_CW, bias_C, positions_T, ctx.silu), None, None, None, None
 
 
 def _grid(x_TC: Tensor) -> tuple[int, int]:
@@ -95,4 +108,4 @@ def _constants(weight_CW: Tensor, bias_C: Tensor | None, silu: bool) -> tuple[in
 
 def causal_convolution(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, positions_T: Tensor, silu: bool) -> Tensor:
     """As `delta_rule.shifted_convolution`; weight and bias get no gradient. x is in fp32 or 16 bits."""
-    return _Convolution.apply(x_TC, weight_CW.contiguous(), bias_C, positions_T, silu)  # type: ignore[no-any-return]
+    return _Convolution.apply(x_TC, weight_CW, bias_C, positions_T, silu)  # type: ignore[no-any-return]

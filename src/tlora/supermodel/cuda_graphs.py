@@ -303,4 +303,5 @@ def _inputs(batch: PackedBatch, state: PassState) -> list[Tensor]:
     """All that a pass reads on the device and that changes from one micro-batch of a shape to the next."""
     keys = [] if state.tables.keys_T is None else [state.tables.keys_T]
     experts = [] if state.experts is None else [state.experts.batch.buffer]
-    return [batch.input_ids_T, batch.position_ids_T, *keys, state.tables.buffer, *state.attention.buffers, *experts]
+    chunks = [] if state.chunks is None else [state.chunks.buffer]
+    return [batch.input_ids_T, batch.position_ids_T, *keys, state.tables.buffer, *state.attention.buffers, *experts, *chunks]

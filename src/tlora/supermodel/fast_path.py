@@ -24,6 +24,8 @@ from tlora.batching.recompute_plan import RecomputePlan
 from tlora.cache_directory import share_compiled_kernels
 from tlora.job import LoraConfig
 from tlora.kernels.cards import HOPPER
+from tlora.kernels.chunk_layout import list_chunks
+from tlora.kernels.delta_rule import CHUNK
 from tlora.kernels.device import card_of, describe_class, launched_as, why_plain
 from tlora.kernels.frozen import BaseWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
@@ -38,6 +40,7 @@ from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
+from tlora.supermodel.recurrent_layers import why_not_in_passes
 from tlora.supermodel.routers import routers_of, take_passes, why_not_alone
 from tlora.supermodel.structure import find_attentions, find_groups, find_unread
 
@@ -55,8 +58,8 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], experts: Expert
     """Why a pass over `base` on `device` does not take the fused kernels; None where it does."""
     if (why := why_plain(device)) is not None:
         return why
-    if base.recurrent:
-        return "layers that carry something along a sample run in PyTorch's own operations"
+    if (why := why_not_in_passes(base.model, base.head.weight_VH.dtype)) is not None:
+        return why
     if held_experts(base.model):
         return "experts are packed, shared or streamed, so that layers are not compiled"
     if not fit_kernels(base.head.weight_VH.dtype, ()):
@@ -92,6 +95,9 @@ class FastPath:
 
     def __init__(self, base: Base, linears: Mapping[str, LoraLinear], context: Context, deterministic: bool, experts: Experts) -> None:
         from tlora.kernels.fused_linear import make_group
+
+        if base.recurrent:
+            import tlora.kernels.recurrent_operations  # noqa: F401  (the operations are known from then on)
 
         share_compiled_kernels()
         self._base, self._context, self._deterministic = base, context, deterministic
@@ -207,7 +213,8 @@ class FastPath:
         if self._context.tokens is not None:  # the embedding learns
             groups = [replace(groups[0], passes_back=True), *groups[1:]]
         attention = plan_attention(lengths, device, self._deterministic, self._chunks)
-        return PassState(groups, self._names, weights, tables, attention, self._expert_pass(batch, bank))
+        chunks = list_chunks(lengths, CHUNK, device) if self._base.recurrent else None
+        return PassState(groups, self._names, weights, tables, attention, self._expert_pass(batch, bank), chunks)
 
     def _expert_pass(self, batch: PackedBatch, bank: AdapterBank | None) -> ExpertPass | None:
         """None where experts are the base's own: no job of `batch` adapts any, and bits need not repeat in company."""
