@@ -20,6 +20,7 @@ with interpreted():
     from tests.kernels.compiled_kernels import EXPERTS_IN_LOOPS, IN_LOOPS, Compiled, compiled
     from tlora.kernels.compile_ahead import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest
     from tlora.kernels.expert_launches import ExpertRequest, RowsRequest
+    from tlora.kernels.recurrent_launches import ConvolutionRequest, DeltaRequest
 
 LEAST_MEMORY = ("sm_86", "sm_120")  # shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes
@@ -32,6 +33,8 @@ EXPERTS = (  # Qwen3-30B-A3B's two parameters, and gate and up of gpt-oss: in co
     (2880, 5760, 32, 4, True, True, True, "bfloat16"),
 )
 ROUTERS = ((2048, 128, False), (2880, 32, True), (4096, 8, False))  # Qwen3-30B-A3B's, gpt-oss-20b's, Mixtral's
+DELTA = (16, 128, 32, 128, True, "float32")  # Qwen3.5-9B's
+IN_RULE = ("prepare_kernel", "scan_kernel", "output_kernel", "within_kernel", "scan_back_kernel", "output_back_kernel")
 Shape = tuple[int, tuple[int, ...]]  # a group's in features and widths
 WIDE, PAIR, DOWN = (4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,))
 SMALL = (2048, (2048,))
@@ -52,6 +55,12 @@ def attentions(card: CardClass, dtype: str, *orders: AttentionRequest) -> Compil
 
 def routers(*dtypes: str) -> tuple[RowsRequest, ...]:
     return tuple(RowsRequest(*each, dtype) for dtype in dtypes for each in ROUTERS)
+
+
+def recurrent(card: CardClass, dtype: str) -> CompileRequest:
+    """The layers of Qwen3.5 that are not attention."""
+    rule, convolution = DeltaRequest(*DELTA), ConvolutionRequest(8192, 4, False, True)
+    return replace(order(card, dtype, 16), delta_rules=(rule,), convolutions=(convolution,))
 
 
 def usual(card: CardClass) -> list[CompileRequest]:
@@ -75,6 +84,7 @@ def all_16_bits(card: CardClass) -> list[CompileRequest]:
         replace(
             order(card, "bfloat16", 16), experts=tuple(ExpertRequest(*each) for each in EXPERTS), routers=routers("bfloat16", "float32")
         ),
+        recurrent(card, "bfloat16"),
         *([order(card, "float8_e4m3fn", 64, WIDE, DOWN)] if card.fp8 else []),
     ]
 
@@ -127,6 +137,7 @@ def test_what_most_runs_launch(card: CardClass, tmp_path: Path) -> None:
 def test_all_in_16_bits(card: CardClass, tmp_path: Path) -> None:
     found = check(card, all_16_bits(card), tmp_path)
     assert all(found[name] for name in (*IN_LOOPS, *EXPERTS_IN_LOOPS, "add_dropped_kernel", "cross_entropy_kernel", "update_kernel"))
+    assert all(found[name] for name in (*IN_RULE, "prepare_back_kernel", "fold_kernel", "convolve_kernel", "convolve_back_kernel"))
     assert not card.fp8 or (found["quantize_kernel"] and found["transpose_kernel"])
 
 

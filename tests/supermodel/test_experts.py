@@ -23,7 +23,7 @@ from tlora.kernels.library_attention import attend_batch
 from tlora.supermodel import attention, supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base, outline
-from tlora.supermodel.structure import find_attentions
+from tlora.supermodel.structure import find_calls
 from tlora.supermodel.supermodel import SuperModel
 
 if find_spec("triton") is not None:
@@ -133,7 +133,7 @@ def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
     assert_close(found[0][1], found[1][1], 1e-4)
     dense.save_pretrained(tmp_path)
-    [attention] = find_attentions(outline(str(tmp_path)))
+    [attention] = find_calls(outline(str(tmp_path))).attentions
     assert [tuple(t.shape) for t in attention[:3]] == [(2, 4, 64)] * 3
 
 
@@ -164,7 +164,7 @@ def test_sinks_on_the_kernels_as_on_the_plain_path(tmp_path: Path, monkeypatch: 
         patch.setattr(attention, "attend_batch", lambda q, k, v, *rule: attend_batch(q, k, v, *rule[:3]))
         make_shared("gpt-oss", torch.float32, "cpu", deterministic=True)
     FAMILIES["gpt-oss"].save_pretrained(tmp_path)
-    assert [args[-1].shape for args in find_attentions(outline(str(tmp_path)))] == [(4,), (4,)]
+    assert [args[-1].shape for args in find_calls(outline(str(tmp_path))).attentions] == [(4,), (4,)]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")

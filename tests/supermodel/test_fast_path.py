@@ -22,18 +22,21 @@ from tests.tolerances import TRAINED, assert_close, relative_error
 from tlora.adapters.state import AdapterState, init_state
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import LoraConfig, TrainConfig
+from tlora.kernels import delta_rule
 from tlora.objectives import Dpo
 from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel import losses as loss_module
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, Shape
-from tlora.supermodel.fast_path import _sees_the_same_again
+from tlora.supermodel.fast_path import _sees_the_same_again, linears_in_passes
 from tlora.supermodel.load import hidden_states, make_base
+from tlora.supermodel.lora_linear import LoraLinear
+from tlora.supermodel.recurrent_layers import why_not_in_passes
 from tlora.supermodel.supermodel import JobLoss, SuperModel
 
 with interpreted():  # the path imports them late, when the variable may not be set any more
-    from tlora.kernels import pass_operations
+    from tlora.kernels import pass_operations, recurrent_operations  # noqa: F401
     from tlora.kernels.pass_operations import PassState
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]  # dynamo looks
@@ -171,6 +174,47 @@ def test_a_family_equals_the_reference_path_and_itself_alone(family: str) -> Non
 def test_trained_rows_of_the_embedding_equal_the_reference_path_and_themselves_alone() -> None:
     """The first layer's x has a gradient then, and the head is another for that job."""
     check_family("llama-tied", "at", **ONE_LAYER)
+
+
+HYBRID: dict[str, Any] = {**FEW_HEADS, "hidden_size": 32, "linear_num_value_heads": 16, "linear_num_key_heads": 8}
+"""A layer of the gated delta rule and one of attention; the linear that gives a decay for each head of v has 16 outputs."""
+
+
+@pytest.fixture
+def takes_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has no registers that the rule's kernels could spill, which is why runs in fp32 do not take them."""
+    monkeypatch.setattr(delta_rule, "WIDEST_ELEMENT", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager", "takes_fp32")
+def test_a_hybrid_equals_the_reference_path_and_itself_alone() -> None:
+    check_family("qwen3.5", "ba", **HYBRID)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("takes_fp32")
+def test_recurrent_layers_are_compiled_once() -> None:
+    shared = make_shared("qwen3.5", **HYBRID | {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]})
+    join(shared, "qwen3.5", "a")
+    shared.forward_backward(batch_of("a", count=1))
+    assert num_graphs() == 2, "one for both recurrent layers, and one for attention"
+
+
+def test_a_hybrid_in_fp32_takes_the_reference_path_and_says_why() -> None:
+    shared = SuperModel(make_base(make_model("qwen3.5", **HYBRID), "qwen3.5"))
+    why = why_not_in_passes(shared.model, torch.float32)
+    assert why == "the kernels of the gated delta rule take 16 bits, and the base is in float32"
+    assert why_not_in_passes(shared.model, torch.bfloat16) is None
+
+
+def test_a_shared_experts_gate_is_left_to_pytorch() -> None:
+    """It has one output, and no job adapts it: the rest of the base takes the kernels all the same."""
+    model = SuperModel(make_base(make_model("qwen3-next", **HYBRID), "qwen3-next"))
+    linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
+    left = set(linears) - set(linears_in_passes(model.base, linears, deterministic=False))
+    assert left == {f"model.layers.{layer}.mlp.shared_expert_gate" for layer in (0, 1)}
+    assert linears_in_passes(model.base, linears, deterministic=True) == linears, "a sample's bits there would depend on others"
 
 
 class Padding:

@@ -15,7 +15,7 @@ from tlora.kernels.frozen import FrozenLinear
 from tlora.supermodel.inject import find_linears, inject
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.lora_linear import Context
-from tlora.supermodel.structure import find_attentions, find_unread
+from tlora.supermodel.structure import find_calls, find_unread
 
 pytest.importorskip("triton")
 with interpreted():
@@ -70,6 +70,6 @@ def test_what_a_layer_gives_twice_is_left_alone() -> None:
 )
 def test_layers_tell_what_they_ask_of_attention(family: str, windows: list[int], capped: bool, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
-    found = find_attentions(outline(str(tmp_path), "auto", None))
+    found = find_calls(outline(str(tmp_path), "auto", None)).attentions
     assert [tuple(q.shape) for q, *_ in found] == [(2, 4, 16)] * 2 and [tuple(k.shape) for _, k, *_ in found] == [(2, 2, 16)] * 2
     assert [window for *_, window, _, _, _ in found] == windows and [softcap > 0 for *_, softcap, _, _ in found] == [capped] * 2

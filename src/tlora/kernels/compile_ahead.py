@@ -39,6 +39,7 @@ from tlora.kernels.head import Head
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.packed import dequantize
 from tlora.kernels.packed_weight import PackedWeight
+from tlora.kernels.recurrent_launches import ConvolutionRequest, DeltaRequest, convolution_launches, delta_launches
 from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import MOST_SIZES, WIDEST_BLOCK, Tile, TileTable, keys_of, sizes_of
 from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy
@@ -106,6 +107,8 @@ class CompileRequest:
     packed: tuple[PackedRequest, ...] = ()
     experts: tuple[ExpertRequest, ...] = ()
     routers: tuple[RowsRequest, ...] = ()
+    delta_rules: tuple[DeltaRequest, ...] = ()
+    convolutions: tuple[ConvolutionRequest, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ def read_order(text: str) -> CompileRequest:
     groups = tuple(GroupRequest(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
     head = HeadRequest(**head_row) if (head_row := row.pop("head")) is not None else None
     kinds = {"attentions": AttentionRequest, "packed": PackedRequest, "experts": ExpertRequest, "routers": RowsRequest}
+    kinds |= {"delta_rules": DeltaRequest, "convolutions": ConvolutionRequest}
     others: Any = {name: tuple(kind(**each) for each in row.pop(name)) for name, kind in kinds.items()}
     return CompileRequest(**row, groups=groups, head=head, **others)
 
@@ -177,6 +181,8 @@ def launches_of(order: CompileRequest) -> list[Callable[[], object]]:
     launches += [partial(_compile_dequantize, dtype, packed) for packed in order.packed]
     launches += [launch for experts in order.experts for launch in expert_launches(experts, dtype, table.card)]
     launches += [launch for router in order.routers for launch in rows_launches(router)]
+    launches += [launch for rule in order.delta_rules for launch in delta_launches(rule, dtype)]
+    launches += [launch for convolution in order.convolutions for launch in convolution_launches(convolution, dtype)]
     return launches
 
 

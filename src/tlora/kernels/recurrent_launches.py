@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tlora.kernels import delta_kernels
+from tlora.kernels import delta_kernels, triton_conv
 from tlora.kernels.chunk_layout import list_chunks
 from tlora.kernels.delta_rule import CHUNK
 
@@ -28,6 +28,16 @@ class DeltaRequest:
     decay_dtype: str
 
 
+@dataclass(frozen=True)
+class ConvolutionRequest:
+    """A short convolution: channels, taps, whether there is a bias, and whether SiLU follows."""
+
+    channels: int
+    taps: int
+    bias: bool
+    silu: bool
+
+
 def delta_launches(request: DeltaRequest, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Forward and backward."""
     empty = partial(torch.empty, dtype=dtype, device=META)
@@ -36,3 +46,11 @@ def delta_launches(request: DeltaRequest, dtype: torch.dtype) -> list[Callable[[
     g, beta = torch.empty(v.shape[:2], dtype=getattr(torch, request.decay_dtype), device=META), empty(v.shape[:2])
     inputs = q, k, v, g, beta, list_chunks((_TOKENS,), CHUNK, META), request.normalize
     return [partial(delta_kernels.backward, empty(v.shape), *inputs), partial(delta_kernels.forward, *inputs)]
+
+
+def convolution_launches(request: ConvolutionRequest, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Forward and backward."""
+    empty = partial(torch.empty, dtype=dtype, device=META)
+    x, bias = empty(_TOKENS, request.channels), empty(request.channels) if request.bias else None
+    rest = x, empty(request.channels, request.taps), bias, torch.empty(_TOKENS, dtype=torch.int32, device=META), request.silu
+    return [partial(triton_conv.convolve, *rest), partial(triton_conv.convolve_back, empty(x.shape), *rest)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, LayoutSetting, LoraConfig, TrainConfig
+from tlora.kernels.delta_rule import CHUNK as RULE_CHUNK
 from tlora.kernels.device import can_be_asked, limit_elsewhere, may_run_kernels
 from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
@@ -28,7 +29,7 @@ from tlora.shape.memory import MOST_GPUS, BaseMemory, MemoryModel, Phase, Stream
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate
-from tlora.supermodel.fast_path import fit_attention, fit_kernels
+from tlora.supermodel.fast_path import fit_attention, fit_kernels, linears_in_passes
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import precisions_on, quantized
 from tlora.supermodel.inject import expert_modules
@@ -36,9 +37,10 @@ from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
 from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.plain_path import groups_on
+from tlora.supermodel.recurrent_layers import why_not_in_passes
 from tlora.supermodel.routers import why_not_alone
 from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, held_in_parts, refuse_experts
-from tlora.supermodel.structure import find_attentions
+from tlora.supermodel.structure import find_calls
 from tlora.supermodel.supermodel import SuperModel
 
 T = TypeVar("T")
@@ -94,7 +96,7 @@ def measure_in_parts(
         return measure(model, base_bytes, device, rank, adapts_experts)
 
 
-def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
+def _fitting(model: SuperModel, run: Callable[[], T]) -> T:
     """What `run` over the base without numbers gives. Raises ModelError where a layer does not take what the one before it gives."""
     try:
         return run()
@@ -105,14 +107,16 @@ def _fitting(model: SuperModel, run: Callable[[], list[T]]) -> list[T]:
 
 def takes_fast_path(model: SuperModel) -> bool:
     """Whether a base on the meta device would take a GPU's compiled layers there (`fast_path.why_not_fused`)."""
-    widths = [width for shape in model.targets().values() for width in shape]
-    if model.deterministic and expert_modules(model.model) and why_not_alone(model.base, model.experts, torch.device("cuda")) is not None:
+    base, linears = model.base, {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
+    if model.deterministic and expert_modules(model.model) and why_not_alone(base, model.experts, torch.device("cuda")) is not None:
         return False  # it computes each sample by itself
-    return bool(layers_of(model.base.decoder)) and fit_kernels(model.base.head.weight_VH.dtype, widths) and _is_compiled(model.base)
+    dtype, on_kernels = base.head.weight_VH.dtype, linears_in_passes(base, linears, model.deterministic)
+    widths = [width for m in on_kernels.values() for width in (m.in_features, m.out_features)]
+    return bool(layers_of(base.decoder)) and fit_kernels(dtype, widths) and _is_compiled(base, dtype)
 
 
-def _is_compiled(base: Base) -> bool:
-    return fit_attention(base) and not base.recurrent and not held_experts(base.model)
+def _is_compiled(base: Base, dtype: torch.dtype) -> bool:
+    return fit_attention(base) and why_not_in_passes(base.model, dtype) is None and not held_experts(base.model)
 
 
 def _recurrence_bytes(model: SuperModel) -> int:
@@ -128,14 +132,18 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     A layer keeps the output of each linear (of those that end a block, the residual that they are added to), attention's output and
     log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward. Two phases: head and loss hold a chunk of
     logits, the hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the
-    gradients of that and of its factors), and five of its hidden states.
+    gradients of that and of its factors), and five of its hidden states. A recurrent layer keeps its convolution's and its rule's output,
+    and in backward makes the rule's states again, which may be more than the widest x.
     """
     ours = adapts_experts or model.deterministic  # whose experts are the kernels' in all passes
-    head, queries = model.base.head, [q_THD.shape for q_THD, *_ in _fitting(model, lambda: find_attentions(model.base))]
+    calls = _fitting(model, lambda: find_calls(model.base))
+    head, queries = model.base.head, [q_THD.shape for q_THD, *_ in calls.attentions]
     element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(layers_of(model.base.decoder))
     shapes = list(model.targets().values())
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
-    layer = element * sum(n for _, n in shapes) / layers + attention
+    recurrent = sum(weight_CW.shape[0] for _, weight_CW, *_ in calls.convolutions)
+    recurrent += sum(v_TGV.shape[1:].numel() for _, _, v_TGV, *_ in calls.delta_rules)
+    layer = element * (sum(n for _, n in shapes) + recurrent) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
     experts, again = (element * each for each in _expert_elements(model, device, ours))
     # A recomputed layer's stay, too: x @ A of each row of experts, and where the rows lie, twice in 64 bits for a block of two parameters.
@@ -143,10 +151,20 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     kept = layers * layer + shrunk + experts + rows
     saved = layer - element * hidden + (experts / layers if again else 0)  # a recomputed layer keeps its input
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden) + again / layers
+    backward = max([backward, *(5 * element * hidden + _rule_bytes(q, v) for q, _, v, *_ in calls.delta_rules)])
     return (
         Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
         Phase(_scratch_bytes(model, device, adapts_experts), kept + backward, saved, kept / layers),
     )
+
+
+def _rule_bytes(q_THK: Tensor, v_TGV: Tensor) -> int:
+    """Of a token in backward of a gated delta rule by kernels: the gradients, and what it makes of each chunk, of which samples leave half
+    empty: states and theirs, the inverse, w, u, new and its gradient, and each head's gradients of q and k in fp32.
+    """
+    (keys, key_size), (heads, size), element = q_THK.shape[1:], v_TGV.shape[1:], v_TGV.element_size()
+    chunks = 2 * (2 * key_size * size + RULE_CHUNK**2) // RULE_CHUNK
+    return element * (heads * (chunks + key_size + 5 * size) + 4 * keys * key_size) + 8 * heads * key_size
 
 
 def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> tuple[int, int]:

@@ -5,7 +5,6 @@ Any family: which linears share an input is seen by running the model, and layer
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -22,14 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from tlora.adapters.bank import AdapterBank
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.cache_directory import share_compiled_kernels
-from tlora.job import LoraConfig
 from tlora.kernels.cards import HOPPER
 from tlora.kernels.chunk_layout import list_chunks
 from tlora.kernels.delta_rule import CHUNK
 from tlora.kernels.device import card_of, describe_class, launched_as, why_plain
-from tlora.kernels.frozen import BaseWeights
+from tlora.kernels.frozen import BaseWeights, PlainWeight
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
-from tlora.kernels.packed_weight import PackedWeight
 from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel.attention import chunk_of
 from tlora.supermodel.batch import PackedBatch
@@ -41,8 +38,8 @@ from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
 from tlora.supermodel.recurrent_layers import why_not_in_passes
-from tlora.supermodel.routers import routers_of, take_passes, why_not_alone
-from tlora.supermodel.structure import find_attentions, find_groups, find_unread
+from tlora.supermodel.routers import take_passes, why_not_alone
+from tlora.supermodel.structure import find_groups, find_unread
 
 if TYPE_CHECKING:
     from tlora.kernels.fused_linear import LinearGroup  # these bring triton, which not every CPU install has
@@ -64,7 +61,7 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], experts: Expert
         return "experts are packed, shared or streamed, so that layers are not compiled"
     if not fit_kernels(base.head.weight_VH.dtype, ()):
         return f"the base is in {str(base.head.weight_VH.dtype).removeprefix('torch.')}"
-    for name, linear in linears.items():
+    for name, linear in linears_in_passes(base, linears, deterministic).items():
         if not fit_kernels(linear.form.dtype, widths := (linear.in_features, linear.out_features)):
             return f"the kernels take widths that are multiples of 16, and {name} has {widths[0]} to {widths[1]}"
     if not fit_attention(base):
@@ -85,6 +82,23 @@ def fit_attention(base: Base) -> bool:
     return max(sizes, default=0) <= _LARGEST_HEAD
 
 
+def linears_in_passes(base: Base, linears: Mapping[str, LoraLinear], deterministic: bool) -> dict[str, LoraLinear]:
+    """Those that a pass computes by the kernels: all but linears of blocks of experts, which no job adapts, whose widths are off 16.
+    PyTorch computes these, as a shared expert's gate, which has one output; none in a deterministic run, where a row's bits would depend on
+    others.
+    """
+    blocks = () if deterministic else tuple(f"{block}." for block in expert_modules(base.model))
+    return {
+        name: linear
+        for name, linear in linears.items()
+        if not (
+            name.startswith(blocks)
+            and isinstance(linear.form, PlainWeight)
+            and not fit_kernels(linear.form.dtype, (linear.in_features, linear.out_features))
+        )
+    }
+
+
 def fit_kernels(dtype: torch.dtype, widths: Sequence[int]) -> bool:
     """Whether linears of `widths` (in and out features) in `dtype` are what the kernels take."""
     return dtype != torch.float64 and all(width % 16 == 0 for width in widths)
@@ -101,6 +115,8 @@ class FastPath:
 
         share_compiled_kernels()
         self._base, self._context, self._deterministic = base, context, deterministic
+        work = sum(linear.in_features * linear.out_features for linear in linears.values())
+        linears = linears_in_passes(base, linears, deterministic)
         self._experts = experts if experts.on_kernels else None
         if self._experts is not None:
             self._experts.take_passes(context)
@@ -137,7 +153,6 @@ class FastPath:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KINDS)
         for number, layer in enumerate(layers):
             layer.forward = self._compiled(layer.forward, number, device)
-        work = sum(linear.in_features * linear.out_features for linear in linears.values())
         # What experts compute is not known, and other GPUs than Hopper's were not measured: nothing is padded there.
         measured = not expert_modules(base.model) and launched_as(device).sized
         self._launch_tokens = int(SLOW_HOST * HIDES_LAUNCHES * self.num_layers / work) if measured else 0
@@ -304,50 +319,6 @@ class FastPath:
             scales = np.array([s.scale if s else 0.0 for s in slots], np.float32)
             known = self._known[id(bank), job_id] = (addresses, (rows, np.array(starts, np.int32), scales))
         return known[1]
-
-
-def compile_ahead(
-    base: Base,
-    linears: Mapping[str, LoraLinear],
-    experts: Experts,
-    device: torch.device,
-    loras: Sequence[LoraConfig],
-    deterministic: bool,
-) -> subprocess.Popen[bytes] | None:
-    """Start compiling the kernels that `loras` over a base on the meta device will need on `device`, which takes the fused path."""
-    from tlora.kernels.compile_ahead import AttentionRequest, GroupRequest, PackedRequest, RowsRequest, request_for, start
-    from tlora.kernels.varlen_attention import LARGEST_HEAD
-
-    share_compiled_kernels()
-    members = [[linears[name] for name in names] for names in find_groups(base, linears)]
-    groups = [
-        GroupRequest(m[0].in_features, tuple(x.out_features for x in m), m[0].bias is not None, m[0].form.row_scale_N is not None)
-        for m in members
-    ]
-    width = rank_width(max((lora.largest_rank for lora in loras), default=1))
-    dropout = any(lora.lora_dropout > 0 for lora in loras)
-    try:
-        arguments = find_attentions(base)
-    except Exception:  # of a family whose attention takes no such pass: the run itself will say so, or needs none
-        arguments = []
-    attentions = [
-        AttentionRequest(
-            q.shape[1], k.shape[1], q.shape[2], window, softcap > 0, None if sinks is None else str(sinks.dtype).removeprefix("torch.")
-        )
-        for q, k, _, _, _, window, softcap, _, sinks in arguments
-        if q.shape[2] <= LARGEST_HEAD
-    ]
-    forms = [linear.form for linear in linears.values()]
-    packed = dict.fromkeys(
-        PackedRequest(form.group, str(form.value_dtype).removeprefix("torch."), form.zero is not None)
-        for form in forms
-        if isinstance(form, PackedWeight)
-    )
-    order = request_for(device, base.head, width, dropout, groups, attentions)
-    repeats = deterministic and bool(expert_modules(base.model))
-    adapted = experts.requests(device) if repeats or any(lora.target_parameters for lora in loras) else ()
-    products = [RowsRequest(*key[:3], str(key[3]).removeprefix("torch.")) for key in routers_of(base, experts).products] if repeats else []
-    return start(replace(order, packed=tuple(packed), experts=adapted, routers=tuple(products)))
 
 
 def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype, experts: Experts) -> str:

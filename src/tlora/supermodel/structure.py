@@ -1,9 +1,10 @@
-"""What is seen of a base by running it: which linears share an input, whose output no backward reads, what its attention is asked for."""
+"""What is seen of a base by running it: which linears share an input, whose output no backward reads, what operations of passes get."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -91,18 +92,33 @@ def _count_readers(result: Tensor) -> Counter[object]:
     return readers
 
 
-def find_attentions(base: Base) -> list[tuple[Any, ...]]:
-    """What each layer of a base on the meta device hands to `kernels.pass_operations.packed_attention`."""
-    import tlora.kernels.pass_operations  # noqa: F401  (the operation is known from then on)
+@dataclass(frozen=True)
+class PassCalls:
+    """The arguments of each call of `packed_attention`, `packed_delta_rule` and `packed_convolution`, layer by layer."""
 
-    attentions: list[tuple[Any, ...]] = []
+    attentions: list[tuple[Any, ...]] = field(default_factory=list)
+    delta_rules: list[tuple[Any, ...]] = field(default_factory=list)
+    convolutions: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+def find_calls(base: Base) -> PassCalls:
+    """What the layers of a base on the meta device hand to operations of a pass (`kernels.pass_operations`, `recurrent_operations`)."""
+    import tlora.kernels.pass_operations
+    import tlora.kernels.recurrent_operations  # noqa: F401  (the operations are known from then on)
+
+    calls, known = PassCalls(), torch.ops.tlora
+    kept = {
+        known.packed_attention: calls.attentions,
+        known.packed_delta_rule: calls.delta_rules,
+        known.packed_convolution: calls.convolutions,
+    }
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.tlora.packed_attention.default:
-                attentions.append(args)
+            if (of_kind := kept.get(func.overloadpacket)) is not None:
+                of_kind.append(args)
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), Watch():
         run_two_tokens(base, torch.tensor(0))
-    return attentions
+    return calls

@@ -30,9 +30,10 @@ from tlora.sharing.peers import Sharing
 from tlora.supermodel.base_config import longest_safe_sequence
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.experts import Experts
-from tlora.supermodel.fast_path import FastPath, compile_ahead, describe_kernels, digest_of_experts, why_not_fused
+from tlora.supermodel.fast_path import FastPath, describe_kernels, digest_of_experts, why_not_fused
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.job_by_job import make_optimizer
+from tlora.supermodel.kernels_ahead import compile_ahead
 from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
 from tlora.supermodel.losses import JobLoss, Pass, sum_losses
