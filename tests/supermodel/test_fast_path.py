@@ -197,7 +197,7 @@ def test_a_hybrid_equals_the_reference_path_and_itself_alone() -> None:
 def test_recurrent_layers_are_compiled_once() -> None:
     shared = make_shared("qwen3.5", **HYBRID | {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"]})
     join(shared, "qwen3.5", "a")
-    shared.forward_backward(batch_of("a", count=1))
+    shared.evaluate(batch_of("a", count=1))
     assert num_graphs() == 2, "one for both recurrent layers, and one for attention"
 
 
