@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,9 @@ class ReplicaPlacement:
         return found | ({"weights": list(self.weights)} if self.weights else {})
 
 
-def weights_of(replicas: int, ranks: Sequence[int], speeds: Sequence[float]) -> tuple[float, ...]:
+def weights_of(replicas: int, ranks: Sequence[int], speeds: Sequence[float] | Mapping[int, float]) -> tuple[float, ...]:
     """Of each replica, with which all `ranks` take equally long: by the speed of its rank, among that one's replicas; none where speeds are
-    equal. `speeds`: of all ranks.
+    equal. `speeds`: by rank.
 
     >>> weights_of(3, [0, 1], [3.0, 1.0])
     (0.375, 0.375, 0.25)

@@ -199,7 +199,8 @@ class Fetched:
 @message
 class Sent:
     """The sender's gradients for the global batch after `step` steps are there; perhaps none, as it has no samples of it. `parts`: of each
-    part that went through as `group.job_run.Passed.values`.
+    part that went through as `group.job_run.BatchLosses.values`. `seconds` that they took (0: not measured). `weights`, of the job's lead
+    rank: those of the replicas from the next global batch on.
     """
 
     job: str
@@ -207,6 +208,8 @@ class Sent:
     step: int
     parts: tuple[tuple[float, ...], ...]
     tokens: int
+    seconds: float = 0.0
+    weights: tuple[float, ...] = ()
 
 
 @message

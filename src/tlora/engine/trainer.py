@@ -94,7 +94,7 @@ class Trainer:
             note(line)
         load = replace(load, dtype=dtype)
         self._load, self._inbox, self._send = load, inbox, send
-        self._parts = SpanningJobs(rank_context, send)
+        self._parts = SpanningJobs(rank_context, send, None if load.deterministic else time.monotonic)
         self._heartbeat = heartbeat or Heartbeat()
         self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note)
         self._directory = Path(load.output_dir)

@@ -58,7 +58,7 @@ class Engine:
         self._pipeline = pipeline or Pipeline(model)
         self.stream = Stream(model, self._pipeline, self.runs)
         self.nano_batching = NanoBatching(model, self._pipeline, self.runs, lambda line: listen(Noted(line)))
-        own = EngineCalls(self._lower_budget, lambda run, reason: self._end(run, "failed", reason), self._set_reference)
+        own = EngineCalls(self._lower_budget, lambda run, reason: self._end(run, "failed", reason), self._set_reference, listen)
         self._gradients = WholeGradients(model, self._exchange, self.runs, own)
 
     def join(self, run: JobRun, state: AdapterState | None = None, wait: Callable[[str], object] | None = None) -> None:
@@ -258,6 +258,8 @@ class Engine:
         """Put the next evaluation or global batch on offer. A job whose data cannot be read any more fails, and False comes back."""
         offered = self.decisions.result(try_call(run.offer))
         if not isinstance(offered, Failure):
+            if not run.evaluating:
+                self._exchange.offered(run.spec.name)
             return True
         self._settle()  # its last step may be under way
         if run.spec.name in self.runs:

@@ -51,12 +51,13 @@ class Decisions:
 @dataclass(frozen=True)
 class SummedGradient:
     """The gradient [P] of a whole global batch, and what other ranks have computed of it: their losses (as `BatchLosses.elsewhere`), by
-    replica, and their tokens.
+    replica, and their tokens. `weights`: those of the replicas from the next global batch on; None: as they are.
     """
 
     gradient_P: Tensor
     elsewhere: Sequence[Sequence[float]] = ()
     tokens: int = 0
+    weights: tuple[float, ...] | None = None
 
 
 class Exchange(Protocol):
@@ -70,6 +71,10 @@ class Exchange(Protocol):
 
     def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:
         """Which of a job's replicas this rank computes."""
+        ...
+
+    def offered(self, job_id: str) -> None:
+        """This rank's part of the job's next global batch can be computed from now on."""
         ...
 
     def give(self, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
@@ -122,6 +127,9 @@ class RunningSums:
 
     def replicas_here(self, job_id: str, replicas: int) -> Sequence[int]:
         return range(replicas)
+
+    def offered(self, job_id: str) -> None:
+        pass
 
     def give(self, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
         if job_id in self._sums:

@@ -152,11 +152,16 @@ class JobRun:
         if not self.exhausted:
             self.offer()
 
-    def completed(self, elsewhere: Sequence[Sequence[float]], tokens: int) -> None:
-        """Note that the other processes' replicas are through."""
+    def completed(self, elsewhere: Sequence[Sequence[float]], tokens: int, weights: tuple[float, ...] | None = None) -> bool:
+        """Note that the other processes' replicas are through. True: the `weights` of the next global batch are others."""
         self.awaiting = False
         self.passed.elsewhere = list(elsewhere)
         self.passed.tokens += tokens
+        if weights is None or weights == self.weights:
+            return False
+        self.weights = weights
+        self.progress = replace(self.progress, replica_weights=weights, weights_since=self.progress.step + 1)
+        return True
 
     # -- what it offers ------------------------------------------------------------------------------------------------
 

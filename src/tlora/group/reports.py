@@ -41,6 +41,8 @@ class TrainingProgress:
     finished: bool = False
     nano_batches: int = 0  # that a global batch of all jobs is cut into over stages; 0: not found yet
     nano_batches_of: str = ""  # stages and jobs that it was found for
+    replica_weights: tuple[float, ...] = ()  # of a job that spans ranks, once they were corrected by measured seconds
+    weights_since: int = -1  # optimizer steps after which they count
     data: str = ""  # which tokenized set the steps were taken on
     eval_data: str = ""  # and the evaluations
 
@@ -98,11 +100,21 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class Reweighted:
+    """The ranks that compute a job take unlike times: from the global batch after `progress.weights_since` steps on its replicas have
+    `progress.replica_weights`.
+    """
+
+    job_id: str
+    progress: TrainingProgress
+
+
+@dataclass(frozen=True, slots=True)
 class Noted:
     """Something that a person should know, about the group as a whole."""
 
     line: str
 
 
-Report = Computed | Stepped | Evaluated | CheckpointDue | Ended | Noted
+Report = Computed | Stepped | Evaluated | CheckpointDue | Ended | Reweighted | Noted
 Listener = Callable[[Report], None]

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 from tlora.group.exchange import Exchange, SummedGradient
 from tlora.group.isolation import Failure, is_out_of_memory, try_call
 from tlora.group.job_run import JobRun
+from tlora.group.reports import Listener, Reweighted
 from tlora.supermodel.supermodel import SuperModel
 
 
 @dataclass(frozen=True)
 class EngineCalls:
-    """What is asked of the group's engine: to lower its budget, if it can, to end a job, to load the adapter that a job compares with."""
+    """What is asked of the group's engine: to lower its budget, if it can, to end a job, to load the adapter that a job compares with, to
+    report.
+    """
 
     lower_budget: Callable[[], bool]
     fail: Callable[[JobRun, str], None]
     set_reference: Callable[[JobRun], None]
+    listen: Listener
 
 
 class WholeGradients:
@@ -97,7 +101,8 @@ class WholeGradients:
         self._whole[name] = whole  # until it is in the bank: the exchange returns it once
         self._model.set_gradient(name, whole.gradient_P)
         del self._whole[name]
-        run.completed(whole.elsewhere, whole.tokens)
+        if run.completed(whole.elsewhere, whole.tokens, whole.weights) and run.is_lead:
+            self._engine.listen(Reweighted(name, run.progress))
         return True
 
     def _begin_away(self, run: JobRun) -> bool:

@@ -124,7 +124,7 @@ def _read_state(path: Path) -> tuple[TrainingProgress, dict[str, int]]:
     try:
         content = read_object(path)
         counters = {key: int(content.pop(key)) for key in _COUNTERS}
-        content |= {key: tuple(content.get(key, ())) for key in ("losses", "unlogged")}
+        content |= {key: tuple(content.get(key, ())) for key in ("losses", "unlogged", "replica_weights")}
         return TrainingProgress(**content), counters
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not of this version ({error}). Resume with the version that wrote it, or start anew") from None

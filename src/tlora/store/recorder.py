@@ -17,7 +17,7 @@ from tlora.adapters.state import AdapterState
 from tlora.errors import CheckpointError
 from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
-from tlora.group.reports import CheckpointDue, Ended, Evaluated, Status, Stepped, TrainingProgress
+from tlora.group.reports import CheckpointDue, Ended, Evaluated, Reweighted, Status, Stepped, TrainingProgress
 from tlora.job import BasePrecision, JobSpec
 from tlora.store import checkpoint
 from tlora.store.best_checkpoint import settle_best
@@ -73,7 +73,7 @@ class Recorder:
     def seconds(self) -> float:
         return self._seconds_before + self._context.clock() - self._started
 
-    def listen(self, report: Stepped | Evaluated | CheckpointDue) -> None:
+    def listen(self, report: Stepped | Evaluated | CheckpointDue | Reweighted) -> None:
         match report:
             case Stepped():
                 self._log_step(report)
@@ -81,6 +81,9 @@ class Recorder:
                 self._log_evaluation(report)
             case CheckpointDue():
                 self._save(report)
+            case Reweighted(_, p):
+                shares = ", ".join(f"{weight:.3f}" for weight in p.replica_weights) or "equal ones"
+                self._tell(f"after step {p.weights_since} the shares of its replicas are {shares}, by measured seconds of its GPUs")
 
     def _log_step(self, report: Stepped) -> None:
         """Write a row for every `logging_steps` optimizer steps; its loss is the mean over them."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.group.test_engine_reports import sets as sets
 from tests.group.test_replicas import EVALUATED, Sets, assert_same, ended, spanning, trained
 from tests.tiny import make_model
 from tlora.batching.pack import MicroBatch
+from tlora.batching.replica_weights import FIRST_STEPS
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Fetched, Note, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange
@@ -23,7 +25,7 @@ from tlora.errors import RankError
 from tlora.group.engine import Engine
 from tlora.group.exchange import RunningSums
 from tlora.group.job_run import JobRun
-from tlora.group.reports import Ended, Evaluated, Report, Stepped
+from tlora.group.reports import Computed, Ended, Evaluated, Report, Reweighted, Stepped
 from tlora.job import JobSpec
 from tlora.sharing.regions import lay_out_regions
 from tlora.sharing.relayed_memory import RelayedMemory
@@ -41,6 +43,7 @@ class Memory:
         target.copy_(self._all[peer][start : start + target.numel()])
 
 
+Pace = Callable[[int, int], float]  # of a rank, after so many steps of the job that spans: seconds a token
 Bytes = tuple[int, int, bytes]  # of a memory: whose, from where on, and what
 
 
@@ -57,8 +60,11 @@ class World:
         later: Sequence[JobSpec] = (),
         *,
         apart: bool = False,
+        pace: Pace | None = None,
     ) -> None:
-        """`jobs` join, those of `later` do not. With `apart` each rank is of a host of its own."""
+        """`jobs` join, those of `later` do not. With `apart` each rank is of a host of its own. With a `pace` weights follow what the ranks
+        measure, by clocks of which each goes on by so much a token that its rank computes.
+        """
         model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
         sizes = {job.name: model.layout(job).numel for job in (*jobs, *later) if job.name in spans}
         regions, num_bytes = lay_out_regions(spans, sizes, 4)
@@ -67,19 +73,27 @@ class World:
         self.faults: list[Faulty] = []
         self.memories: list[RelayedMemory] = []
         self.heard: list[list[Report]] = [[] for _ in range(count)]
+        self.seconds, self._pace = [0.0] * count, pace
         self.exchanges: list[SpanExchange] = []
         self.engines: list[Engine] = []
         for rank in range(count):
             there = self.relayed(num_bytes, rank, count) if apart else Memory(memory, rank)
             mailbox = Mailbox(there, regions, torch.float32, range(count))
-            self.exchanges.append(SpanExchange(rank, spans, self.route, mailbox))
+            clock = partial(self.seconds.__getitem__, rank) if pace is not None else None
+            self.exchanges.append(SpanExchange(rank, spans, self.route, mailbox, clock))
             model = SuperModel(make_base(make_model(), "tiny"), deterministic=True)
-            self.engines.append(Engine(model, budgets[rank], self.heard[rank].append, exchange=self.exchanges[rank]))
+            self.engines.append(Engine(model, budgets[rank], partial(self.listen, rank), exchange=self.exchanges[rank]))
         for job in jobs:
             span = spans.get(job.name, ReplicaPlacement(1, (jobs.index(job) % count,)))
             for rank in span.ranks:
                 evaluation = sets[1] if job.eval_steps and rank == span.lead_rank else None
                 self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas, span.weights))
+
+    def listen(self, rank: int, report: Report) -> None:
+        self.heard[rank].append(report)
+        if isinstance(report, Computed) and self._pace is not None:
+            steps = max((run.progress.step for run in self.engines[rank].runs.values() if run.spans), default=0)
+            self.seconds[rank] += report.packed.tokens * self._pace(rank, steps)
 
     def route(self, note: Note | Faulty) -> None:
         span = self.spans[note.job]
@@ -175,6 +189,49 @@ def test_unequal_replicas_give_the_bytes_of_one_process_that_cuts_alike(sets: Se
         assert_same(ended(world.heard[home], job.name), ended(heard, job.name))
     evenly = trained(jobs[2], sets[0], None)
     assert not torch.equal(ended(world.heard[2], "second").params, evenly.params), "the sums are those of other parts"
+
+
+MEASURED = {"gpus": 2, "batch_size": 6, "max_steps": 20, "lora_dropout": 0.1, "eval_steps": 8, "data": EVALUATED}
+
+
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(12))])
+def test_weights_follow_measured_seconds_and_all_ranks_cut_alike(sets: Sets, seed: int) -> None:
+    """A GPU slows down, and has a neighbour for a while. Bytes are those of one process whose cuts change at the same steps."""
+    rng, jobs = random.Random(seed), [spec("alone", batch_size=2, max_steps=12), spec("measured", **MEASURED)]
+    spans = {"measured": ReplicaPlacement(2, (1, 0))}
+    world = World(jobs, spans, sets, 2, [60, 60], pace=lambda rank, steps: 3.0 if rank == 0 and steps >= 4 else 1.0)
+    world.run(rng)
+    changes = {each.progress.weights_since: each.progress.replica_weights for each in of(world.heard[1], Reweighted, "measured")}
+    assert 1 <= len(changes) <= 2 and not of(world.heard[0], Reweighted, "measured"), "the lead rank reports"
+    (end,) = of(world.heard[1], Ended, "measured")
+    first, last = min(changes), max(changes)
+    assert (end.progress.weights_since, end.progress.replica_weights) == (last, changes[last])
+    assert FIRST_STEPS < first < 2 * FIRST_STEPS and changes[first][1] < 0.35, changes
+
+    run, heard = JobRun(jobs[1], *sets), list[Report]()
+    engine = Engine(SuperModel(make_base(make_model(), "tiny"), deterministic=True), 60, heard.append)
+    engine.join(run)
+    offer = run.offer
+
+    def offer_as_then() -> None:
+        run.weights = next((changes[since] for since in sorted(changes, reverse=True) if run.progress.step >= since), ())
+        offer()
+
+    run.offer = offer_as_then  # type: ignore[method-assign]
+    while engine.run_micro_batch() is not None:
+        pass
+    assert_same(ended(world.heard[1], "measured"), ended(heard, "measured"))
+    assert not torch.equal(end.state.params, trained(jobs[1], *sets).params), "the sums are those of other parts"
+    assert_same(ended(world.heard[0], "alone"), trained(jobs[0], sets[0]))
+
+
+def test_without_a_clock_no_weight_changes(sets: Sets) -> None:
+    """As in a deterministic run: what a GPU takes changes no bit."""
+    job = spec("measured", **MEASURED)
+    world = World([job], {"measured": ReplicaPlacement(2, (1, 0))}, sets, 2, [60, 60])
+    world.run(random.Random(1))
+    assert not of(world.heard[1], Reweighted, "measured")
+    assert_same(ended(world.heard[1], "measured"), trained(job, *sets))
 
 
 def test_losses_and_tokens_are_those_of_replicas_in_turn(sets: Sets) -> None:

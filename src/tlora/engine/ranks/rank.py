@@ -250,7 +250,8 @@ class RankOfRun:
             return SpanExchange(self._number, {}, self._line.send)
         sizes = {job: layouts[job].numel for job in spans}
         mailbox = open_mailbox(spans, sizes, loaded.model.bank.sum_dtype, Peers(self._meet("spans")), place, range(self._count))
-        return SpanExchange(self._number, spans, self._line.send, mailbox)
+        clock = None if loaded.model.deterministic else time.monotonic
+        return SpanExchange(self._number, spans, self._line.send, mailbox, clock)
 
     def _show(self, progress: RunProgress) -> None:
         """Of its own jobs; of those that are led elsewhere, only the rates."""

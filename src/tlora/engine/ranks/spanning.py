@@ -21,6 +21,7 @@ from torch import Tensor
 from tlora.adapters.state import AdapterState
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Fetched, Note, Published, Sent
+from tlora.engine.ranks.measured_weights import MeasuredWeights
 from tlora.group.exchange import RunningSums, SummedGradient
 from tlora.group.job_run import BatchLosses
 from tlora.kernels.device import ToHost, mark_on
@@ -136,15 +137,19 @@ class SpanExchange:
         spans: Mapping[str, ReplicaPlacement],
         tell: Callable[[Note | Faulty], None],
         mailbox: Mailbox | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`mailbox` is needed where `spans` has a job."""
-        self._rank, self._spans, self._tell = rank, dict(spans), tell
+        """`mailbox` is needed where `spans` has a job. `clock`: by which weights of replicas are corrected; they stay without one, as in a
+        deterministic run, whose bits they would change.
+        """
+        self._rank, self._spans, self._tell, self._clock = rank, dict(spans), tell, clock
         self._event_sender = EventSender(tell)
         self._boxes: dict[str, Mailbox] = {}
         if spans:
             assert mailbox is not None, "jobs span, and there is no mailbox"
             self._boxes = dict.fromkeys(spans, mailbox)
         self._sums = RunningSums()
+        self._measured = {job: MeasuredWeights(span, rank, clock) for job, span in spans.items()}
         self._sent: dict[str, dict[tuple[int, int], Sent]] = {}  # by job, of each other rank and step
         self._added: dict[str, int] = {}  # how many replicas are in a job's sum
         self._published: dict[str, Published] = {}
@@ -178,11 +183,13 @@ class SpanExchange:
     def spread(self, job_id: str, span: ReplicaPlacement, mailbox: Mailbox) -> None:
         """One more job spans, through a mailbox of its own."""
         self._spans[job_id], self._boxes[job_id] = span, mailbox
+        self._measured[job_id] = MeasuredWeights(span, self._rank, self._clock)
 
     def dissolve(self, job_id: str) -> None:
         """The job spans no longer: all of its replicas are computed in one place from now on."""
         self._spans.pop(job_id, None)
         self._boxes.pop(job_id, None)
+        self._measured.pop(job_id, None)
         self.forget(job_id)
         for heard in (self._sent, self._published, self._unread, self._news):
             heard.pop(job_id, None)
@@ -193,6 +200,10 @@ class SpanExchange:
         span = self._spans.get(job_id)
         return range(replicas) if span is None else span.at(self._rank)
 
+    def offered(self, job_id: str) -> None:
+        if job_id in self._spans:
+            self._measured[job_id].offered()
+
     def give(self, job_id: str, step: int, replica: int, gradient_P: Tensor) -> None:
         span = self._spans.get(job_id)
         if span is None:
@@ -201,12 +212,14 @@ class SpanExchange:
             self._when_read(job_id, partial(self._boxes[job_id].write, job_id, _slot(span, step, replica), gradient_P))
 
     def send(self, job_id: str, step: int, passed: BatchLosses) -> None:
-        width, tokens = 2 + len(passed.metrics), passed.tokens
+        width, tokens, measured = 2 + len(passed.metrics), passed.tokens, self._measured[job_id]
+        stop, weights = measured.timer(step, tokens), measured.decide(step) if self._spans[job_id].lead_rank == self._rank else ()
 
         def make(values: list[float], hand_over: Callable[[], None]) -> Sent:
+            seconds = stop()
             hand_over()
             parts = tuple(tuple(values[i : i + width]) for i in range(0, len(values), width))
-            return Sent(job_id, self._rank, step, parts, tokens)
+            return Sent(job_id, self._rank, step, parts, tokens, seconds, weights)
 
         def tell() -> None:
             box = self._boxes[job_id]
@@ -240,11 +253,22 @@ class SpanExchange:
         others = [rank for rank in span.ranks if rank != self._rank]
         if any((rank, step) not in sent for rank in others):  # one without samples may still read the step before
             return None
-        heard = [sent.pop((rank, step)) for rank in others]
+        heard = {rank: sent.pop((rank, step)) for rank in others}
         del self._added[job_id]
         summed = self._sums.take(job_id, step, replicas)
         assert summed is not None, "sums of one process are there at once"
-        return SummedGradient(summed.gradient_P, [part for each in heard for part in each.parts], sum(each.tokens for each in heard))
+        parts = [part for each in heard.values() for part in each.parts]
+        return SummedGradient(
+            summed.gradient_P, parts, sum(each.tokens for each in heard.values()), self._next_weights(job_id, step, heard)
+        )
+
+    def _next_weights(self, job_id: str, step: int, heard: Mapping[int, Sent]) -> tuple[float, ...]:
+        """As the lead rank has decided, which is this one or has sent them."""
+        lead_rank, measured = self._spans[job_id].lead_rank, self._measured[job_id]
+        if lead_rank != self._rank:
+            return heard[lead_rank].weights
+        measured.see(step, {rank: each.tokens for rank, each in heard.items()}, {rank: each.seconds for rank, each in heard.items()})
+        return measured.decide(step)
 
     def publish(self, job_id: str, state: AdapterState) -> None:
         span = self._spans.get(job_id)

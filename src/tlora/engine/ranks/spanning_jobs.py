@@ -57,9 +57,12 @@ class Planned:
 class SpanningJobs:
     """`exchange` is that of the rank's group."""
 
-    def __init__(self, rank_context: RankContext, tell: Callable[[Note | Faulty | PartReady], None]) -> None:
+    def __init__(
+        self, rank_context: RankContext, tell: Callable[[Note | Faulty | PartReady], None], clock: Callable[[], float] | None = None
+    ) -> None:
+        """`clock` as of `SpanExchange`."""
         self._rank_context, self._tell = rank_context, tell
-        self.exchange = SpanExchange(rank_context.number, {}, tell)
+        self.exchange = SpanExchange(rank_context.number, {}, tell, clock=clock)
         self._spans: dict[str, ReplicaPlacement] = {}  # of the jobs that this rank leads
         self._numbers: dict[str, int] = {}  # of their placements
         self._waiting: dict[str, driver.ReadyJob] = {}  # those of them whose other ranks have not come
