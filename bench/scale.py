@@ -37,6 +37,7 @@ from bench.scale_workers import GPUS_PER_HOST
 MOST_WORKERS_OF_A_PROCESS = 4000
 _ENOUGH = 0.99  # of the GPUs: at any moment a few wait for the next job
 _GIVEN_UP_SECONDS = 1200.0
+_RELEASED_SECONDS = 5.0  # for the leases of the rack that is lost to go from the disk; the next controller would wait for its workers
 _COME = "a worker has come for "  # of which the log has a line for each worker, as of each whose rack is lost
 
 
@@ -126,6 +127,7 @@ def measure(hosts: int, jobs: int, seconds: float) -> dict[str, Any]:
         row["rack_lost_seconds"] = first.wait(lambda status: all_train(status, left), "the loss of a rack")
         row["rack_lost_processor_seconds"] = first.last["processor_seconds"] - busy
         print(f"{hosts} hosts: a rack of {shape.hosts_per_rack} lost, settled after {row['rack_lost_seconds']:.1f} s", flush=True)
+        time.sleep(_RELEASED_SECONDS)
         first.kill()
         controllers.append(Controller(store, replace(shape, fleets=shape.fleets[1:]), directory / "controller.log"))
         row["restart_seconds"] = controllers[1].wait(lambda status: all_train(status, left), "a restart")

@@ -24,7 +24,7 @@ def test_the_table_has_a_column_for_each_cluster(monkeypatch: pytest.MonkeyPatch
         "clock": {"median_milliseconds": 1.0, "p99_milliseconds": 40.0},
         "processor": {"median_milliseconds": 0.5, "p99_milliseconds": 2.0},
     }
-    seconds = ("first_start", "rack_lost", "rack_lost_processor", "restart", "restart_processor")
+    seconds = ("first_start", "first_start_processor", "rack_lost", "rack_lost_processor", "restart", "restart_processor")
     row: dict[str, Any] = {"hosts": 1000, "gpus": 8000, "jobs": 10000, "hosts_of_the_lost_rack": 8, "decided": times, "answered": times}
     row |= {f"{name}_seconds": 3.25 for name in seconds} | {"messages_per_second": 1234.5, "processor_share": 0.5, "peak_gigabytes": 0.25}
     row |= {"load_average_before": 1.0, "load_average_after": 2.0}
