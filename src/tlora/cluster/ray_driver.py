@@ -31,6 +31,7 @@ _PREFIX = "host-"
 _ANSWER_SECONDS = 5.0  # for agents to report; one that starts takes longer, and is asked again
 _STORE_BYTES = 80 << 20  # of a local Ray's objects, of which there are none
 _ZONE = "ray.io/availability-zone"
+_SPARE_WORKERS = {"RAY_kill_child_processes_on_worker_exit": "0"}  # with an actor: they hear of its end by their lines, and save their jobs
 
 
 class Driver:
@@ -88,6 +89,7 @@ class Driver:
             "num_cpus": 0,
             "num_gpus": int(node["Resources"].get("GPU", 0)),
             "max_restarts": 0,
+            "runtime_env": {"env_vars": _SPARE_WORKERS},
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self._nodes[host.name], soft=False),
         }
         return ray.remote(Agent).options(**options).remote(host.name, host.failure_domain, host.places, order)
