@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, run_spec, save_base
 from tests.planning.test_layouts import devices_of, limited, sketched
 from tlora.engine.check import check
@@ -74,7 +75,7 @@ def form_of(said: str) -> str:
     return "whole" if said.startswith("each GPU holds") else "stages" if ": layers 0 to " in said else "shared"
 
 
-@pytest.mark.parametrize(("gpu", "forms"), [("h100", {2: "stages", 3: "shared"}), ("rtx4090", {6: "whole"})])
+@pytest.mark.parametrize(("gpu", "forms"), in_every_run([("h100", {2: "stages", 3: "shared"}), ("rtx4090", {6: "whole"})], 0))
 def test_plan_and_run_choose_alike(layered: Path, tmp_path: Path, gpu: str, forms: dict[int, str]) -> None:
     """The less memory there is, the less of the base lies on each GPU. `check` lays it out as a run does."""
     data = tmp_path / "rows.jsonl"
@@ -91,7 +92,7 @@ def test_plan_and_run_choose_alike(layered: Path, tmp_path: Path, gpu: str, form
         assert choice.form == form_of(check(run.model_copy(update={"memory_limit": limit}), gpu=gpu, gpus=2).form)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", in_every_run([False, True], 0))
 def test_plan_and_run_agree_where_the_larger_gpu_alone_holds_a_job(layered: Path, data: Path, tmp_path: Path, deterministic: bool) -> None:
     """Whole is feasible to both, with that job kept off the smaller one; stages by order are no longer answered with whole."""
     jobs = [job("a", str(data / "a.jsonl"), r=2), job("wide", str(data / "a.jsonl"), r=256), job("c", str(data / "a.jsonl"), r=2)]

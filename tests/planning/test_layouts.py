@@ -87,7 +87,7 @@ def found_of(plans: LayoutPlans, form: str, stages: int = 1) -> LayoutPlan:
     return found
 
 
-@pytest.mark.parametrize("name", in_every_run(["h100", "rtx4090", "t4"], 1, 2))
+@pytest.mark.parametrize("name", in_every_run(["h100", "rtx4090", "t4"], 2))
 def test_one_gpu_is_planned_as_check_plans_it(run: RunSpec, name: str) -> None:
     gpu = find_gpu(name)
     checked = check(run, gpu=name)

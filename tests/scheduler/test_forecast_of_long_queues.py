@@ -39,7 +39,9 @@ def long_queue(policy: str, *nodes: int) -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize("policy", LIVE_POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=[] if name in ("fifo", "residual_capacity") else pytest.mark.slow) for name in LIVE_POLICIES]
+)
 def test_only_the_head_of_a_long_queue_is_looked_at_and_the_others_follow_in_the_policys_order(policy: str) -> None:
     state = long_queue(policy, 4).state
     order = waiting_order(policy, state)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.scheduler.invariants import check
 from tests.scheduler.mirror import Mirror, made_cost, made_scheduler, made_spec, tell
 from tests.scheduler.timeline import made_timeline, slowdowns
@@ -162,7 +163,7 @@ def test_who_is_the_shortest_is_asked_anew_of_those_that_wait() -> None:
     assert [name for name, job in scheduler.state.jobs.items() if job.status == "placed"] == ["south"]
 
 
-@pytest.mark.parametrize("factor", [0.6, 1.6])
+@pytest.mark.parametrize("factor", in_every_run([0.6, 1.6], 1))
 @pytest.mark.parametrize("name", POLICY_CASES)
 def test_after_a_correction_a_policy_wants_what_one_does_that_has_seen_nothing_before(name: str, factor: float) -> None:
     policy = POLICIES[name]()

@@ -12,6 +12,7 @@ from statistics import fmean
 
 import pytest
 
+from tests.cases import in_every_run
 from tests.sim.small_clusters import POLICY_CASES, even_cost, made_job
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
@@ -36,7 +37,7 @@ def trace_jobs(name: str, count: int, gpus: int, load: float) -> list[MappedJob]
     return mapped_jobs(at_load(first(read_trace(name), count), gpus, load), PLAIN, seed=0)
 
 
-@pytest.mark.parametrize("name", ["ee9e8c", "synth_sft"])
+@pytest.mark.parametrize("name", in_every_run(["ee9e8c", "synth_sft"], 1))
 def test_exclusive_replay_without_the_kernels_gain_is_the_recorded_durations(name: str):
     jobs = mapped_jobs(first(read_trace(name), 1511), PLAIN, seed=0)
     result = simulate(jobs, ClusterShape(64, 8, tick_seconds=math.inf), POLICIES["fifo"](), PLAIN, FREE)

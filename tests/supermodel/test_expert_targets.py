@@ -236,7 +236,9 @@ DIVIDED = LoraConfig(r=12, lora_alpha=8, target_parameters=BOTH, target_modules=
 CASES = [
     pytest.param("qwen3-moe", DIVIDED, id="qwen3-moe"),
     pytest.param("llama4", LoraConfig(r=3, target_parameters=BOTH, target_modules=["o_proj"]), id="llama4"),
-    pytest.param("gpt-oss", LoraConfig(r=3, target_parameters=BOTH, target_modules=[]), id="gpt-oss"),
+    pytest.param(  # in every run `test_mxfp4_checkpoint.py` has the family
+        "gpt-oss", LoraConfig(r=3, target_parameters=BOTH, target_modules=[]), id="gpt-oss", marks=SLOW
+    ),
     pytest.param("gemma4", LoraConfig(r=2, target_parameters=BOTH, target_modules=["o_proj"]), id="gemma4", marks=SLOW),
     pytest.param("mixtral", LoraConfig(r=3, target_parameters=["down_proj"], target_modules=[], use_rslora=True), id="one", marks=SLOW),
     pytest.param(
