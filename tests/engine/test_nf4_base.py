@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.bitsandbytes_values import bitsandbytes_values
 from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, write_rows
 from tlora.engine.check import check
 from tlora.errors import ConfigError
@@ -33,8 +34,7 @@ def save_both(directory: Path, dtype: torch.dtype) -> tuple[Path, Path]:
     model.save_pretrained(base)
     for linear in find_linears(model).values():
         nibbles, state = bnb.quantize_4bit(linear.weight.detach(), blocksize=64, quant_type="nf4")
-        state.dtype = torch.float32
-        linear.weight.data = bnb.dequantize_4bit(nibbles, state).to(dtype)
+        linear.weight.data = bitsandbytes_values(nibbles, state).to(dtype)
     save_base(plain)
     model.save_pretrained(plain)
     return base, plain

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tests.tiny import CHUNKED, FAMILIES, SHAPE, make_model, make_samples
 from tests.tolerances import LOGITS, assert_close
@@ -66,6 +66,22 @@ def test_a_short_convolution_without_bounds_is_refused_though_it_leaks_less_than
     monkeypatch.setattr(recurrent_layers, "RECURRENCES", {})
     with pytest.raises(ModelError, match=r"Use a decoder made of attention"):
         make_base(build(config, dtype), "lfm2")
+
+
+def test_a_processor_whose_products_mix_rows_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As oneDNN's in bfloat16 with AMX do, at rows of other lengths than multiples of 32: the sum reads on into the next row, times 0."""
+    own = nn.functional.linear
+
+    def mixing(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = own(x, weight, bias)
+        if x.dtype == torch.bfloat16 and x.shape[-1] % 32:
+            y[..., :-1, :] += 0 * x[..., 1:, :1]
+        return y
+
+    monkeypatch.setattr(nn.functional, "linear", mixing)
+    with pytest.raises(ModelError, match="products of 40 numbers in bfloat16 let a NaN of one row into another.* Set dtype: float32"):
+        make_base(make_model("llama", torch.bfloat16, intermediate_size=40), "tiny")
+    make_base(make_model("llama", torch.float32, intermediate_size=40), "tiny")  # the remedy
 
 
 def test_layers_that_are_not_linear_are_refused() -> None:

@@ -61,8 +61,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of 100 and 164 numbers, whose last int32 is half full."""
-    return save_plain(tmp_path_factory.mktemp("uneven") / "base", hidden_size=100, intermediate_size=164, head_dim=24)
+    """Rows of 60 and 44 numbers, whose last int32 is half full."""
+    return save_plain(tmp_path_factory.mktemp("uneven") / "base", hidden_size=60, intermediate_size=44, head_dim=24)
 
 
 def pack(plain: Path, directory: Path, weights: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",)) -> tuple[Path, dict[str, Tensor]]:

@@ -165,11 +165,3 @@ def test_sinks_on_the_kernels_as_on_the_plain_path(tmp_path: Path, monkeypatch: 
         make_shared("gpt-oss", torch.float32, "cpu", deterministic=True)
     FAMILIES["gpt-oss"].save_pretrained(tmp_path)
     assert [args[-1].shape for args in find_calls(outline(str(tmp_path))).attentions] == [(4,), (4,)]
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_experts_keep_deterministic_mode_off_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' path computes all samples of a batch together, and with them what experts do."""
-    interpret(monkeypatch)
-    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=False).fast_path is not None
-    assert make_shared("mixtral", torch.float32, DEVICE.type, deterministic=True).fast_path is None

@@ -42,7 +42,7 @@ def test_a_base_that_the_kernels_take_is_fused() -> None:
     ("changes", "why"),
     [
         ({"dtype": torch.float64}, "the base is in float64"),
-        ({"intermediate_size": 100}, "the kernels take widths that are multiples of 16, and model.layers.0.mlp.gate_proj has 64 to 100"),
+        ({"intermediate_size": 40}, "the kernels take widths that are multiples of 16, and model.layers.0.mlp.gate_proj has 64 to 40"),
         ({"head_dim": 512}, "the kernels take attention heads of up to 256, and this base has larger ones"),
     ],
 )

@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.bitsandbytes_values import bitsandbytes_values
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
 from tests.supermodel.packed_bases import edit, save_plain, unpack
 from tlora.engine.check import check
@@ -42,8 +42,7 @@ def pack(plain: Path, directory: Path, **settings: Any) -> tuple[Path, dict[str,
     values: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if hasattr(state := getattr(getattr(module, "weight", None), "quant_state", None), "absmax"):
-            state.dtype = torch.float32  # asked for 16 bits, the CPU kernel would round the table first
-            values[name] = bnb.dequantize_4bit(module.weight.data, state)
+            values[name] = bitsandbytes_values(module.weight.data, state)
     return directory, values
 
 

@@ -33,6 +33,7 @@ from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import cut_at_samples
+from tlora.supermodel.row_products import width_that_mixes
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities
@@ -328,7 +329,11 @@ def _check_packing(base: Base) -> None:
     if not bool(alone.isfinite().all()):
         raise ModelError(_not_finite(base))
     difference = float((packed - alone).norm() / alone.norm())
-    if leaks or not difference <= _TOLERANCE[base.head.weight_VH.dtype]:
+    dtype = base.head.weight_VH.dtype
+    if leaks or not difference <= _TOLERANCE[dtype]:
+        if width := width_that_mixes((linear.in_features for linear in find_linears(model).values()), dtype, device):
+            said = f"products of {width} numbers in {str(dtype).removeprefix('torch.')} let a NaN of one row into another"
+            raise ModelError(f"base_model {base.name}: this processor's {said}, so jobs cannot share it. Set dtype: float32")
         raise ModelError(
             f"base_model {base.name}: {type(model).__name__} gives packed samples other logits than single ones "
             f"(relative difference {difference:.1e}), so jobs cannot share it. Use a decoder made of attention and linear layers"
