@@ -78,8 +78,14 @@ def check_l1(model: SuperModel, jobs: Sequence[Job], packing_seed: int = 0, alon
             )
 
 
-def check_l2(model: SuperModel, jobs: Sequence[Job], poison: Poison, alone: Mapping[str, Trained] | None = None) -> None:
-    """A poisoned neighbour changes nothing: in default mode against a benign neighbour of the same shape, and L1 throughout."""
+def check_l2(
+    model: SuperModel, jobs: Sequence[Job], poison: Poison, alone: Mapping[str, Trained] | None = None, *, routed_alike: bool = True
+) -> None:
+    """A poisoned neighbour changes nothing: in default mode against a benign neighbour of the same shape, and L1 throughout.
+
+    `routed_alike`: both neighbours' tokens go to the same experts. Else the products of experts have other numbers of rows, by which a
+    library may choose another loop, and default mode promises the job's weights but for rounding.
+    """
     alone = alone or all_alone(model, jobs)
     benign, bad = poison.make(benign=True), poison.make(benign=False)
     with poison.around():
@@ -93,7 +99,7 @@ def check_l2(model: SuperModel, jobs: Sequence[Job], poison: Poison, alone: Mapp
     expected = train(model, [benign, *jobs], packing_seed=5, deterministic=False)
     for job in jobs:
         assert exact[job.name].sha256 == alone[job.name].sha256, f"{poison.name} changed {job.name} in deterministic mode"
-        if not poison.raises:
+        if not poison.raises and routed_alike:
             assert found[job.name].sha256 == expected[job.name].sha256, f"{poison.name} changed {job.name}"
         error = delta_error(found[job.name].delta(), expected[job.name].delta())
         assert error <= TRAINED[FP32], f"{poison.name} changed {job.name} by {error:.1e}"

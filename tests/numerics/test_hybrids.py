@@ -86,7 +86,7 @@ def test_fp32_equals_alone_beside_nan(family: str) -> None:
     for poison in poisons.POISONS:
         if poison.name in ("NaN gradient", "3e38 activations"):
             shaped = replace(poison, shape=lambda job: replace(job, lora=job.lora.model_copy(update=targets(family))))
-            checks.check_l2(model, found, shaped, alone)
+            checks.check_l2(model, found, shaped, alone, routed_alike=family not in EXPERTS or poison.name == "NaN gradient")
 
 
 @pytest.mark.parametrize("family", ["qwen3.5", pytest.param("lfm2", marks=pytest.mark.slow)])
