@@ -48,8 +48,13 @@ def spec(path: Path, **changed: object) -> Path:
     return path
 
 
-def test_it_loads_no_torch(jobs_file: Path) -> None:
+@pytest.mark.parametrize("counted", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_loads_no_torch(jobs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
     """The base is counted by a process of its own, once; not even that is needed for the second plan."""
+    if counted:
+        assert call("plan", jobs_file, "--gpu", "rtx4090", "--gpus", 2)[0] == 0
+    else:
+        monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "empty"))
     code = (
         "import sys\nsys.modules['torch'] = None\nfrom tlora.cli import main\n"
         f"sys.argv = ['tlora', 'plan', {str(jobs_file)!r}, '--gpu', 'rtx4090', '--gpus', '2', '--explain']\n"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.engine.tiny_runs import save_base as save_base
+from tests.forked import ForkingPopen, Server
 from tlora.data.prepare import DataWorker, Prepared, PrepareProgress, prepare
 from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
@@ -17,6 +21,9 @@ from tlora.planning import job_plan, plan
 from tlora.planning.memory import measure
 from tlora.shape.memory import MemoryModel
 from tlora.supermodel.supermodel import SuperModel
+
+if TYPE_CHECKING:
+    from tests.engine.test_worker import Orders
 
 _PREPARED: dict[str, Prepared] = {}
 _MEASURED: dict[tuple[object, ...], MemoryModel] = {}
@@ -37,6 +44,18 @@ def tokenize_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         monkeypatch.setattr(job_plan, "prepare", prepare_once)
         monkeypatch.setattr(plan, "measure", measure_once)
         yield
+
+
+@pytest.fixture(scope="package")
+def made(
+    wide_base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory, tokenize_once: None, fork_servers: dict[str, Server]
+) -> Orders:
+    """What workers of this room's tests are compared with."""
+    from tests.engine.test_worker import Orders
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
+        return Orders(wide_base, data, tmp_path_factory.mktemp("whole") / "out")
 
 
 def prepare_once(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.engine.test_worker import Orders, of, when, work
-from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import sha256
 from tlora import durable

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import tlora
 from tests.engine.test_worker import Orders, of, work
-from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, write_rows
 from tlora.engine.check import check

@@ -49,9 +49,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_of_jobs_with_experts(base: Path, tmp_path: Path) -> None:
     data = str(write_rows(tmp_path / "rows.jsonl", 16))
     jobs = [
-        job("both", data, max_steps=4, save_steps=1, **EXPERTS),
-        job("attention", data, max_steps=4, save_steps=1, lora_dropout=0.1, seed=3),
-        job("experts", data, max_steps=4, save_steps=1, target_modules=[], target_parameters=["down_proj"], r=3),
+        job("both", data, max_steps=4, batch_size=2, save_steps=1, **EXPERTS),
+        job("attention", data, max_steps=4, batch_size=2, save_steps=1, lora_dropout=0.1, seed=3),
+        job("experts", data, max_steps=4, batch_size=2, save_steps=1, target_modules=[], target_parameters=["down_proj"], r=3),
     ]
     report = check(run_spec(base, tmp_path / "out", jobs), device="cpu")
     assert not report.problems

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.cases import in_every_run
-from tests.engine.tiny_runs import job, rows, same_bytes, sha256, train, write_rows
+from tests.engine.tiny_runs import light_job as job
+from tests.engine.tiny_runs import rows, same_bytes, sha256, train, write_rows
 from tlora.data.prepare import prepare
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine.tiny_runs import job, rows, sha256, train
+from tests.engine.tiny_runs import light_job as job
+from tests.engine.tiny_runs import rows, sha256, train
 from tlora import durable
 from tlora.adapters.bank import AdapterBank
 from tlora.batching.pack import MicroBatch

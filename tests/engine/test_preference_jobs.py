@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tests.engine.tiny_runs import job, rows, run_spec, sentence, sha256, train
+from tests.engine.tiny_runs import TWO_LINEARS, job, rows, run_spec, sentence, sha256, train
 from tlora.data.prepare import Prepared, prepare
 from tlora.data.request import prepare_requests
 from tlora.job import JobSpec
@@ -106,7 +106,8 @@ def orders(data: Path, pairs: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("answers")
 def test_alone_is_together_and_what_is_resumed(wide_base: Path, data: Path, pairs: Path, tmp_path: Path) -> None:
-    jobs = [{**order, "lr_scheduler_type": "constant", "max_steps": 4} for order in orders(data, pairs)]
+    few = {"lr_scheduler_type": "constant", "max_steps": 4, "target_modules": TWO_LINEARS}
+    jobs = [order | few for order in orders(data, pairs)]
     alone: dict[str, str] = {}
     for order in jobs:
         train(wide_base, tmp_path / order["name"], [order], deterministic=True)

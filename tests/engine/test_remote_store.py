@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.engine.test_worker import Orders
-from tests.engine.test_worker import made as made
 from tests.engine.test_worker_process import PATIENCE_SECONDS, crew_of, hear
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.tiny_runs import sha256, steps_taken

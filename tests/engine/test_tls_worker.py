@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_worker import Orders
-from tests.engine.test_worker import made as made
 from tests.engine.test_worker_process import GROUP, PATIENCE_SECONDS, crew_of, hear
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.test_worker_process import long as long
@@ -151,6 +150,7 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow  # the hosts of `test_remote_store` have such a namespace, too
 @needs_namespaces
 def test_a_worker_of_another_pid_namespace_trains_under_a_lease(
     made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool]

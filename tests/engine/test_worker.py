@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tiny_runs import job, rows, run_spec, sha256, steps_taken, train
+from tests.engine.tiny_runs import TWO_LINEARS, job, rows, run_spec, sha256, steps_taken, train
 from tlora.data.request import PrepareRequest
 from tlora.engine import driver
 from tlora.engine import trainer as trainer_room
@@ -38,14 +38,14 @@ def orders(data: Path) -> list[dict[str, Any]]:
     """One with dropout and evaluation, of several micro-batches a step; one whose checkpoints are rare; a short one."""
     evaluated = {"path": str(data / "c.jsonl"), "eval_path": str(data / "held-out.jsonl")}
     return [
-        job("mover", evaluated, lora_dropout=0.1, eval_steps=5, max_steps=14, batch_size=4, logging_steps=3, save_steps=4),
-        job("stays", str(data / "d.jsonl"), batch_size=5, max_steps=12, r=9),
+        job("mover", evaluated, lora_dropout=0.1, eval_steps=5, max_steps=14, logging_steps=3, save_steps=4, target_modules=TWO_LINEARS),
+        job("stays", str(data / "d.jsonl"), batch_size=5, max_steps=12, r=9, target_modules=TWO_LINEARS),
         job("short", str(data / "b.jsonl"), max_steps=3),
     ]
 
 
 class Orders:
-    """The orders of this file, their tokenized data, and what `tlora.train` makes of them."""
+    """The orders of this file (`made` in all files of this room), their tokenized data, and what `tlora.train` makes of them."""
 
     def __init__(self, base: Path, data: Path, out: Path) -> None:
         self.base, self.whole = base, out
@@ -61,11 +61,6 @@ class Orders:
 
     def load(self, out: Path) -> Load:
         return Load(str(self.base), str(out), "cpu", time.time(), deterministic=True)
-
-
-@pytest.fixture(scope="module")
-def made(wide_base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Orders:
-    return Orders(wide_base, data, tmp_path_factory.mktemp("whole") / "out")
 
 
 @pytest.fixture(autouse=True)

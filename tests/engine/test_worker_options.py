@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from tests.engine.test_worker import Orders, of, work
-from tests.engine.test_worker import made as made
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import save_base, sha256
 from tests.store.test_metrics import Client

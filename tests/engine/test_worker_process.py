@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from tests.engine.test_worker import Orders, of, when, work
-from tests.engine.test_worker import made as made
 from tests.engine.tiny_runs import job, run_spec
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import Limits, WorkerPool
