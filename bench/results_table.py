@@ -14,6 +14,7 @@ TOGETHER, BEST = "rows[system=together].tokens_per_second", "rows[best=true].tok
 FIRST, SECOND = (f"launches[{number}].steady_tokens_per_second" for number in (0, 1))
 SLOWEST_RANK = "parts.{}[1].micro_batch.tokens_per_second_of_all_ranks"
 FSDP = "parts.fsdp[0].compiled, kept, {} samples a GPU.tokens_per_second_of_all_ranks"
+RIVAL = "rivals[0].rows[{}].tokens_per_second"
 SPANNING = "rows[0].together.steady_tokens_per_second"
 
 System = tuple[str, str, str]  # its name, a result file, a key
@@ -65,6 +66,16 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
         ("TRL, packed, best setting found; another card", "h200_226c6a3_trl_8b.json", "rows[setting=packed-by-1].tokens_per_second"))),
     ("1 H200", "eight mixed jobs over real texts, 1.7B", (
         ("tlora", "h200_6141e34_real_2b.json", SECOND),)),
+    ("1 H200", "eight mixed jobs over real texts, adapters at experts too, 36 of 48 layers of Qwen3-30B-A3B", (
+        ("tlora, caches empty", "h200_23e31b29_real_jobs_30b_a3b.json", FIRST),
+        ("tlora, caches empty, smaller micro-batches; in one run with the next", "h200_36d66d6c_real_jobs_30b_a3b.json", FIRST),
+        ("transformers' Trainer with PEFT, one after another, best of two settings", "h200_36d66d6c_real_jobs_30b_a3b.json", RIVAL.format(1)))),
+    ("1 H200", "the same over gpt-oss-20b in 16 bits", (
+        ("tlora, caches empty", "h200_23e31b29_real_jobs_gpt_oss_20b.json", FIRST),)),
+    ("1 H200", "eight mixed jobs over real texts, Qwen3.5-9B (hybrid); one run", (
+        ("tlora, caches empty", "h200_23e31b29_real_jobs_qwen3.5_9b.json", FIRST),
+        ("transformers' Trainer with PEFT, one after another, padded", "h200_23e31b29_real_jobs_qwen3.5_9b.json", RIVAL.format(0)),
+        ("tlora, caches empty, a dense 8B", "h200_23e31b29_real_jobs_8b.json", FIRST))),
     ("1 H200", "eight jobs, equal samples of 2,048 tokens, 8B; one run", (
         ("tlora", "h200_226c6a3_8b_2048.json", TOGETHER),
         ("PEFT, one after another, best setting found", "h200_226c6a3_8b_2048.json", BEST))),
