@@ -69,7 +69,7 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
     ("1 H200", "eight mixed jobs over real texts, adapters at experts too, 36 of 48 layers of Qwen3-30B-A3B", (
         ("tlora, caches empty", "h200_23e31b29_real_jobs_30b_a3b.json", FIRST),
         ("tlora, caches empty, smaller micro-batches; in one run with the next", "h200_36d66d6c_real_jobs_30b_a3b.json", FIRST),
-        ("transformers' Trainer with PEFT, one after another, best of two settings", "h200_36d66d6c_real_jobs_30b_a3b.json", RIVAL.format(1)))),
+        ("transformers' Trainer with PEFT, one after another, better setting", "h200_36d66d6c_real_jobs_30b_a3b.json", RIVAL.format(1)))),
     ("1 H200", "the same over gpt-oss-20b in 16 bits", (
         ("tlora, caches empty", "h200_23e31b29_real_jobs_gpt_oss_20b.json", FIRST),)),
     ("1 H200", "eight mixed jobs over real texts, Qwen3.5-9B (hybrid); one run", (

@@ -12,9 +12,10 @@ from tests.cluster.test_local import group, job, submitted
 from tests.counted_lines import lines_run
 from tests.scheduler.mirror import made_spec, made_state
 from tlora.cluster.local import LocalBackend
+from tlora.cluster.remote_worker import Held
 from tlora.protocol import JobGroup, ParallelPlan, StartGroup, StopGroup
 from tlora.scheduler.state import ClusterState
-from tlora.worker_protocol import Finished
+from tlora.worker_protocol import Finished, GpusChanged
 
 FEW, MANY = 8, 64
 
@@ -61,6 +62,25 @@ def test_a_worker_that_comes(tmp_path: Path) -> None:
             backend.worker_pool.start((1000,), "base")
             counts.append(lines_run(backend.reconciler.step))
     assert counts[0] == counts[1]
+
+
+def test_a_worker_that_comes_while_another_gets_other_gpus_is_seen(tmp_path: Path) -> None:
+    """It has a job from before a restart: no other worker may get that job as well."""
+    with training(tmp_path, 2) as backend:
+        known, _ = workers(2)
+        backend.worker_pool.start((1000,), "base")
+        STARTED[-1].remote.jobs["j2"] = Held(1)
+        known.say(GpusChanged((0,)))  # of all workers it stands last now
+        backend.advance()
+        known.say(Finished("j0", {}))
+        backend.advance()
+        backend.execute(StopGroup("g0"))
+        backend.execute(StartGroup(group("g2", 0, "j2")))
+        assert "+j2" not in known.asked
+        del STARTED[-1].remote.jobs["j2"]
+        known.say(GpusChanged((0,)))
+        backend.advance()
+        assert "+j2" in known.asked
 
 
 def full(nodes: int) -> ClusterState:

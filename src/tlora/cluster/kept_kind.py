@@ -6,6 +6,7 @@ that dials.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class KeptKind:
 
     def forget(self) -> None:
         """No job is left that began here."""
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
     def why_not(self, host: HostLabels) -> str:
         """Why that host may not train here; "" if it may."""

@@ -110,6 +110,7 @@ class LocalBackend:
         self._ended: set[str] = set()  # jobs that may be forgotten
         self._expected: queue.SimpleQueue[tuple[str, JobSpec]] = queue.SimpleQueue()  # bases and jobs
         self._sealed = self._stopped = False
+        self.more_to_come: Callable[[], bool] = lambda: False  # whether jobs that are not submitted yet may have trained here
         self.worker_pool.find(records)
         self._collect()
         self._engine_hosts.start()
@@ -126,7 +127,7 @@ class LocalBackend:
             self._engine_hosts.drain()
             self.worker_pool.close(STOP_SECONDS)
             self._engine_hosts.close()
-            if not self.unfinished and (kept := self.worker_pool.remote_hosts.kept_kind) is not None:
+            if not (self.unfinished or self.more_to_come()) and (kept := self.worker_pool.remote_hosts.kept_kind) is not None:
                 kept.forget()
             self._free_store()
 
@@ -326,7 +327,7 @@ class LocalBackend:
             if taken:
                 arrived.update(taken)
                 names = tuple(sorted(taken, key=order.__getitem__))
-                jobs = tuple(self._wide.admit(early.pop(name)) for name in names)
+                jobs = tuple(self._wide.admit(early.pop(name), len(found.gpus)) for name in names)
                 for name in names:
                     self.reconciler.arrive(name, again=True)
                 weights = dict(zip(found.job_ids, found.weights, strict=True))

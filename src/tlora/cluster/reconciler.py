@@ -177,6 +177,7 @@ class Reconciler:
         self.crash_attribution.forget(job_id)
         self.jobs.pop(job_id, None)
         self._refused.pop(job_id, None)
+        self._holders.is_held(job_id)  # forgets who held it
 
     def hear(self, worker: RemoteWorker, report: Report) -> None:
         """Take in a worker's report; one about an attempt that the worker does not hold is void."""
@@ -307,6 +308,7 @@ class Reconciler:
         return group if group is not None and worker.overlaps(group.gpus) else None
 
     def _set_gpus(self, worker: RemoteWorker, gpus: Iterable[int]) -> None:
+        self._holders.enter(*self._owners.notice())  # who has come since is last in the pool: this one would stand behind
         before = worker.gpus
         del self.workers[worker.gpu]
         worker.gpus, worker.lent = self._lenders.split(worker, gpus)
@@ -348,8 +350,8 @@ class Reconciler:
         for job_id in worker.suspects:  # which may have to be alone from now on
             self._mark_job(job_id)
         for job_id in self.crash_attribution.die(worker.suspects, together=worker.loaded and len(worker.jobs) > 1):
-            deaths = self.crash_attribution.of[job_id].deaths
-            self._end(JobFailed(job_id, f"{deaths} workers in a row ended with this job and without progress of it; {reason}"))
+            count = f"{self.crash_attribution.of[job_id].deaths} workers in a row"
+            self._end(JobFailed(job_id, f"{count} ended with this job and without progress of it; {reason}"))
 
     def _residents(self, group: JobGroup) -> tuple[str, ...]:
         """The jobs that the group's worker must have now: all that have not ended, or the first suspect among them alone."""
@@ -385,12 +387,10 @@ class Reconciler:
 
     def _is_refused(self, job_id: str, group: JobGroup, worker: RemoteWorker) -> bool:
         """True while the plan is the same and all jobs with which it could not join are still there."""
-        if job_id not in self._refused:
-            return False
-        plan, jobs = self._refused[job_id]
+        plan, jobs = self._refused.get(job_id, (None, set[str]()))
         if plan == group.plan and jobs and jobs <= worker.jobs.keys():
             return True
-        del self._refused[job_id]
+        self._refused.pop(job_id, None)
         return False
 
 

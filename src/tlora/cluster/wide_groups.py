@@ -33,12 +33,14 @@ class WideGroups:
     def see(self, job: JobSubmitted) -> None:
         self._least[job.base_model] = job.least_gpus
 
-    def admit(self, job: JobSubmitted) -> JobSubmitted:
-        """The job as it asks for GPUs that are there as it arrives, or that an engine can bring: other replicas of it take turns."""
+    def admit(self, job: JobSubmitted, had: int = 0) -> JobSubmitted:
+        """The job as it asks for GPUs that are there as it arrives, or that an engine can bring, or that it `had` before a restart: other
+        replicas of it take turns.
+        """
         there = self._nodes.num_gpus
         if not (self._hosts_may_come and there):  # before the first host has come, any number may come
             return job
-        most = max(there, self._can_bring())
+        most = max(there, self._can_bring(), had)
         gpus = wanted = max(job.least_gpus, min(job.gpus, most))
         if wanted <= there:  # whole hosts and a part of one, as the scheduler gives them
             sizes, widest = self._nodes.sizes, self._nodes.widest

@@ -187,7 +187,7 @@ class _Run:
         profiled = self._profile()
         for name, job in profiled.items():
             self._cluster.view.advance(name, total_steps=job.profile.steps)
-        on_wait = self._say_what_waits if self._hosts_may_come else None
+        on_wait = self._say_what_waits if self._hosts_may_come or self._open_keeper is not None else None
         scheduler = Scheduler(LIVE_POLICIES[self._policy](), self._costs(), self._see_fault, on_wait=on_wait)
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")

@@ -22,6 +22,8 @@ _INTAKE_SLOTS = 2  # batches of jobs whose data is read at a time: one tenant ne
 class Cluster(Backend, Protocol):
     """What the controller needs of `cluster.local.LocalBackend`; tests give one whose workers are fake."""
 
+    more_to_come: Callable[[], bool]
+
     @property
     def began_at_seconds(self) -> float: ...
     def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None: ...

@@ -113,7 +113,8 @@ class Capacity:
         outline, least = self._outlines.get(base), LEAST_STAGES if self._cuts else 1
         if outline is None or self._most is None:
             return least
-        return max(least, least_gpus(outline.memory.bytes_by_gpus[: self._gpus], self._most) or 1)
+        there = None if self._hosts_may_come else self._gpus  # any number may come
+        return max(least, least_gpus(outline.memory.bytes_by_gpus[:there], self._most) or 1)
 
     def most_gpus(self, base: str, there: int) -> int:
         """That a job gets of `there` (0: not known): in stages one for each layer."""

@@ -309,10 +309,18 @@ class Controller:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
+    def _has_open_jobs(self) -> bool:
+        try:
+            with self._engine.connect() as connection:
+                return bool(job_rows.open_jobs(connection))
+        except SQLAlchemyError:  # not known
+            return True
+
     def _run(self) -> None:
         try:
             cluster = self._backend_factory.make(self._bases)
-            on_wait = _warn_of_waiting if self._config.hosts_may_come else None
+            cluster.more_to_come = self._has_open_jobs
+            on_wait = _warn_of_waiting if self._config.hosts_may_come or self._config.backend == "ray" else None
             begins = CostModel({}, speed=self._backend_factory.places.speed)
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._see_fault, self._usage.tenants, on_wait)
             try:
