@@ -31,7 +31,7 @@ from bench.exact_packing import fewest_bins, most_tokens, pack_exactly
 from bench.length_mixes import LengthJob, mixes, offered
 from bench.pipeline_model import Groups
 from tlora.batching.pack import MicroBatch, pack, prepared_budget
-from tlora.batching.pipeline_model import Entry, OfferedJob, Order, Pipeline, Stream
+from tlora.batching.pipeline_model import Entry, EntryOrder, OfferedJob, Pipeline, Stream
 from tlora.shape.hardware import LIVE_GPU, cost_model
 
 BASE = "llama-3-8b"
@@ -163,7 +163,7 @@ def measure_rounds(jobs: Sequence[LengthJob], budget: int, rounds: int, solver_s
 
 def measure_stages(jobs: Sequence[LengthJob], budget: int, stages: int, micro_batches: int) -> dict[str, dict[str, float]]:
     """By order: tokens/s of the pipeline, the share of the last stage's time that it waits, and how often the rule made it wait."""
-    orders: dict[str, Callable[[], Order]] = {
+    orders: dict[str, Callable[[], EntryOrder]] = {
         "stream": lambda: Stream(offered(jobs), budget, stages),
         "fair": lambda: Stream(offered(jobs), budget, 1),
         "groups": lambda: Groups(jobs, budget, flush=False),

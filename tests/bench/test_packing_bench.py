@@ -16,7 +16,7 @@ from bench import packing
 from bench.exact_packing import fewest_bins, first_fit_decreasing, most_tokens, pack_exactly
 from bench.length_mixes import LengthJob, drawn_job, offered, real_jobs
 from bench.pipeline_model import Groups, head_tail_groups
-from tlora.batching.pipeline_model import Entry, Order, Pipeline, Stream
+from tlora.batching.pipeline_model import Entry, EntryOrder, Pipeline, Stream
 
 
 def _fewest(lengths: Sequence[int], budget: int) -> int:
@@ -60,7 +60,7 @@ def _equal(count: int, batch_size: int) -> list[LengthJob]:
 @pytest.mark.parametrize("order", ["stream", "groups"])
 def test_enough_jobs_leave_none(order: str) -> None:
     jobs = _equal(6, 4)
-    made: Order = Stream(offered(jobs), 100, 2) if order == "stream" else Groups(jobs, 100, flush=False)
+    made: EntryOrder = Stream(offered(jobs), 100, 2) if order == "stream" else Groups(jobs, 100, flush=False)
     through = Pipeline(made, lambda _: 1.0, 2).run(400, 20)
     assert through.waited_seconds == 0 and through.stalls == 0 and through.seconds == pytest.approx(380 / 2)
 
@@ -75,7 +75,7 @@ def test_a_flush_waits_at_each_step() -> None:
 @pytest.mark.parametrize("flush", [None, False, True])
 def test_no_order_breaks_the_rule(stages: int, flush: bool | None) -> None:
     jobs = [drawn_job(f"job{n}", 60 + 90 * n, 0.8, 900, 3 + n) for n in range(5)]
-    order: Order = Stream(offered(jobs), 512, stages) if flush is None else Groups(jobs, 512, flush=flush)
+    order: EntryOrder = Stream(offered(jobs), 512, stages) if flush is None else Groups(jobs, 512, flush=flush)
     flight: list[Entry] = []
 
     class Watched:

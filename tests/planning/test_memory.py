@@ -343,6 +343,21 @@ def test_a_worker_in_stages_holds_what_each_stage_can(parameters: list[str] | No
     assert len(fullest) == 2, f"stage {fullest} takes most at any number of tokens"
 
 
+def test_no_stage_takes_more_than_the_limit_at_any_depth(tmp_path: Path) -> None:
+    """The last has the head, and so fewer layers to recompute and less room."""
+    LlamaConfig(**SHAPE | {"num_hidden_layers": 16, "vocab_size": 65536}).save_pretrained(tmp_path)
+    model, stages = SuperModel(outline(str(tmp_path), "bfloat16")), [LayerRange(0, 9, 16), LayerRange(9, 16, 16)]
+    spec = JobSpec.model_validate({"name": "a", "data": "d", "r": 64})
+    jobs = [PlannedJob(spec, layout=model.layout(spec))]
+    memories = [counting_jobs(memory, jobs, deterministic=True) for memory in memory_of_stages(stages, model, GPU, ACTIVATION_RANK)]
+    layouts = [job.layout for job in jobs if job.layout]
+    limit = max(memory.total_bytes(layouts, 1024, 0) for memory in memories)
+    found = MemoryBound(model, 0, GPU, limit, stages).least_recomputed(jobs)
+    assert len(found.most_tokens) == 8 and found.most_tokens[0] > 0
+    for depth, tokens in enumerate(found.most_tokens):
+        assert all(memory.total_bytes(layouts, tokens, depth) <= limit for memory in memories), depth
+
+
 def test_a_hybrid_on_kernels_keeps_its_recurrences_and_needs_their_states_in_backward(tmp_path: Path) -> None:
     """Four layers of Qwen3.5-9B, of which three have the rule."""
     shape = SHAPE | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4, "layer_types": None}

@@ -42,7 +42,7 @@ class OfferedJob:
         self.flow.offer(next(self._batches))
 
 
-class Order(Protocol):
+class EntryOrder(Protocol):
     """Which micro-batch enters next; None while the rule keeps all out."""
 
     def next(self) -> Entry | None: ...
@@ -100,7 +100,7 @@ class _Stage:
 class Pipeline:
     """Of `stages`; `seconds_of` a micro-batch are those of all stages together."""
 
-    def __init__(self, order: Order, seconds_of: Callable[[Entry], float], stages: int) -> None:
+    def __init__(self, order: EntryOrder, seconds_of: Callable[[Entry], float], stages: int) -> None:
         self._order, self._seconds_of, self._stages = order, seconds_of, stages
         self._line = [_Stage(number, stages - number) for number in range(stages)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []

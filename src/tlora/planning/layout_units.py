@@ -201,10 +201,13 @@ class Pipeline:
         """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""
         count = len(self.cuts)
         fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
+        pipelines = dict[float, TokenCost]()  # by what each token costs besides: all stages of alike layers share one
         for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
             memory = device.parts.stage_memory(first, end, in_flight=count - stage)
             here = [job.within(device.parts, first, end) for job in jobs]
-            cost = in_stages(device.cost(memory), count, jobs)
+            cost = device.cost(memory)
+            modelled = pipelines.setdefault(cost.fixed_tokens, in_stages(cost, count, jobs))
+            cost = replace(cost, pipeline=modelled.pipeline)
             try:
                 fits.append((_fit(run, here, memory, device, cost), cost, here))
             except DoesNotFitError as error:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate, repeat
 
 import torch
 
@@ -64,8 +64,10 @@ class MemoryBound:
         of the stage that needs most.
         """
         layouts, limit = layouts_of(jobs), self._plan.limit_bytes
-        each = [memory.least_recomputed(memory.room(layouts, limit)).most_tokens for memory in self._memories(jobs)]
-        return RecomputePlan(tuple(accumulate(map(_least, zip_longest(*each)), max)))
+        memories = self._memories(jobs)
+        rooms = [memory.room(layouts, limit) for memory in memories]
+        least = [min(map(MemoryModel.most_tokens, memories, rooms, repeat(depth))) for depth in range(self.most_recomputed)]
+        return RecomputePlan(tuple(accumulate(least, max)))
 
     def check(self, job: PlannedJob, recompute: RecomputePlan) -> None:
         """A job that does not fit by itself, in micro-batches of its longest sample, gets a problem that says so."""
@@ -106,8 +108,3 @@ class MemoryBound:
         layouts = layouts_of(jobs)
         fullest = max(self._memories(jobs), key=lambda memory: memory.total_bytes(layouts, token_budget, recompute))
         return replace(self._plan, memory=fullest, token_budget=token_budget, recompute=recompute)
-
-
-def _least(tokens: tuple[int | None, ...]) -> int:
-    """Of stages, of which one with fewer layers recomputes no more from some depth on."""
-    return min(count for count in tokens if count is not None)

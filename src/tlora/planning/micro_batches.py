@@ -82,13 +82,17 @@ def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
 
 def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob]) -> TokenCost:
     """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait."""
-    sharing = [job for job in jobs if job.data is not None]
-    if stages == 1 or not sharing:
+    drawn = {job.spec.name: _batches(job) for job in jobs if job.data is not None}  # once, for all budgets
+    if stages == 1 or not drawn:
         return cost
 
     @lru_cache(maxsize=64)
     def through(token_budget: int) -> PipelineCost:
-        order = Stream({job.spec.name: OfferedJob(job.spec.name, _batches(job)) for job in sharing}, token_budget, stages)
+        offered = dict[str, OfferedJob]()
+        for name in drawn:
+            drawn[name], own = itertools.tee(drawn[name])
+            offered[name] = OfferedJob(name, own)
+        order = Stream(offered, token_budget, stages)
         found = Pipeline(order, lambda entry: entry.tokens + cost.fixed_tokens, stages).run(_PIPELINED, _PIPELINED // 6)
         return PipelineCost(found.seconds * stages / found.tokens, found.waited_seconds / found.seconds)
 
@@ -118,7 +122,8 @@ def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryM
         room = memory.room(held, limit_bytes)
         recompute = memory.least_recomputed(room) if fixed is None else deepest
         steps = _PIPELINED_STEP if cost.pipeline is not None else SMALLEST_BUDGET if recompute.varies else 0
-        more = range(steps, budgets[0], steps) if run.token_budget == "auto" and steps else ()
+        largest = budgets[0] if cost.pipeline is None else min(budgets[0], cost.full_tokens)
+        more = range(steps, largest, steps) if run.token_budget == "auto" and steps else ()
         tried = [MicroBatches(budget, recompute) for budget in sorted({*budgets, *more}, reverse=True)]
         return _fastest([found for found in tried if _fits(found, longest, memory, room)], lengths, cost)
 
@@ -169,8 +174,10 @@ def cost_of(found: MicroBatches, lengths: SampleLengths, cost: TokenCost) -> flo
     def each(tokens: int) -> float:
         return cost.at(tokens, recompute.layers(prepared_budget(tokens, budget)))
 
-    if cost.pipeline is not None:
-        return cost.pipeline(budget).token * recompute_factor(recompute.layers(budget), cost.num_layers)
+    if cost.pipeline is not None:  # over stages all micro-batches recompute what the largest must
+        longest = int(lengths.tokens[-1]) if len(lengths.tokens) else budget
+        deepest = recompute.layers(largest_micro_batch(budget, longest))
+        return cost.pipeline(budget).token * recompute_factor(deepest, cost.num_layers)
 
     shares = lengths.shares[long]
     alone = np.array([each(tokens) for tokens in lengths.tokens[long].tolist()])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -45,6 +46,11 @@ class HeldExperts(nn.Module):
         experts, rows, columns = self.shape
         matrices = self._look_up().dense(self.dtype)
         return matrices.view(experts, columns, rows).transpose(1, 2).contiguous() if self.transposed else matrices.view(self.shape)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Of a family that multiplies all matrices at once (Llama 4): those of the plain parameter."""
+        return func(*[arg.dense() if isinstance(arg, cls) else arg for arg in args], **(kwargs or {}))
 
     def scratch_bytes(self, at_once: bool) -> int:
         """Of one expert's matrix, or all `at_once`, and of its transpose, where they are made."""

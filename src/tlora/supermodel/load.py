@@ -331,7 +331,7 @@ def _check_packing(base: Base) -> None:
     difference = float((packed - alone).norm() / alone.norm())
     dtype = base.head.weight_VH.dtype
     if leaks or not difference <= _TOLERANCE[dtype]:
-        if width := width_that_mixes((linear.in_features for linear in find_linears(model).values()), dtype, device):
+        if leaks and (width := width_that_mixes((linear.in_features for linear in find_linears(model).values()), dtype, device)):
             said = f"products of {width} numbers in {str(dtype).removeprefix('torch.')} let a NaN of one row into another"
             raise ModelError(f"base_model {base.name}: this processor's {said}, so jobs cannot share it. Set dtype: float32")
         raise ModelError(

@@ -81,7 +81,7 @@ def _forward_of(block: Any, is_ours: Callable[[Any], bool], compute: Compute) ->
             return own(hidden_states)
         x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         scores_TE, logits_TE = block.router(x_TH)
-        experts_TK = torch.topk(logits_TE, block.top_k, dim=1).indices
+        experts_TK = torch.topk(scores_TE, block.top_k, dim=1).indices  # as the router chose: all other scores are 0
         routed_TH = compute(block.experts, x_TH, experts_TK, scores_TE.gather(1, experts_TK))
         return block.shared_expert(x_TH) + routed_TH, logits_TE
 

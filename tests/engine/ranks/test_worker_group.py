@@ -131,11 +131,17 @@ def spread(worker_group: WorkerGroup, ranks: Ranks, join: Join) -> None:
     assert [type(command) for _, command in ranks.take()] == [Spread, Spread, Meet, Meet]
 
 
+def greet(worker_group: WorkerGroup, rank: int) -> None:
+    """The rank has connected: its group knows its `Hello` before it hands it on."""
+    worker_group._rank_group.hellos[rank] = Hello(rank, 1, "here", {})
+    worker_group._hear(rank, worker_group._rank_group.hellos[rank])
+
+
 def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None:
     worker_group, ranks, told = made()
     worker_group._load = replace(worker_group._load, calibrate=True)
     for rank in (1, 0):
-        worker_group._hear(rank, Hello(rank, 1, "here", {}))
+        greet(worker_group, rank)
     entered = [(rank, command.device, command.store, command.load.calibrate, command.expected) for rank, command in ranks.take()]
     expected = (order("first").job,)
     assert entered == [(1, "cpu", "the store", False, expected), (0, "cpu", "the store", True, expected)]
@@ -151,7 +157,7 @@ def test_ranks_are_entered_and_loaded_together(made: Callable[..., Any]) -> None
 def test_ranks_on_gpus_have_one_each(made: Callable[..., Any], tmp_path: Path) -> None:
     worker_group, ranks, _ = made()
     worker_group._load = Load("base", str(tmp_path), "cuda", 0.0)
-    worker_group._hear(1, Hello(1, 1, "here", {}))
+    greet(worker_group, 1)
     ((_, command),) = ranks.take()
     assert isinstance(command, Enter) and command.device == "cuda:1"
 
@@ -309,7 +315,7 @@ def test_a_gpu_that_comes_takes_a_job_and_nobody_above_hears_of_its_move(made: C
     worker_group._obey(SetGpus((4, 9)))
     worker_group._obey(SetPlan(1024))
     ranks.take(), told.clear()
-    worker_group._hear(1, Hello(1, 1, "here", {}))
+    greet(worker_group, 1)
     ((_, entered),) = ranks.take()
     assert (entered.load.layout, entered.together) == ("whole", 1) and [spec.name for spec in entered.expected] == ["a", "b", "c"]
     assert not told, "the jobs train on while the base is loaded"
@@ -415,7 +421,7 @@ def test_a_gpu_that_a_worker_does_not_see_is_refused(made: Callable[..., Any], t
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,2")
     loaded(worker_group, 0)
     worker_group._obey(SetGpus((2, 4)))
-    worker_group._hear(1, Hello(1, 1, "here", {}))
+    greet(worker_group, 1)
     assert ranks.take()[-1][1].device == "cuda:1"
     loaded(worker_group, 1)
     worker_group._obey(SetGpus((2, 3, 4)))
