@@ -227,14 +227,19 @@ class _Run:
         return base
 
     @cached_property
+    def _model(self) -> SuperModel:
+        """Over the outline, whose linears it replaces: there is one."""
+        return SuperModel(self._base, self._run.deterministic)
+
+    @cached_property
     def _memory(self) -> BaseMemory:
-        memory = count_base(SuperModel(self._base), torch.device(self._places[0]), self._run.layout)
+        memory = count_base(self._model, torch.device(self._places[0]), self._run.layout)
         cut = self._run.layout == "stages" and self._most_gpus != 1 and not self._parts.no_stages
         return memory.cut(self._parts.bytes_by_stages()) if cut else memory
 
     @cached_property
     def _parts(self) -> BaseParts:
-        return count_parts(SuperModel(self._base), torch.device(self._places[0]), ACTIVATION_RANK)
+        return count_parts(self._model, torch.device(self._places[0]), ACTIVATION_RANK)
 
     @property
     def _most_gpus(self) -> int | None:
