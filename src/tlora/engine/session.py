@@ -126,11 +126,7 @@ def load(
         here = assignment.here if assignment.here is None else assignment.here | assignment.peer_jobs
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
-        takes: int | MemoryModel = base_bytes
-        if assignment.stage is not None:
-            takes = memory_of_stage(run, outlined, place, assignment.stage)
-        elif sharing is not None and not can_be_cut(outlined):
-            takes = memory_in_parts(run, outlined, place, base_bytes)
+        takes = _taken(run, assignment, outlined, place, base_bytes)
         placed = PlacedJobs(assignment.spans, assignment.kept_out)
         plan = plan_run(run, outlined, takes, place, Preparation(monitor.preparing, worker), resume, here, placed)
     # several GPUs hold a base whole or in parts
@@ -158,6 +154,15 @@ def load(
     if not resume:  # some of a resumed run's jobs have ended
         try_call(model.bank.make_room, plan.resident)  # where it fails, for want of memory, they find room one by one
     return Loaded(plan, model, threads, starts, parameters, assignment.peer_jobs, streamed.link if streamed is not None else None)
+
+
+def _taken(run: RunSpec, assignment: Assignment, outlined: SuperModel, place: torch.device, base_bytes: int) -> int | MemoryModel:
+    """What the base takes here: its bytes, or where it is a stage or a mixture in parts, what was counted with its activations."""
+    if assignment.stage is not None:
+        return memory_of_stage(run, outlined, place, assignment.stage)
+    if assignment.sharing is not None and not can_be_cut(outlined):
+        return memory_in_parts(run, outlined, place, base_bytes)
+    return base_bytes
 
 
 def _tell_gpu(outlined: SuperModel, place: torch.device, run: RunSpec, monitor: RunMonitor) -> None:

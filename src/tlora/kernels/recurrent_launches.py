@@ -11,9 +11,7 @@ import torch
 from tlora.kernels import delta_kernels, triton_conv
 from tlora.kernels.chunk_layout import list_chunks
 from tlora.kernels.delta_rule import CHUNK
-
-META = torch.device("meta")
-_TOKENS = 128
+from tlora.kernels.expert_launches import META, TOKENS
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,16 @@ class ConvolutionRequest:
 def delta_launches(request: DeltaRequest, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Forward and backward."""
     empty = partial(torch.empty, dtype=dtype, device=META)
-    keys = (_TOKENS, request.key_heads, request.key_size)
-    q, k, v = empty(keys), empty(keys), empty(_TOKENS, request.value_heads, request.value_size)
+    keys = (TOKENS, request.key_heads, request.key_size)
+    q, k, v = empty(keys), empty(keys), empty(TOKENS, request.value_heads, request.value_size)
     g, beta = torch.empty(v.shape[:2], dtype=getattr(torch, request.decay_dtype), device=META), empty(v.shape[:2])
-    inputs = q, k, v, g, beta, list_chunks((_TOKENS,), CHUNK, META), request.normalize
+    inputs = q, k, v, g, beta, list_chunks((TOKENS,), CHUNK, META), request.normalize
     return [partial(delta_kernels.backward, empty(v.shape), *inputs), partial(delta_kernels.forward, *inputs)]
 
 
 def convolution_launches(request: ConvolutionRequest, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Forward and backward."""
     empty = partial(torch.empty, dtype=dtype, device=META)
-    x, bias = empty(_TOKENS, request.channels), empty(request.channels) if request.bias else None
-    rest = x, empty(request.channels, request.taps), bias, torch.empty(_TOKENS, dtype=torch.int32, device=META), request.silu
+    x, bias = empty(TOKENS, request.channels), empty(request.channels) if request.bias else None
+    rest = x, empty(request.channels, request.taps), bias, torch.empty(TOKENS, dtype=torch.int32, device=META), request.silu
     return [partial(triton_conv.convolve, *rest), partial(triton_conv.convolve_back, empty(x.shape), *rest)]

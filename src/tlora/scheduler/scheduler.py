@@ -162,10 +162,7 @@ class Scheduler:
                 fewer = known is not None and set(gpus) < set(known.group.gpus)
                 return reconcile(state, [known.group.on(gpus)]) if known is not None and fewer else [], fewer
             case NodeAdded():
-                are_first = not state.pool.most_gpus
-                state.pool.add_node(event.node, event.rack, event.gpus)
-                self._unpark()
-                self._park(*(state.pending if are_first else ()))
+                self._add_node(event)
                 return [], True
             case MemoryFound(gpus, memory_bytes):
                 changed = state.find_memory(gpus, memory_bytes)
@@ -178,6 +175,12 @@ class Scheduler:
                 return [StopGroup(group_id) for group_id in state.drain_node(node, finish=finish)], True
             case GpusLost():
                 return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
+
+    def _add_node(self, event: NodeAdded) -> None:
+        are_first = not self.state.pool.most_gpus
+        self.state.pool.add_node(event.node, event.rack, event.gpus)
+        self._unpark()
+        self._park(*(self.state.pending if are_first else ()))
 
     def _submit(self, spec: JobSubmitted, *, trains: bool = False) -> tuple[list[Action], bool]:
         """One that `trains` already fits on what is there."""
