@@ -81,7 +81,7 @@ def test_the_bytes_on_two_kinds_are_those_of_one_process(world: World, tmp_path:
 
 def test_a_resume_goes_back_to_the_kind(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "gpus_of", lambda *_: TWO)
-    stopped = Told(6, lambda: os.kill(os.getpid(), signal.SIGINT))
+    stopped = Told(3, lambda: os.kill(os.getpid(), signal.SIGINT)).before_any_job_ends(monkeypatch)
     assert world.train(tmp_path / "out", 2, watcher=stopped.watcher).signal_number == signal.SIGINT
     kinds = read_object(tmp_path / "out" / "run.json")["kinds"]
     monkeypatch.setattr(coordinator, "gpus_of", lambda *_: Gpus(("old", "new"), (1.0, 2.5), TWO.limits))
@@ -94,10 +94,19 @@ def test_a_resume_goes_back_to_the_kind(world: World, tmp_path: Path, monkeypatc
 
 
 def test_a_job_that_spans_two_kinds_is_cut_by_their_speeds(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Ctrl-C while the page is written ends nothing."""
+
+    def interrupted(out: Path) -> Path:
+        os.kill(os.getpid(), signal.SIGINT)
+        return write(out)
+
+    write = coordinator.write_report
     monkeypatch.setattr(coordinator, "gpus_of", lambda *_: TWO)
+    monkeypatch.setattr(coordinator, "write_report", interrupted)
     told = Told()
     results = world.train(tmp_path / "out", 2, watcher=told.watcher, deterministic=False)
-    assert results.status == "done", told.lines
+    assert results.status == "done" and results.report is not None, told.lines
+    assert told.said("Interrupted: all jobs have ended, the page is written")
     facts = read_object(tmp_path / "out" / "run.json")
     assert len(facts["spans"]["wide"]["gpus"]) == 2 and "kinds" not in facts
     assert facts["spans"]["wide"]["weights"] == pytest.approx([1 / 1.4, 0.4 / 1.4] if facts["homes"]["wide"] == 0 else [0.4 / 1.4, 1 / 1.4])

@@ -96,8 +96,10 @@ def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: Wor
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 1), *(pytest.param(*counts, marks=pytest.mark.soak) for counts in ((1, 3), (3, 2)))])
-def test_saved_under_one_plan_and_resumed_under_another(world: World, tmp_path: Path, first: int, then: int) -> None:
-    told = Told(25, lambda: os.kill(os.getpid(), signal.SIGINT))
+def test_saved_under_one_plan_and_resumed_under_another(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, then: int
+) -> None:
+    told = Told(4, lambda: os.kill(os.getpid(), signal.SIGINT)).before_any_job_ends(monkeypatch)
     results = world.train(tmp_path / "out", first, watcher=told.watcher)
     assert results.signal_number == signal.SIGINT
     assert told.said("Interrupted: saving")

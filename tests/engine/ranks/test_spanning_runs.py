@@ -14,7 +14,6 @@ from tests.engine.ranks.worlds import Told, World, open_world
 from tests.engine.tiny_runs import TWO_LINEARS, job, rows, sha256, train, write_rows
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.json_file import read_object
-from tlora.store.fingerprint import BaseGuard
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +76,8 @@ def test_a_job_goes_on_where_none_of_it_was(world: World, tmp_path: Path, monkey
     """Two replicas on ranks 0 and 1, of which the first is lost: rank 2, which has the least to do, takes all of it."""
     orders = [{**world.orders[2], "max_steps": 20}, {**world.orders[0], "max_steps": 150}, {**world.orders[3], "max_steps": 1}]
     whole = train(world.base, tmp_path / "whole", orders[:1], deterministic=True)
-    told = Told(3, lambda: os.kill(world.processes[0].pid, signal.SIGKILL))
-    check, lent = BaseGuard.check, Dispatcher._share_out
-    monkeypatch.setattr(BaseGuard, "must_compare", True)  # no job can end, as none can be saved, before the base is known
-    monkeypatch.setattr(BaseGuard, "check", lambda guard: told.acted and check(guard))
+    told = Told(3, lambda: os.kill(world.processes[0].pid, signal.SIGKILL)).before_any_job_ends(monkeypatch)
+    lent = Dispatcher._share_out
 
     def to_the_third(dispatcher: Dispatcher, jobs: list[str]) -> None:
         if "two" in jobs:
@@ -98,9 +95,9 @@ def test_a_job_goes_on_where_none_of_it_was(world: World, tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (0, *range(2, 10)))])
-def test_a_stopped_run_resumes_on_another_count(world: World, tmp_path: Path, seed: int) -> None:
+def test_a_stopped_run_resumes_on_another_count(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
-    told = Told(rng.randint(1, 30), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    told = Told(rng.randint(1, 4), lambda: os.kill(os.getpid(), signal.SIGTERM)).before_any_job_ends(monkeypatch)
     stopped = world.train(tmp_path / "out", rng.choice([2, 3]), watcher=told.watcher)
     assert stopped.status == "stopped"
     results = world.train(tmp_path / "out", [1, 2, 3][seed % 3], resume=True)

@@ -14,10 +14,11 @@ import pytest
 import tlora
 from tests import forked
 from tests.engine.tiny_runs import run_spec, same_bytes, save_base, train
-from tlora.engine.ranks import rank_group
+from tlora.engine.ranks import coordinator, rank_group
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.link.supervisor import SupervisedProcess, start_process
+from tlora.store.fingerprint import BaseGuard
 
 
 @dataclass
@@ -58,9 +59,10 @@ def open_world(directory: Path, make_orders: Callable[[Path], list[dict[str, Any
 
 
 def fork_children(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """As the fixture `forked_children`, for a fixture of a module, with a cache in `directory`."""
+    """As the fixture `forked_children`, for a fixture of a module, its cache in `directory`. Steps are shown soon after they are taken."""
     monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
     monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
+    monkeypatch.setattr(coordinator, "_SHOW_SECONDS", 0.01)
 
 
 def record_ranks(monkeypatch: pytest.MonkeyPatch, processes: list[SupervisedProcess]) -> None:
@@ -91,6 +93,15 @@ class Told:
     @property
     def acted(self) -> bool:
         return self._act is None
+
+    def before_any_job_ends(self, monkeypatch: pytest.MonkeyPatch) -> Told:
+        """It acts while all jobs are open, for none can be saved before the base is known, which it is from then on. `at_steps` is no more
+        than the steps after which a first job saves.
+        """
+        check = BaseGuard.check
+        monkeypatch.setattr(BaseGuard, "must_compare", True)
+        monkeypatch.setattr(BaseGuard, "check", lambda guard: self.acted and check(guard))
+        return self
 
     def said(self, words: str) -> bool:
         return any(words in line for line in self.lines)

@@ -232,7 +232,7 @@ class Coordinator:
                     self._rank_group.kill()
                 self._record("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
                 raise
-        return self._finish(received)
+            return self._finish(received)
 
     @property
     def _must_end(self) -> bool:
@@ -263,7 +263,6 @@ class Coordinator:
 
     def _finish(self, received: Sequence[int]) -> Results:
         """All ranks have ended."""
-        self._interrupted = bool(received)
         order, dispatcher = self._order, self._dispatcher
         assert dispatcher is not None
         if dispatcher.open and not received:
@@ -279,6 +278,7 @@ class Coordinator:
             results.report = write_report(self._held.path)
         except (OSError, TloraError) as error:  # a full disk: the results are worth more than their page
             order.watcher.note(str(error))
+        self._interrupted = bool(received)
         return results
 
     def _raise_all_lost(self) -> NoReturn:
