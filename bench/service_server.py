@@ -11,6 +11,7 @@ from typing import Any
 from tlora.cluster.reconciler import LocalJob
 from tlora.job import JobSpec
 from tlora.protocol import Action, Event, JobRequest, JobSubmitted
+from tlora.scheduler.job import Lack
 from tlora.service import server
 from tlora.service.backend_factory import BackendFactory
 from tlora.service.config import read_config
@@ -41,6 +42,9 @@ class IdleCluster:
 
     def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
         pass
+
+    def follow_lacks(self, lacks: Callable[[], Mapping[str, Lack]]) -> None:
+        del lacks
 
     def expect(self, base_model: str, spec: JobSpec) -> None:
         pass

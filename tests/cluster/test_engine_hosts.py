@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from tests.cluster.test_listeners import TcpStation, wait_for
 from tests.cluster.test_worker_pool import HELLO
+from tests.scheduler.test_hosts_that_may_come import TOO_LARGE, host
+from tests.scheduler.test_unequal_gpus import costs, small
 from tlora.cluster.engine_hosts import TELL_SECONDS, Demand, EngineHosts, QueueDemand
 from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.remote_hosts import ProvenEnd
@@ -47,6 +50,11 @@ def group(*jobs: str, gpus: tuple[int, ...] = (1000,)) -> JobGroup:
     return JobGroup("g", "base", gpus, ParallelPlan(len(gpus), 1024), jobs, (1.0,) * len(jobs))
 
 
+def total(waiting: Mapping[int, int]) -> int:
+    """GPUs."""
+    return sum(gpus * count for gpus, count in waiting.items())
+
+
 def test_demand_is_what_waits_and_is_not_held() -> None:
     demand = QueueDemand()
     told: list[tuple[Event | StartGroup | ChangeGroup | StopGroup | RejectJob, int, set[int]]] = [
@@ -67,7 +75,7 @@ def test_demand_is_what_waits_and_is_not_held() -> None:
     ]
     for item, waiting, busy in told:
         demand.see(item)
-        assert (demand.waiting, demand.busy) == (waiting, busy), item
+        assert (total(demand.waiting()), demand.busy) == (waiting, busy), item
 
 
 def test_jobs_wait_for_the_first_host_and_are_judged_by_it() -> None:
@@ -77,6 +85,23 @@ def test_jobs_wait_for_the_first_host_and_are_judged_by_it() -> None:
     actions = scheduler.handle(NodeAdded("host", (1000, 1001)), 3.0)
     assert [action.group.job_ids for action in actions if isinstance(action, StartGroup)] == [("narrow",)]
     assert [action for action in scheduler.handle(job("late", 4), 4.0) if isinstance(action, RejectJob)], "now it is known"
+
+
+def test_a_job_that_waits_for_another_kind_of_gpu_is_no_demand_for_more_of_the_same() -> None:
+    """As the scheduler says of the jobs that it has put aside: one takes more GPUs, one more memory, and one both."""
+    scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), costs(), on_wait=lambda _name, _why: None)
+    demand = QueueDemand()
+    jobs = [small("fits"), small("wide", gpus=2, least_gpus=2), small("large", **TOO_LARGE), small("both", gpus=2, **TOO_LARGE)]
+    for event in (*host("a", 0), *jobs):
+        for item in (event, *scheduler.handle(event, 1.0)):
+            demand.see(item)
+    lacks = scheduler.state.parked
+    assert {name: lack.more_would_do for name, lack in lacks.items()} == {"wide": True, "large": False, "both": False}
+    hopeless = [name for name, lack in lacks.items() if not lack.more_would_do]
+    assert demand.waiting(hopeless) == {2: 1} and demand.lacks_another(lacks)
+    for name in hopeless:
+        demand.see(JobRequest(name, "hold"))
+    assert not demand.lacks_another(lacks), "nobody waits for it"
 
 
 @pytest.fixture
@@ -135,13 +160,13 @@ def test_a_keeper_hears_of_the_last_change_soon_and_not_of_each(tmp_path: Path) 
     try:
         hosts = EngineHosts(station.worker_pool, lambda _: Listener())
         hosts.tell()
-        assert [demand.waiting for demand in heard] == [0] and hosts.due_in_seconds == math.inf
+        assert [total(demand.waiting) for demand in heard] == [0] and hosts.due_in_seconds == math.inf
         for count in range(1, 100):
             hosts.see(job(f"{count}"))
             hosts.tell()
         assert hosts.due_in_seconds <= TELL_SECONDS and len(heard) < 20, "a look at all workers is not for each"
         wait_for(lambda: hosts.due_in_seconds <= 0)
         hosts.tell()
-        assert [demand.waiting for demand in heard][-1:] == [99] and hosts.due_in_seconds == math.inf
+        assert [total(demand.waiting) for demand in heard][-1:] == [99] and hosts.due_in_seconds == math.inf
     finally:
         station.close()

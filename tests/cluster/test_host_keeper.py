@@ -31,17 +31,17 @@ def hosts(**places: int) -> dict[str, EngineHost]:
     ("kept", "demand", "limits", "expected"),
     [
         ([], Demand(), HostLimits(), ((), (), None)),
-        ([], Demand(waiting=1), HostLimits(), (("b",), (), None)),  # the largest first
-        ([], Demand(waiting=9), HostLimits(), (("b", "a", "c"), (), None)),
-        ([], Demand(waiting=9), HostLimits(max_hosts=2), (("b", "a"), (), 2)),
-        (["a"], Demand(waiting=2), HostLimits(), (("a",), (), None)),  # an idle one covers it
-        (["a"], Demand(frozenset("a"), 2), HostLimits(), (("a", "b"), (), None)),
+        ([], Demand(waiting={1: 1}), HostLimits(), (("b",), (), None)),  # the largest first
+        ([], Demand(waiting={1: 9}), HostLimits(), (("b", "a", "c"), (), None)),
+        ([], Demand(waiting={1: 9}), HostLimits(max_hosts=2), (("b", "a"), (), 2)),
+        (["a"], Demand(waiting={1: 2}), HostLimits(), (("a",), (), None)),  # an idle one covers it
+        (["a"], Demand(frozenset("a"), {1: 2}), HostLimits(), (("a", "b"), (), None)),
         ([], Demand(), HostLimits(min_hosts=2), (("b", "a"), (), None)),
         (["a", "b"], Demand(), HostLimits(), ((), ("a", "b"), None)),
         (["a", "b"], Demand(), HostLimits(min_hosts=1), (("b",), ("a",), None)),
         (["a", "b"], Demand(frozenset("a")), HostLimits(), (("a",), ("b",), None)),
         (["gone", "a"], Demand(frozenset("a")), HostLimits(), (("a",), (), None)),
-        (["a"], Demand(frozenset("a"), 100), HostLimits(max_hosts=40), (("a", "b", "c"), (), 26)),  # more than there are: asked for
+        (["a"], Demand(frozenset("a"), {1: 100}), HostLimits(max_hosts=40), (("a", "b", "c"), (), 26)),  # more than there are: asked for
         (["a"], Demand(), HostLimits(min_hosts=1, max_hosts=40), (("a",), (), 1)),
     ],
 )
@@ -57,7 +57,22 @@ def test_a_host_is_given_back_only_after_its_time_and_never_while_jobs_wait() ->
     live, idle = hosts(a=1, b=1), {"a": 900.0, "b": 100.0}
     limits = HostLimits(idle_seconds=300.0)
     assert choose_hosts(live, ["a", "b"], idle, Demand(), limits, 1000.0).drain == ("b",)
-    assert choose_hosts(live, ["a", "b"], idle, Demand(waiting=1), limits, 1000.0).drain == ()
+    assert choose_hosts(live, ["a", "b"], idle, Demand(waiting={1: 1}), limits, 1000.0).drain == ()
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(None, (8, 7)), (1, (5,)), (2, (9,))])
+def test_a_job_that_no_hosts_can_hold_keeps_none_and_asks_for_none(most: int | None, sizes: tuple[int, ...]) -> None:
+    """Of 4, 2 and 1 GPUs: three GPUs beside four are on no host, and a host more than may be taken never comes."""
+    live, idle, limits = hosts(a=2, b=4, c=1), {"a": 0.0, "b": 0.0}, HostLimits(max_hosts=most)
+    for gpus in sizes:
+        choice = choose_hosts(live, ["a", "b"], idle, Demand(waiting={gpus: 1}), limits, 1000.0)
+        assert (choice.keep, choice.drain, choice.request) == ((), ("a", "b"), None if most is None else 0)
+    fits = choose_hosts(live, [], {}, Demand(waiting={5: 1, 99: 1}), limits, 1000.0)
+    assert (fits.keep, fits.request) == {None: (("b", "a"), None), 1: ((), 0), 2: (("b", "a"), 2)}[most], "others count"
+
+
+def test_before_a_host_was_seen_a_wide_job_asks_for_hosts() -> None:
+    assert choose_hosts({}, [], {}, Demand(waiting={4: 1}), HostLimits(max_hosts=2), 0.0).request == 2
 
 
 @dataclass
@@ -106,7 +121,7 @@ class Kept:
 def test_a_host_comes_works_idles_and_is_given_back() -> None:
     engine = Engine(live=hosts(a=2))
     kept = Kept(engine, idle_seconds=60.0)
-    kept.step(Demand(waiting=1))
+    kept.step(Demand(waiting={1: 1}))
     assert (kept.step() or ORDER).keep == ("a",) and engine.agents == {"a"}
     kept.step(Demand(frozenset("a")))
     assert (kept.step(seconds=600) or ORDER).keep == ("a",)
@@ -114,6 +129,31 @@ def test_a_host_comes_works_idles_and_is_given_back() -> None:
     assert (kept.step(seconds=59) or ORDER).keep == ("a",)
     assert (kept.step(seconds=2) or ORDER).drain == ("a",) and not engine.agents
     assert kept.notes == ["host a has come, with 2 GPUs", "host a is given back: it was idle for 60 s"]
+
+
+def test_for_a_job_that_lacks_another_kind_of_gpu_each_host_is_tried_once() -> None:
+    engine = Engine(live=hosts(a=2, b=2, c=1))
+    kept = Kept(engine, idle_seconds=60.0, max_hosts=3)
+    kept.step(Demand(waiting={1: 1}))
+    kept.step(Demand(waiting={1: 1}))
+    workers: dict[str, tuple[int, ...]] = {}
+    taken: list[str] = []
+    for _ in range(3):
+        lacking = Demand(lacks_another=True, workers=workers)
+        for _ in range(2):
+            wanted = kept.step(lacking)
+            assert wanted is not None and wanted.request == 0, "more of what there is would not do"
+        new = sorted(engine.agents - set(taken))
+        assert len(new) == 1, "the next when all GPUs of the one before are known"
+        taken += new
+        workers |= {name: tuple(range(engine.live[name].places)) for name in new}
+    assert taken == ["a", "b", "c"]
+    for _ in range(4):
+        kept.step(Demand(lacks_another=True, workers=workers), seconds=61)
+    assert not engine.agents, "they are given back, and not tried again"
+    engine.live |= hosts(d=1)
+    kept.step(), kept.step()
+    assert engine.agents == {"d"}, "but what has come since is"
 
 
 def test_a_job_may_ask_for_what_its_hosts_have_and_may_get() -> None:
@@ -127,7 +167,7 @@ def test_a_job_may_ask_for_what_its_hosts_have_and_may_get() -> None:
 def test_a_process_that_an_agent_saw_end_is_proven_once() -> None:
     engine = Engine(live=hosts(a=1))
     kept = Kept(engine)
-    kept.step(Demand(waiting=1))
+    kept.step(Demand(waiting={1: 1}))
     engine.ended["a"] = (WorkerEnd(7, "ended with exit status 143"),)
     kept.step()
     kept.step()
@@ -140,7 +180,7 @@ def test_a_process_that_an_agent_saw_end_is_proven_once() -> None:
 def test_a_dead_hosts_workers_are_declared_dead_until_they_cannot_be_alive() -> None:
     engine = Engine(live=hosts(a=1, b=1))
     kept = Kept(engine)
-    kept.step(Demand(waiting=2))
+    kept.step(Demand(waiting={1: 2}))
     kept.step()
     del engine.live["a"]
     kept.step()
@@ -155,12 +195,12 @@ def test_a_dead_hosts_workers_are_declared_dead_until_they_cannot_be_alive() -> 
 def test_a_lost_engine_proves_nothing_and_its_hosts_are_begun_anew_when_it_is_back() -> None:
     engine = Engine(live=hosts(a=1))
     kept = Kept(engine)
-    kept.step(Demand(waiting=1))
+    kept.step(Demand(waiting={1: 1}))
     kept.step()
     engine.lost, engine.agents = "its head is gone", set()
     assert kept.step() is None and kept.step() is None
     engine.lost, engine.live = "", hosts(a2=1)
-    kept.step(Demand(waiting=1))
+    kept.step(Demand(waiting={1: 1}))
     assert (kept.step() or ORDER).keep == ("a2",) and not kept.proofs
     assert kept.notes[1:] == [
         "the engine cannot be reached: its head is gone. Its workers save their jobs; it is tried again",
@@ -183,7 +223,7 @@ def test_what_is_asked_of_the_engine_is_noted_when_it_changes() -> None:
     engine = Engine(live=hosts(a=1))
     kept = Kept(engine, max_hosts=4)
     for waiting in (3, 3, 9, 0):
-        kept.step(Demand(waiting=waiting))
+        kept.step(Demand(waiting={1: waiting}))
         kept.step()
     asked = [note for note in kept.notes if "asked" in note]
     assert asked == [f"the engine was asked for {count} hosts; there are 1" for count in (3, 4, 0)]
@@ -192,14 +232,14 @@ def test_what_is_asked_of_the_engine_is_noted_when_it_changes() -> None:
 def test_a_server_that_ends_ends_its_agents(capsys: pytest.CaptureFixture[str]) -> None:
     engine = Engine(live=hosts(a=1))
     kept = Kept(engine, max_hosts=2)
-    kept.step(Demand(waiting=1))
+    kept.step(Demand(waiting={1: 1}))
     kept.step()
     kept.keeper.drain()
     kept.keeper.close()
     assert not engine.agents and engine.closed and engine.heard[-1].request == 0
     engine = Engine(live=hosts(a=1))
     kept = Kept(engine)
-    kept.step(Demand(waiting=1))
+    kept.step(Demand(waiting={1: 1}))
     kept.step()
     kept.keeper.close()
     assert engine.agents == {"a"} and engine.closed

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from tlora.protocol import (
     StartGroup,
     StopGroup,
 )
+from tlora.scheduler.job import Lack
 
 TELL_SECONDS = 0.5  # at least, between two looks at all workers; the keeper takes one a second
 Prove = Callable[[str, int | None, str], None]
@@ -34,12 +36,14 @@ Prove = Callable[[str, int | None, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the cluster needs: hosts with workers that have something to do, and the GPUs that waiting jobs ask for. `workers`: the pids of
-    those that it believes to be alive, by host.
+    """What the cluster needs: hosts with workers that have something to do, and by the GPUs that each asks for the number of jobs that wait
+    for as many as there are, or more of the same. With `lacks_another` some job waits that none of them holds. `workers`: the pids of those
+    that it believes to be alive, by host.
     """
 
     busy: frozenset[str] = frozenset()
-    waiting: int = 0
+    waiting: Mapping[int, int] = field(default_factory=dict[int, int])
+    lacks_another: bool = False
     workers: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
@@ -90,10 +94,15 @@ class QueueDemand:
     def busy(self) -> frozenset[int]:
         return frozenset(gpu for group in self._groups.values() for gpu in group.gpus)
 
-    @property
-    def waiting(self) -> int:
+    def waiting(self, without: Collection[str] = ()) -> Counter[int]:
+        """The number of jobs by the GPUs that each asks for."""
         placed = {name for group in self._groups.values() for name in group.job_ids}
-        return sum(gpus for name, gpus in self._asks.items() if name not in placed and name not in self._held)
+        aside = {*placed, *self._held, *without}
+        return Counter(gpus for name, gpus in self._asks.items() if name not in aside)
+
+    def lacks_another(self, lacks: Mapping[str, Lack]) -> bool:
+        """Whether one of these jobs, of which more GPUs of the same are no use to some, is not held."""
+        return any(not lack.more_would_do and name in self._asks and name not in self._held for name, lack in lacks.items())
 
 
 class EngineHosts:
@@ -103,6 +112,7 @@ class EngineHosts:
         self._worker_pool, self._demand = worker_pool, QueueDemand()
         self._told, self._due = 0.0, 0.0 if open_keeper is not None else math.inf  # of what the keeper hears, on the monotonic clock
         self._keeper = open_keeper(self._prove) if open_keeper is not None else None
+        self.lacks: Callable[[], Mapping[str, Lack]] = dict[str, Lack]  # of jobs that wait aside for other hosts
 
     def start(self) -> None:
         if self._keeper is not None:
@@ -139,7 +149,9 @@ class EngineHosts:
                     pids[host] = (*pids.get(host, ()), worker.process.pid)
                     if busy.intersection(worker.gpus) or worker.jobs:
                         hosts.add(host)
-            self._keeper.want(Demand(frozenset(hosts), self._demand.waiting, pids))
+            lacks = self.lacks()
+            waiting = self._demand.waiting({name for name, lack in lacks.items() if not lack.more_would_do})
+            self._keeper.want(Demand(frozenset(hosts), waiting, self._demand.lacks_another(lacks), pids))
 
     def drain(self) -> None:
         """Before workers are stopped: none is started again."""

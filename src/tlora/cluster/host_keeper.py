@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tlora.cluster.engine_hosts import Demand, Prove
 from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
+from tlora.scheduler.draft import has_room
 
 SYNC_SECONDS = 1.0
 _LEAVE_SECONDS = 30.0  # for agents to end
@@ -42,30 +43,49 @@ class Choice:
 
 
 def choose_hosts(
-    live: Mapping[str, EngineHost], kept: Collection[str], idle_since: Mapping[str, float], demand: Demand, limits: HostLimits, now: float
+    live: Mapping[str, EngineHost],
+    kept: Collection[str],
+    idle_since: Mapping[str, float],
+    demand: Demand,
+    limits: HostLimits,
+    now: float,
+    tried: Collection[str] = (),
 ) -> Choice:
-    """`kept` have workers, `idle_since` is when those of them that are idle became so, on the clock of `now`.
+    """`kept` have workers, `idle_since` is when those of them that are idle became so, on the clock of `now`. What `tried` have is known.
 
-    What waits is covered by idle hosts first, then by further ones, the largest first.
+    What waits is covered by idle hosts first, then by further ones, the largest first. A job that all hosts together cannot hold counts for
+    nothing. For one that lacks another kind of GPU each host is tried once, one after the other.
     """
     keep = [name for name in kept if name in live]
     most = len(live) if limits.max_hosts is None else limits.max_hosts
-    uncovered = demand.waiting - sum(live[name].places for name in keep if name not in demand.busy)
-    for name in sorted(live.keys() - set(keep), key=lambda name: (-live[name].places, name)):
+    waiting = _what_may_run(live, demand, limits)
+    uncovered = waiting - sum(live[name].places for name in keep if name not in demand.busy)
+    further = sorted(live.keys() - set(keep), key=lambda name: (-live[name].places, name))
+    for name in further:
         if len(keep) >= most or (uncovered <= 0 and len(keep) >= limits.min_hosts):
             break
         keep.append(name)
         uncovered -= live[name].places
+    if demand.lacks_another and len(keep) < most and set(keep) <= set(tried):
+        keep += [name for name in further if name not in keep and name not in tried][:1]
     drain: list[str] = []
-    if not demand.waiting:
+    if not waiting:
         idle = [name for name in keep if name in idle_since and now - idle_since[name] >= limits.idle_seconds]
         drain = idle[: max(0, len(keep) - limits.min_hosts)]
     request = None
     if limits.max_hosts is not None:
         places = max((host.places for host in live.values()), default=1)
-        needed = len(demand.busy) + math.ceil(demand.waiting / places)
+        needed = len(demand.busy) + math.ceil(waiting / places)
         request = min(limits.max_hosts, max(limits.min_hosts, needed))
     return Choice(tuple(name for name in keep if name not in drain), tuple(drain), request)
+
+
+def _what_may_run(live: Mapping[str, EngineHost], demand: Demand, limits: HostLimits) -> int:
+    """GPUs that those jobs ask for which the hosts that may be taken have room for; all, while no host was seen."""
+    places = [host.places for host in live.values()]
+    widest = max(places, default=0)
+    sizes = places if limits.max_hosts is None else [widest] * limits.max_hosts
+    return sum(gpus * count for gpus, count in demand.waiting.items() if not live or has_room(sizes, gpus, widest))
 
 
 class HostKeeper:
@@ -78,6 +98,7 @@ class HostKeeper:
         self._live: dict[str, EngineHost] = {}
         self._kept: list[str] = []
         self._idle_since: dict[str, float] = {}
+        self._tried: set[str] = set()  # hosts of which all workers have come, or which were given back
         self._dead: dict[str, float] = {}  # hosts, and when they were found missing
         self._proven: set[tuple[str, int, str]] = set()
         self._requested: int | None = None
@@ -139,7 +160,8 @@ class HostKeeper:
         """Choose, sync, and pass on what was seen."""
         demand = self._demand
         self._mark_idle(demand, now)
-        choice = choose_hosts(self._live, self._kept, self._idle_since, demand, self._limits, now)
+        self._tried.update(name for name in self._kept if name in self._live and self._has_come(name, demand))
+        choice = choose_hosts(self._live, self._kept, self._idle_since, demand, self._limits, now, self._tried)
         try:
             places = max((host.places for host in self._live.values()), default=1)
             seen = self._engine.sync(HostsWanted(self._order, choice.keep, choice.drain, choice.request, places, dict(demand.workers)))
@@ -150,6 +172,7 @@ class HostKeeper:
             self._lost = False
             self._note(f"{self._engine.name} is there again")
         self._tell(choice, seen)
+        self._tried.update(choice.drain)
         self._kept = [*choice.keep, *(report.host for report in seen.agents if report.host not in choice.keep and report.running)]
         self._see(seen, now)
 
@@ -159,7 +182,11 @@ class HostKeeper:
             self._note(f"{self._engine.name} cannot be reached: {why}. Its workers save their jobs; it is tried again")
         self._lost = True
         self._live, self._kept, self._dead = {}, [], {}
+        self._tried.clear()
         self._idle_since.clear()
+
+    def _has_come(self, name: str, demand: Demand) -> bool:
+        return len(demand.workers.get(name, ())) >= self._live[name].places
 
     def _mark_idle(self, demand: Demand, now: float) -> None:
         for name in self._kept:
@@ -189,6 +216,7 @@ class HostKeeper:
             self._note(f"host {name} is gone: {self._engine.name} has lost its node")
             self._dead[name] = now
         self._live = live
+        self._tried &= live.keys()
         for report in seen.agents:
             for end in report.ended:
                 key = (report.host, end.pid, end.how)

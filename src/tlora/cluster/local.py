@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 
@@ -47,6 +47,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
+from tlora.scheduler.job import Lack
 from tlora.worker_protocol import Load, settings_of
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
@@ -157,6 +158,10 @@ class LocalBackend:
         """Make `poll` end, with all jobs checkpointed and all workers ended. A signal handler may call it."""
         self._stopped = True
         self.worker_pool.wake()
+
+    def follow_lacks(self, lacks: Callable[[], Mapping[str, Lack]]) -> None:
+        """An engine brings hosts for jobs that wait; `lacks` says of those that the scheduler has put aside what they wait for."""
+        self._engine_hosts.lacks = lacks
 
     @property
     def unfinished(self) -> int:

@@ -201,6 +201,7 @@ class _Run:
             log.write(backend.now(), BaseAdded(_BASE, int(self._base.num_bytes)))
             learned = LearnedCosts(self._out / "workers", self._watcher.note)
             of = learned_of(self._run.base_model, self._places[0].partition(":")[0], self._run.recompute)
+            backend.follow_lacks(lambda: scheduler.state.parked)
             learned.teach(scheduler.state.cost, _BASE, of, backend.now())
             scheduler.state.kinds.begin = lambda kind, cost: learned.teach_kind(kind, cost, backend.now())
             least = self._least_gpus()

@@ -6,6 +6,7 @@ import math
 
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.draft import has_room
+from tlora.scheduler.job import Lack
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import CostModel
 
@@ -23,12 +24,19 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
     longest, budgets = spec.profile.longest_sample_tokens, state.cost.budgets
     if longest > budgets[-1]:
         return f"its longest sample has {longest} tokens, and a micro-batch on a GPU holds at most {budgets[-1]}. Cut its samples"
-    return None if state.hosts_may_come else why_not_here(state, spec)
+    lack = None if state.hosts_may_come else lack_of(state, spec)
+    return lack.reason if lack is not None else None
 
 
-def why_not_here(state: ClusterState, spec: JobSubmitted) -> str | None:
-    """Why the job cannot run on the GPUs that there are, or were, if so. Nothing is known before the first have come."""
-    pool, cost, profile = state.pool, state.cost, spec.profile
+def lack_of(state: ClusterState, spec: JobSubmitted) -> Lack | None:
+    """What the job lacks if it cannot run on the GPUs that there are, or were. Nothing is known before the first have come."""
+    if (reason := _why_too_few(state, spec)) is not None:
+        return Lack(reason, state.memory.holds(state.cost, spec))
+    return Lack(reason, more_would_do=False) if (reason := _why_too_small(state, spec)) is not None else None
+
+
+def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
+    pool = state.pool
     if spec.gpus > pool.most_gpus > 0:
         if spec.gpus == spec.least_gpus:
             return f"its base takes {spec.gpus} GPUs and the cluster has {pool.most_gpus}. Train it over a smaller base, or add GPUs"
@@ -40,6 +48,11 @@ def why_not_here(state: ClusterState, spec: JobSubmitted) -> str | None:
         and not has_room([len(node.gpus) for node in pool.nodes.values()], spec.gpus, pool.node_size)
     ):
         return f"it asks for {spec.gpus} GPUs, and the nodes of {pool.node_size} are too few to hold so many. Ask for fewer"
+    return None
+
+
+def _why_too_small(state: ClusterState, spec: JobSubmitted) -> str | None:
+    pool, cost, profile = state.pool, state.cost, spec.profile
     if state.memory.rooms and pool.most_gpus:
         return state.memory.why_too_large(cost, spec, pool.most_gpus)
     longest = profile.longest_sample_tokens

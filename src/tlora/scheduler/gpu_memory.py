@@ -101,6 +101,10 @@ class GpuMemory:
                 return (0.0 if room == self.rooms[0] else room) if enough else math.inf
         return math.inf if self.rooms else 0.0
 
+    def holds(self, cost: CostModel, spec: JobSubmitted) -> bool:
+        """Whether it could run on enough GPUs of the largest room that is known."""
+        return not self.rooms or least_bytes(cost, spec, self.rooms[-1]) <= self.rooms[-1]
+
     def why_too_large(self, cost: CostModel, spec: JobSubmitted, most_gpus: int) -> str | None:
         """Why too few GPUs have room for the job, if so."""
         if self.least_room(cost, spec, most_gpus) < math.inf:

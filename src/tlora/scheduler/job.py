@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tlora.protocol import JobSubmitted
 from tlora.shape.sharing import Member, even_sample_tokens
@@ -12,6 +12,13 @@ from tlora.shape.sharing import Member, even_sample_tokens
 RECENT_SECONDS = 86400.0  # what was `recent_at` counts for 1 / e after so long
 
 Status = Literal["pending", "held", "placed", "ended"]
+
+
+class Lack(NamedTuple):
+    """Why a job cannot run on the GPUs that there are; `more_would_do`: it could on more of the same."""
+
+    reason: str
+    more_would_do: bool
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.scheduler.admission import why_never, why_not_here, why_unsound
+from tlora.scheduler.admission import lack_of, why_never, why_unsound
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
@@ -200,18 +200,18 @@ class Scheduler:
         if self._on_wait is None:
             return
         for name in waiting:
-            if (reason := why_not_here(self.state, self.state.jobs[name].spec)) is not None:
-                self.state.park(name, reason)
+            if (lack := lack_of(self.state, self.state.jobs[name].spec)) is not None:
+                self.state.park(name, lack)
                 if name not in self._told_to_wait:
                     self._told_to_wait.add(name)
-                    self._on_wait(name, reason)
+                    self._on_wait(name, lack.reason)
 
     def _unpark(self) -> None:
         for name in list(self.state.parked):
-            if (reason := why_not_here(self.state, self.state.jobs[name].spec)) is None:
+            if (lack := lack_of(self.state, self.state.jobs[name].spec)) is None:
                 self.state.unpark(name)
             else:
-                self.state.parked[name] = reason
+                self.state.parked[name] = lack
 
     def _reject_too_large(self) -> list[Action]:
         """Jobs that wait and for which no GPU has room any more, since less of it was found than was known when they came. Where hosts may

@@ -14,7 +14,7 @@ from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.gpu_kinds import GpuKinds
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.gpu_pool import GpuPool
-from tlora.scheduler.job import RECENT_SECONDS, Job
+from tlora.scheduler.job import RECENT_SECONDS, Job, Lack
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import group_step_seconds, lone_step_seconds
@@ -46,7 +46,7 @@ class ClusterState:
     asked: Counter[int] = field(default_factory=Counter[int])  # of these jobs, by the GPUs that each asks for
     pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
     held: set[str] = field(default_factory=set[str])
-    parked: dict[str, str] = field(default_factory=dict[str, str])  # those of `held` that wait for hosts, and why
+    parked: dict[str, Lack] = field(default_factory=dict[str, Lack])  # those of `held` that wait for hosts
     hosts_may_come: bool = False
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
@@ -178,10 +178,10 @@ class ClusterState:
         self.tenants.add_job(self.jobs[job_id].spec.tenant)
         self._wait(job_id)
 
-    def park(self, job_id: str, reason: str) -> None:
-        """As `hold`, until hosts have come with what it needs: `reason` says what."""
+    def park(self, job_id: str, lack: Lack) -> None:
+        """As `hold`, until hosts have come with what it needs."""
         self.hold(job_id)
-        self.parked[job_id] = reason
+        self.parked[job_id] = lack
 
     def unpark(self, job_id: str) -> None:
         job = self.jobs[job_id]

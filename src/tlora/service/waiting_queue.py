@@ -92,6 +92,6 @@ class WaitingQueue:
             if levels.get(job.spec.tenant, 0) > least and shares:
                 why.append(f"tenants that have used less {self._names[0].split()[0]} time come first")
             found[name] = QueuePlace(number, "; ".join(filter(None, why)), at + self._clock_ahead if at < math.inf else None)
-        for name, reason in state.parked.items():
-            found[name] = QueuePlace(len(found) + 1, reason, None)
+        for name, lack in state.parked.items():
+            found[name] = QueuePlace(len(found) + 1, lack.reason, None)
         return found
