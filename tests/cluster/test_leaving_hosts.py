@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cluster.fake_workers import STARTED, FakeWorker, local_backend
-from tests.cluster.test_local import job, submitted
+from tests.cluster.fake_workers import STARTED, FakeCrew, FakeProcess, FakeWorker, local_backend
+from tests.cluster.test_local import group, job, submitted
 from tlora.cluster.local import LocalBackend
+from tlora.cluster.nodes import Nodes
+from tlora.cluster.remote_worker import RemoteWorker
 from tlora.errors import ConfigError
-from tlora.protocol import GpusLost, NodeAdded, NodeDraining
+from tlora.protocol import GpusLost, NodeAdded, NodeDraining, StopGroup
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.shape.cost import CostModel
 from tlora.shape.predicted_constants import live_constants
-from tlora.worker_protocol import Finished
+from tlora.worker_protocol import Finished, HeldJob, Hello
 
 HOSTS = {"a": (1000, 1001), "b": (2000, 2001), "c": (3000, 3001, 3002, 3003)}  # of different sizes; the first two fail together
 RACKS = {"a": "r1", "b": "r1", "c": "r2"}
@@ -117,6 +120,50 @@ def test_a_host_that_drains_is_left_by_the_next_controller_too(tmp_path: Path) -
             backend.drain("local", undo=undo)
             backend.drain("a", finish=True, undo=undo)
             backend.advance()
+
+
+class FoundHost(FakeCrew):
+    """Two workers of an earlier controller, of one GPU each, on a host that it was leaving. Each trains a job."""
+
+    @classmethod
+    def read_records(cls, directory: Path) -> dict[tuple[int, ...], Any]:
+        return {(gpu,): None for gpu in HOSTS["a"]}
+
+    def find(self, records: Any) -> None:
+        for number, gpu in enumerate(HOSTS["a"]):
+            load, name = self._loads("models/base"), f"j{number}"
+            worker = self.workers[gpu] = RemoteWorker((gpu,), load, FakeProcess(), self._epoch)
+            held = (HeldJob(name, 3 + number, 2, resident=True),)
+            worker.attach(Hello(f"earlier {gpu}", (gpu,), {}, load, True, group(f"g{number}", gpu, name), held, 1, 7, 0), lambda _: None)
+            self.remote_hosts.events.append(NodeAdded("a", (gpu,), "r1"))
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_jobs_of_a_host_that_drains_go_on_there_under_the_next_controller(tmp_path: Path, finish: bool) -> None:
+    """They were stopped, for the host was left before their groups were taken over; or its second GPU was never told of."""
+    with local_backend(tmp_path, gpus=(0,)) as backend:
+        backend.worker_pool.remote_hosts.events.append(NodeAdded("a", HOSTS["a"]))
+        while not any(isinstance(event, NodeAdded) and event.node == "a" for event in backend.poll()):
+            pass
+        backend.drain("a", finish=finish)
+        backend.advance()
+    with local_backend(tmp_path, FoundHost, gpus=(0,)) as backend:
+        scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), CostModel(CONSTANTS))
+        for name in ("j0", "j1"):
+            backend.submit(submitted(name), job(name), at_seconds=-1.0)
+        actions = [action for event in backend.poll() for action in scheduler.handle(event, backend.now())]
+        stopped = [action.group_id for action in actions if isinstance(action, StopGroup)]
+        assert stopped == ([] if finish else ["g0", "g1"]) and scheduler.state.pool.draining == {"a"}
+        assert scheduler.state.pool.node_of.keys() == ({0, *HOSTS["a"]} if finish else {0})
+
+
+def test_a_host_that_drains_is_none_that_a_job_may_ask_for() -> None:
+    nodes = Nodes()
+    nodes.see([NodeAdded("a", (0, 1)), NodeAdded("b", (1000,))])
+    nodes.drain("a", finish=True)
+    assert (nodes.sizes, nodes.widest, nodes.num_gpus) == ([1], 1, 1)
+    nodes.take_back("a")
+    assert (nodes.sizes, nodes.widest, nodes.num_gpus) == ([2, 1], 2, 3)
 
 
 def test_jobs_may_end_on_a_host_that_drains(cluster: Cluster) -> None:

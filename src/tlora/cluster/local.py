@@ -90,6 +90,8 @@ class LocalBackend:
         self._next_tick = self._began + machine.tick_seconds
         self._nodes, self._drains = Nodes(workers), queue.SimpleQueue[tuple[str, bool, bool]]()
         self._events = self._nodes.see(own_events(machine, note))
+        if not continues:
+            self._events += self._nodes.begin()
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if machine.deterministic:
             own = next(iter(machine.kinds), processor_here() if machine.device == "cpu" and machine.gpus else "")
@@ -341,7 +343,7 @@ class LocalBackend:
                 self._events.append(GroupFound(group, jobs, tuple(worker.jobs[name].steps for name in names)))
         with self._asking:
             self._asked.drop_jobs(arrived)
-        self._events.append(Tick())
+        self._events += [*self._nodes.begin(), Tick()]
         self._pass_time()  # before the first `listen`: a worker may report the end of a job that left its group
         self._settle()
 

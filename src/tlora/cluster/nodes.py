@@ -24,10 +24,13 @@ class _Node:
 
 
 class Nodes:
-    """Which hosts are to be left is kept in the store's `workers/`: the next controller leaves them too. Not for several threads."""
+    """Which hosts are to be left is kept in the store's `workers/`: the next controller leaves them too, from `begin` on, when it has taken
+    over the groups that run there. Not for several threads.
+    """
 
     def __init__(self, workers: Path | None = None) -> None:
         self._nodes: dict[str, _Node] = {}
+        self._begun = False
         self._path = workers / FILE if workers is not None else None
         self._left: dict[str, bool] = {}  # hosts that are to be left -> when their jobs have ended
         with contextlib.suppress(OSError, ValueError):
@@ -39,12 +42,12 @@ class Nodes:
         told: list[Event] = []
         for event in events:
             if isinstance(event, NodeAdded):
-                is_new = event.node not in self._nodes
+                is_left = self._begun and event.node not in self._nodes and event.node in self._left
                 node = self._nodes.setdefault(event.node, _Node(event.rack))
                 node.gpus.update(event.gpus)
                 if node.draining:
                     continue
-                if is_new and event.node in self._left:
+                if is_left:
                     told += [event, self.drain(event.node, finish=self._left[event.node])]
                     continue
             elif isinstance(event, GpusLost):
@@ -53,19 +56,24 @@ class Nodes:
             told.append(event)
         return told
 
+    def begin(self) -> list[Event]:
+        """No group is taken over from now on. Returns what the scheduler is told of the hosts that are to be left."""
+        self._begun = True
+        return [self.drain(name, finish=finish) for name, finish in self._left.items() if name in self._nodes]
+
     @property
     def sizes(self) -> list[int]:
-        """GPUs of each host."""
-        return [len(node.gpus) for node in self._nodes.values()]
+        """GPUs of each host that is not to be left."""
+        return [len(node.gpus) for node in self._nodes.values() if not node.draining]
 
     @property
     def widest(self) -> int:
-        """GPUs of the host that has most of them."""
+        """GPUs of that which has most of them."""
         return max(self.sizes, default=0)
 
     @property
     def num_gpus(self) -> int:
-        """Of all hosts."""
+        """Of all that are not to be left."""
         return sum(self.sizes)
 
     def check(self, name: str) -> None:
