@@ -132,6 +132,14 @@ class JobSubmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class GpusAsked:
+    """A job that has begun nowhere asks for so many GPUs from now on: the rest of its replicas take turns. Other hosts have come."""
+
+    job_id: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobRequest:
     """What a user asks of a job after its submission. One that is held is paused: it checkpoints, leaves its group and gets no GPU until it
     is released, and then waits for GPUs again.
@@ -247,6 +255,7 @@ Event = (
     | GpusLost
     | NodeDraining
     | JobSubmitted
+    | GpusAsked
     | JobRequest
     | StepsDone
     | JobFinished

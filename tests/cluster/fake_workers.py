@@ -148,6 +148,9 @@ class FakeCrew:
     def find(self, records: Any) -> None:
         pass
 
+    def listen_on(self, listener: Any) -> None:
+        pass
+
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker:
         worker = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), FakeProcess(), self._epoch)
         FakeWorker(worker, self.inbox)
@@ -192,11 +195,12 @@ def local_backend(
     pool: type[Any] = FakeCrew,
     note: Callable[[str], None] = lambda _: None,
     open_keeper: OpenKeeper | None = None,
+    listener: Any = None,
     **changes: Any,
 ) -> LocalBackend:
-    """Of two GPUs, two bases and workers that do nothing by themselves."""
+    """Of two GPUs, two bases and workers that do nothing by themselves. With any `listener` other hosts may come."""
     machine = LocalMachine((0, 1), "cpu", {"base": "models/base", "other": "models/other"}, directory)
-    return LocalBackend(replace(machine, **changes), note, pool=pool, open_keeper=open_keeper)
+    return LocalBackend(replace(machine, **changes), note, listener, pool=pool, open_keeper=open_keeper)
 
 
 STARTED: list[FakeWorker] = []

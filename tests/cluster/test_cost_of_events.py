@@ -98,7 +98,7 @@ def full(nodes: int) -> ClusterState:
     "event",
     [
         lambda state: state.submit(made_spec("new")),
-        lambda state: state.pool.add_node("more", "r0", (1000, 1001)),
+        lambda state: state.add_node("more", "r0", (1000, 1001)),
         lambda state: state.find_memory((1000,), (80 << 30,)),
     ],
     ids=["a job", "a host", "its memory"],

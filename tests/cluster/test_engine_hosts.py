@@ -22,6 +22,7 @@ from tlora.link.versions import versions
 from tlora.protocol import (
     ChangeGroup,
     Event,
+    GpusAsked,
     GroupFound,
     GroupLost,
     JobFinished,
@@ -70,7 +71,9 @@ def test_demand_is_what_waits_and_is_not_held() -> None:
         (StopGroup("g"), 1, set()),
         (JobRequest("b", "hold"), 0, set()),
         (JobRequest("b", "cancel"), 0, set()),
+        (GpusAsked("b", 2), 0, set()),
         (job("b"), 1, set()),
+        (GpusAsked("b", 2), 2, set()),
         (RejectJob("b", "too large"), 0, set()),
     ]
     for item, waiting, busy in told:

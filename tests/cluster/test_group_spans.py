@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tlora.cluster.hosts import by_host
 from tlora.cluster.nodes import Nodes
 from tlora.cluster.wide_groups import WideGroups
 from tlora.job import LayoutSetting
-from tlora.protocol import JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
+from tlora.protocol import GpusAsked, GpusLost, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
 
 
 def submitted(gpus: int, least: int = 1) -> JobSubmitted:
@@ -63,6 +65,22 @@ def test_a_job_asks_for_what_is_there_or_what_its_base_needs() -> None:
     assert groups.admit(submitted(4)).gpus == 3, "the scheduler gives whole hosts and a part of one"
     fixed, *_ = wide(come=False)
     assert fixed.admit(large) == large, "the scheduler says why it can never run"
+
+
+def test_jobs_that_came_before_the_first_host_ask_for_what_comes() -> None:
+    nodes, said = Nodes(), list[str]()
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, hosts_may_come=True)
+    orders = {"wide": submitted(4), "base": submitted(4, least=4), "one": submitted(1), "gone": submitted(4), "two": submitted(2)}
+    assert [groups.admit(replace(job, job_id=name)).gpus for name, job in orders.items()] == [4, 4, 1, 4, 2]
+    there, first, more = {"wide", "base", "one", "two"}, NodeAdded("a", (0,)), NodeAdded("b", (1000, 1001))
+    nodes.see([first])
+    assert groups.ask_anew([GpusLost((7,))], there, []) == [], "no host has come"
+    assert groups.ask_anew([first], there, []) == [GpusAsked("wide", 1), GpusAsked("two", 1)]
+    turns = "replicas run in turn: 1 GPUs are there as it arrives"
+    assert said == [f"wide: some of its 4 {turns}", f"two: some of its 2 {turns}"]
+    nodes.see([more])
+    assert groups.ask_anew([more], there, [replace(group_on(0), job_ids=("two",))]) == [GpusAsked("wide", 3)], "the other trains"
+    assert groups.ask_anew([more], there, []) == [GpusAsked("two", 2)] and len(said) == 2
 
 
 def test_a_job_asks_for_what_an_engine_can_bring() -> None:

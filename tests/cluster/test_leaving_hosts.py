@@ -141,7 +141,7 @@ class FoundHost(FakeCrew):
 @pytest.mark.parametrize("finish", [True, False])
 def test_jobs_of_a_host_that_drains_go_on_there_under_the_next_controller(tmp_path: Path, finish: bool) -> None:
     """They were stopped, for the host was left before their groups were taken over; or its second GPU was never told of."""
-    with local_backend(tmp_path, gpus=(0,)) as backend:
+    with local_backend(tmp_path, gpus=(0,), tick_seconds=0.02) as backend:
         backend.worker_pool.remote_hosts.events.append(NodeAdded("a", HOSTS["a"]))
         while not any(isinstance(event, NodeAdded) and event.node == "a" for event in backend.poll()):
             pass
@@ -178,6 +178,23 @@ def test_jobs_may_end_on_a_host_that_drains(cluster: Cluster) -> None:
     ends.say(Finished(next(name for name, gpu in before.items() if gpu == ends.gpu), {}))
     cluster.until(lambda: HOSTS["a"][0] not in cluster.scheduler.state.pool.node_of)
     assert HOSTS["a"][1] in cluster.scheduler.state.pool.node_of, "the other job trains on"
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_a_job_that_came_before_the_first_host_starts_on_fewer_gpus_than_it_orders(tmp_path: Path, policy: str) -> None:
+    """It waited aside for as many, where one that came a moment later was trained with replicas in turn."""
+    said: list[str] = []
+    with local_backend(tmp_path, note=said.append, listener=object(), gpus=(), tick_seconds=0.02) as backend:
+        waits: list[str] = []
+        scheduler = Scheduler(LIVE_POLICIES[policy](), CostModel(CONSTANTS), on_wait=lambda name, _: waits.append(name))
+        cluster = Cluster(backend, scheduler)
+        backend.submit(submitted("wide", gpus=8), job("wide"))
+        cluster.until(lambda: "wide" in scheduler.state.jobs)
+        backend.worker_pool.remote_hosts.events.append(NodeAdded("a", HOSTS["a"], "r1"))
+        cluster.until(lambda: bool(scheduler.state.groups))
+        (known,) = scheduler.state.groups.values()
+        assert known.group.job_ids == ("wide",) and set(known.group.gpus) <= set(HOSTS["a"]) and not waits
+        assert said == ["wide: some of its 8 replicas run in turn: 2 GPUs are there as it arrives"]
 
 
 def test_an_unknown_host_is_refused(cluster: Cluster) -> None:

@@ -27,8 +27,8 @@ def place(state: ClusterState, group_id: str, gpus: tuple[int, ...], *names: str
 
 def test_a_node_that_is_told_of_twice_is_there_once() -> None:
     state = made_state(4)
-    state.pool.add_node("n0", "r0", (0, 1, 2, 3))
-    state.pool.add_node("n0", "r0", (2, 3, 4))
+    state.add_node("n0", "r0", (0, 1, 2, 3))
+    state.add_node("n0", "r0", (2, 3, 4))
     check(state)
     assert (state.pool.num_gpus, state.pool.num_free, state.pool.node_size, state.pool.nodes["n0"].gpus) == (5, 5, 5, (0, 1, 2, 3, 4))
 
@@ -42,7 +42,7 @@ def test_gpus_that_are_lost_end_their_groups_and_may_come_back() -> None:
     assert (state.pool.num_gpus, state.pool.num_free, state.pool.node_size, state.pool.most_gpus) == (4, 2, 4, 6)
     assert list(state.pending) == ["b", "c"] and list(state.groups) == ["g0"]
     assert state.lose_gpus((4,)) == []
-    state.pool.add_node("n1", "r0", (4, 5))
+    state.add_node("n1", "r0", (4, 5))
     check(state)
     assert state.pool.num_free == 4
 
@@ -58,7 +58,7 @@ def test_a_node_that_is_to_be_left_is_empty_at_once_or_when_its_groups_have_ende
     state.end_group("g0")
     check(state)
     assert (state.pool.num_gpus, state.pool.nodes["n0"].gpus) == (2, ())
-    state.pool.add_node("n0", "r0", (0, 1, 2, 3))
+    state.add_node("n0", "r0", (0, 1, 2, 3))
     assert state.drain_node("n1", finish=False) == ["g1"] and list(state.pending) == ["b"]
     check(state)
     assert (state.pool.num_gpus, state.pool.num_free, state.pool.node_size, state.pool.draining) == (4, 4, 4, {"n1"})

@@ -95,7 +95,7 @@ def test_one_kind_as_fast_as_the_clusters_own_model_changes_nothing() -> None:
 def test_hosts_of_one_other_kind_have_its_speed() -> None:
     """Of a controller without GPUs of its own, whose model is an H200's."""
     state = ClusterState(made_cost(0.0))
-    state.pool.add_node("n", "", (0,))
+    state.add_node("n", "", (0,))
     state.find_kinds((0,), (OLD,), (SPEEDS[OLD],))
     assert waiting_job(state, made_spec("a", tokens=8000.0)).alone_step_seconds == pytest.approx(32.0)
 

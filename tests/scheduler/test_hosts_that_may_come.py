@@ -12,6 +12,8 @@ from tlora.cluster.hosts import node_events
 from tlora.protocol import (
     ChangeGroup,
     Event,
+    GpusAsked,
+    GpusLost,
     GroupFound,
     JobFinished,
     JobGroup,
@@ -106,6 +108,45 @@ def test_what_users_ask_of_a_job_that_waits_for_hosts_is_kept() -> None:
     cluster.tell(JobFinished("free"))
     assert cluster.scheduler.state.held == {"held"}
     assert cluster.tell(JobRequest("held", "release"))[0] == [("held",)]
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_a_job_that_waits_may_ask_for_fewer_gpus_and_for_more(policy: str) -> None:
+    cluster = Cluster(policy)
+    state = cluster.scheduler.state
+    cluster.tell(*host("a", 0), small("runs"), small("wide", gpus=4), small("cut", gpus=4, least_gpus=3))
+    assert cluster.parked == {"wide", "cut"} and state.asked == {1: 1}, "those that wait aside are no reason to look for room for four"
+    assert cluster.tell(GpusAsked("wide", 2), GpusAsked("cut", 2), GpusAsked("runs", 2), GpusAsked("nobody", 1)) == ([], [])
+    assert cluster.parked == {"wide", "cut"} and state.jobs["cut"].spec.gpus == 4, "its base takes three"
+    placed, _ = cluster.tell(GpusAsked("wide", 1))
+    assert cluster.parked == {"cut"} and state.asked == {1: 2} and state.tenants.open_jobs == {"": 2}
+    placed += cluster.tell(JobFinished("runs"))[0]
+    assert "wide" in placed[-1]
+    cluster.tell(JobRequest("cut", "cancel"), JobFinished("wide"))
+    assert not state.asked and not state.parked and not state.tenants.open_jobs
+
+
+def test_a_job_that_waited_aside_has_its_place_in_the_queue() -> None:
+    """In that in which jobs arrived, though it began to wait there after the second."""
+    cluster = Cluster("fifo")
+    cluster.tell(*host("a", 0), small("runs"), cut("first"), small("second"))
+    assert cluster.tell(*host("b", 1000)) == ([], []), "the free GPU is not the second's"
+    assert cluster.tell(JobFinished("runs"))[0] == [("first",)]
+
+
+def test_the_time_alone_follows_the_hosts_that_come_and_go() -> None:
+    """Of a job over two GPUs: on two hosts of one, on one host of two, and on two again."""
+    cluster = Cluster()
+    state = cluster.scheduler.state
+    cluster.tell(small("wide", gpus=2), *host("a", 0), *host("b", 1000))
+    apart = state.jobs["wide"].alone_step_seconds
+    assert state.jobs["wide"].alone_nodes == 2
+    cluster.tell(*host("c", 2000, 2001))
+    assert state.jobs["wide"].alone_nodes == 1 and state.jobs["wide"].alone_step_seconds < apart
+    cluster.tell(NodeDraining("c", finish=True))
+    assert state.jobs["wide"].alone_nodes == 2 and state.jobs["wide"].alone_step_seconds == apart
+    cluster.tell(NodeAdded("c", (2000, 2001)), GpusLost((2000,)))
+    assert state.jobs["wide"].alone_nodes == 2
 
 
 def test_a_job_that_trains_is_not_judged_when_a_controller_finds_it() -> None:

@@ -16,6 +16,7 @@ from tlora.protocol import (
     Action,
     ChangeGroup,
     Event,
+    GpusAsked,
     GroupFound,
     GroupLost,
     JobFailed,
@@ -73,6 +74,8 @@ class QueueDemand:
         match item:
             case JobSubmitted(name):
                 self._asks[name] = item.gpus
+            case GpusAsked(name, gpus) if name in self._asks:
+                self._asks[name] = gpus
             case JobFinished(name) | JobFailed(name) | RejectJob(name) | JobRequest(name, "cancel"):
                 self._asks.pop(name, None)
                 self._held.discard(name)

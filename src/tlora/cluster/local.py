@@ -379,7 +379,9 @@ class LocalBackend:
     def _collect(self) -> None:
         self._ended.update(event.job_id for event in self.reconciler.events if isinstance(event, JobFinished | JobFailed))
         hosts, self.worker_pool.remote_hosts.events[:] = list(self.worker_pool.remote_hosts.events), []
-        self._events += [*self._nodes.see(hosts), *self.reconciler.events]
+        told = self._nodes.see(hosts)
+        asked = self._wide.ask_anew(told, self.reconciler.open, self.reconciler.groups.values())
+        self._events += [*asked, *told, *self.reconciler.events]  # jobs first: they are placed on a node at once
         self.reconciler.events.clear()
 
     def _load(self, base_model: str, group: JobGroup | None = None) -> Load:

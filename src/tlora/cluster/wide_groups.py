@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from tlora.cluster.nodes import Nodes
 from tlora.job import LayoutSetting
-from tlora.protocol import GroupKept, JobGroup, JobSubmitted
+from tlora.protocol import Event, GpusAsked, GroupKept, JobGroup, JobSubmitted, NodeAdded
 from tlora.scheduler.draft import has_room
 
 
@@ -28,6 +28,7 @@ class WideGroups:
     ) -> None:
         self._nodes, self._on_one_host, self._layout, self._note = nodes, on_one_host, layout, note
         self._can_bring, self._hosts_may_come = can_bring, hosts_may_come
+        self._orders: dict[str, tuple[JobSubmitted, int]] = {}  # jobs that may ask for other GPUs as hosts come, and for how many they do
         self._least: dict[str, int] = {}  # by base: with fewer GPUs it does not fit, as its jobs say
 
     def see(self, job: JobSubmitted) -> None:
@@ -37,17 +38,50 @@ class WideGroups:
         """The job as it asks for GPUs that are there as it arrives, or that an engine can bring, or that it `had` before a restart: other
         replicas of it take turns.
         """
-        there = self._nodes.num_gpus
-        if not (self._hosts_may_come and there):  # before the first host has come, any number may come
+        if not self._hosts_may_come:
             return job
+        gpus = self._gpus_for(job, had)
+        if gpus < job.gpus or (job.gpus > job.least_gpus and not self._nodes.num_gpus):
+            self._orders[job.job_id] = job, gpus
+        if gpus < job.gpus:
+            self._tell(job)
+        return replace(job, gpus=gpus)
+
+    def ask_anew(self, told: Iterable[Event], open_jobs: Collection[str], groups: Iterable[JobGroup]) -> list[Event]:
+        """What jobs that wait ask for, where one of the events `told` is that a host has come; those of `groups` do not wait."""
+        if not self._orders or not any(isinstance(event, NodeAdded) for event in told):
+            return []
+        self._orders = {name: order for name, order in self._orders.items() if name in open_jobs}
+        placed = {name for group in groups for name in group.job_ids}
+        known, asked = dict[tuple[int, int], int](), list[Event]()
+        for name, (job, before) in self._orders.items():
+            if name in placed:
+                continue
+            kind = job.gpus, job.least_gpus
+            if (gpus := known.get(kind)) is None:
+                gpus = known[kind] = self._gpus_for(job)
+            if gpus != before:
+                self._orders[name] = job, gpus
+                asked.append(GpusAsked(name, gpus))
+                if before == job.gpus:
+                    self._tell(job)
+        self._orders = {name: (job, gpus) for name, (job, gpus) in self._orders.items() if gpus < job.gpus}
+        return asked
+
+    def _tell(self, job: JobSubmitted) -> None:
+        most = max(self._nodes.num_gpus, self._can_bring())
+        self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {most} GPUs are there as it arrives")
+
+    def _gpus_for(self, job: JobSubmitted, had: int = 0) -> int:
+        there = self._nodes.num_gpus
+        if not there:  # before the first host has come, any number may come
+            return job.gpus
         most = max(there, self._can_bring(), had)
         gpus = wanted = max(job.least_gpus, min(job.gpus, most))
         if wanted <= there:  # whole hosts and a part of one, as the scheduler gives them
             sizes, widest = self._nodes.sizes, self._nodes.widest
             gpus = next((count for count in range(wanted, job.least_gpus - 1, -1) if has_room(sizes, count, widest)), wanted)
-        if gpus < job.gpus:
-            self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {most} GPUs are there as it arrives")
-        return replace(job, gpus=gpus)
+        return gpus
 
     def keep(self, group: JobGroup, orders: Iterable[int]) -> tuple[JobGroup, GroupKept | None]:
         """The group, on one host where none of its jobs, which order so many GPUs, nor its base needs several."""

@@ -27,7 +27,7 @@ class Job:
 
     spec: JobSubmitted
     submitted_at: float
-    alone_nodes: int  # that T0 is counted on
+    alone_nodes: int = 1  # that T0 is counted on
     alone_step_seconds: float = 0.0
     need: float = 0.0
     status: Status = "pending"

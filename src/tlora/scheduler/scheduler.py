@@ -17,6 +17,7 @@ from tlora.protocol import (
     BaseMeasured,
     ChangeGroup,
     Event,
+    GpusAsked,
     GpusLost,
     GroupFound,
     GroupKept,
@@ -37,7 +38,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.scheduler.admission import lack_of, why_never, why_unsound
+from tlora.scheduler.admission import MOST_COUNTED, lack_of, why_never, why_unsound
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
@@ -126,6 +127,8 @@ class Scheduler:
                 return [], False
             case JobSubmitted():
                 return self._submit(event)
+            case GpusAsked(job_id, gpus):
+                return [], self._ask_for(job_id, gpus)
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
             case JobRequest(verb="release"):
@@ -178,7 +181,7 @@ class Scheduler:
 
     def _add_node(self, event: NodeAdded) -> None:
         are_first = not self.state.pool.most_gpus
-        self.state.pool.add_node(event.node, event.rack, event.gpus)
+        self.state.add_node(event.node, event.rack, event.gpus)
         self._unpark()
         self._park(*(self.state.pending if are_first else ()))
 
@@ -194,6 +197,16 @@ class Scheduler:
         if not trains:
             self._park(spec.job_id)
         return [], True
+
+    def _ask_for(self, job_id: str, gpus: int) -> bool:
+        """Whether that changes something: of a job that trains it comes too late."""
+        job = self.state.jobs.get(job_id)
+        if job is None or job.group_id is not None or gpus == job.spec.gpus or not job.spec.least_gpus <= gpus <= MOST_COUNTED:
+            return False
+        self.state.ask_for(job_id, gpus)
+        self._unpark()
+        self._park(*(self.state.pending.keys() & {job_id}))
+        return True
 
     def _park(self, *waiting: str) -> None:
         """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""

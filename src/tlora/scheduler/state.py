@@ -42,8 +42,9 @@ class ClusterState:
     cost: CostModel
     now: float = 0.0
     pool: GpuPool = field(default_factory=GpuPool)
+    node_size: int = 1  # GPUs of the largest node that is there, or was last
     jobs: dict[str, Job] = field(default_factory=dict[str, Job])  # that have not ended
-    asked: Counter[int] = field(default_factory=Counter[int])  # of these jobs, by the GPUs that each asks for
+    asked: Counter[int] = field(default_factory=Counter[int])  # of those of them that are not held, by the GPUs that each asks for
     pending: dict[str, None] = field(default_factory=dict[str, None])  # in order of arrival; those that lost their group, behind
     held: set[str] = field(default_factory=set[str])
     parked: dict[str, Lack] = field(default_factory=dict[str, Lack])  # those of `held` that wait for hosts
@@ -73,6 +74,10 @@ class ClusterState:
         self.pool.drain(name)
         return self.lose_gpus(node.free if finish else node.gpus)
 
+    def add_node(self, name: str, rack: str, gpus: tuple[int, ...]) -> None:
+        self.pool.add_node(name, rack, gpus)
+        self._follow_node_size()
+
     def lose_gpus(self, gpus: Iterable[int]) -> list[str]:
         """Take GPUs out; the groups on them end, and their jobs wait again. Returns these groups' names."""
         lost = {gpu for gpu in gpus if gpu in self.pool.node_of}
@@ -80,7 +85,16 @@ class ClusterState:
         for name in ended:
             self.end_group(name)
         self.pool.remove(lost & self.pool.node_of.keys())
+        self._follow_node_size()
         return ended
+
+    def _follow_node_size(self) -> None:
+        """T0 of a wide job is counted on the fewest nodes that hold its GPUs, which another largest node may change."""
+        if self.pool.node_size in (0, self.node_size):
+            return
+        self.node_size = self.pool.node_size
+        if any(job.alone_nodes != self._least_nodes(job.spec.gpus) for job in self.jobs.values()):
+            self._predict_all()
 
     def find_memory(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
         """As `GpuMemory.find`; what was predicted with other memory is forgotten. Of one more GPU that has what others have, that is
@@ -120,34 +134,53 @@ class ClusterState:
     def submit(self, spec: JobSubmitted) -> None:
         at = spec.submitted_at
         submitted_at = at if at is not None and -math.inf < at <= self.now else self.now  # nor a NaN
-        job = Job(spec, submitted_at, -(-spec.gpus // max(1, self.pool.node_size)), seen_at=self.now)
+        job = Job(spec, submitted_at, seen_at=self.now)
         job.number = self.jobs_submitted
         self._measure_alone(job)
         self.jobs[spec.job_id] = job
-        self.asked[spec.gpus] += 1
         self.jobs_submitted += 1
-        self.tenants.add_job(spec.tenant)
+        self._count(job, 1)
         self.pending[spec.job_id] = None
 
     def _measure_alone(self, job: Job) -> None:
         spec, tokens = job.spec, job.spec.profile.tokens_per_step
+        job.alone_nodes = self._least_nodes(spec.gpus)
         cost = self.kinds.cost(self.kinds.reference(), self.cost)
         job.alone_step_seconds = cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, job.alone_nodes)
         job.need = tokens / (spec.max_slowdown * job.alone_step_seconds)
         job.least_room = self.memory.least_room(self.cost, spec, self.pool.most_gpus)
 
+    def _least_nodes(self, gpus: int) -> int:
+        return -(-gpus // self.node_size)
+
+    def _count(self, job: Job, by: int) -> None:
+        """It is one more, or one less, that is not held."""
+        self.asked[job.spec.gpus] += by
+        if not self.asked[job.spec.gpus]:
+            del self.asked[job.spec.gpus]
+        (self.tenants.add_job if by > 0 else self.tenants.drop_job)(job.spec.tenant)
+
+    def ask_for(self, job_id: str, gpus: int) -> None:
+        """A job that has no group asks for so many GPUs from now on."""
+        job, waits = self.jobs[job_id], job_id in self.pending
+        if waits:
+            self._unqueue(job)
+            self._count(job, -1)
+        job.spec = replace(job.spec, gpus=gpus)
+        self._measure_alone(job)
+        if waits:
+            self._count(job, 1)
+            self._wait(job_id)
+
     def end_job(self, job_id: str) -> None:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
         job = self.jobs.pop(job_id)
         self.pending.pop(job_id, None)
-        self.asked[job.spec.gpus] -= 1
-        if not self.asked[job.spec.gpus]:
-            del self.asked[job.spec.gpus]
         if job_id in self.held:
             self.held.discard(job_id)
             self.parked.pop(job_id, None)
         else:
-            self.tenants.drop_job(job.spec.tenant)
+            self._count(job, -1)
         if job.group_id is not None:
             group = self.groups[job.group_id]
             self._leave(group, job_id)
@@ -169,13 +202,15 @@ class ClusterState:
         """Take a job that waits out of the queue, until `release`."""
         job = self.jobs[job_id]
         self._unqueue(job)
-        self.tenants.drop_job(job.spec.tenant)
+        self._count(job, -1)
         self.held.add(job_id)
         job.status = "held"
 
     def release(self, job_id: str) -> None:
         self.held.remove(job_id)
-        self.tenants.add_job(self.jobs[job_id].spec.tenant)
+        job = self.jobs[job_id]
+        job.least_room = self.memory.least_room(self.cost, job.spec, self.pool.most_gpus)
+        self._count(job, 1)
         self._wait(job_id)
 
     def park(self, job_id: str, lack: Lack) -> None:
@@ -184,9 +219,7 @@ class ClusterState:
         self.parked[job_id] = lack
 
     def unpark(self, job_id: str) -> None:
-        job = self.jobs[job_id]
         del self.parked[job_id]
-        job.least_room = self.memory.least_room(self.cost, job.spec, self.pool.most_gpus)
         self.release(job_id)
 
     def see_steps(self, event: StepsDone) -> None:

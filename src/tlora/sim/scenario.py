@@ -301,7 +301,7 @@ def warning_of(rejected: dict[str, str], jobs: Sequence[MappedJob]) -> str:
 def _empty_cluster(shape: ClusterShape, cost: CostModel) -> ClusterState:
     state = ClusterState(cost)
     for node in Machines(shape, Conditions()).added():
-        state.pool.add_node(node.node, node.rack, node.gpus)
+        state.add_node(node.node, node.rack, node.gpus)
     return state
 
 
