@@ -10,7 +10,7 @@ from tests.cluster.fake_workers import local_backend
 from tests.cluster.test_local import job, submitted
 from tests.scheduler.mirror import made_spec
 from tlora.cluster.hosts import STRIDE, node_events
-from tlora.cluster.kept_kind import KeptKind, processor_here
+from tlora.cluster.kept_kind import KeptKind, processor_here, processor_of
 from tlora.cluster.listeners import Peer
 from tlora.cluster.local_machine import LocalMachine
 from tlora.cluster.remote_hosts import RemoteHosts
@@ -79,6 +79,19 @@ def test_processors_of_two_kinds_are_two_kinds(tmp_path: Path) -> None:
     kept = KeptKind(tmp_path, processor_here(), print)
     assert processor_here() and kept.why_not(labels("cpu", processor="GenuineTest 6 1")).startswith("has GenuineTest 6 1, and this")
     assert not kept.why_not(labels("cpu", "cpu", processor=processor_here()))
+
+
+def test_processors_of_one_design_that_can_do_different_things_are_two_kinds(tmp_path: Path) -> None:
+    """As where a virtual machine has no AVX-512: its products have other last bits. What is not of vectors does not count."""
+    intel = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nflags : fpu {} avx2 fma\n\nprocessor : 1\nmodel : 7"
+    whole, less, other = (processor_of(intel.format(flags)) for flags in ("sse2 avx512f md_clear", "sse2", "ibrs avx512f sse2"))
+    assert whole == other == "GenuineIntel 6 143 with avx2 avx512f fma sse2" and less == "GenuineIntel 6 143 with avx2 fma sse2"
+    assert processor_of("CPU implementer : 0x41\nFeatures : fp asimd sve crc32\nCPU part : 0xd40") == "0x41 0xd40 with asimd sve"
+    assert processor_of("") == ""
+    kept = KeptKind(tmp_path, whole, print)
+    told = kept.why_not(labels("cpu", processor=less))
+    assert told.startswith("has GenuineIntel 6 143 without avx512f, and this cluster"), told
+    assert "keeps its jobs on GenuineIntel 6 143 with avx512f, for" in told and not kept.why_not(labels("cpu", processor=other))
 
 
 def test_the_kind_on_which_jobs_began_decides_after_a_restart(tmp_path: Path) -> None:

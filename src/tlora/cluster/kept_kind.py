@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from tlora.json_file import read_object
 from tlora.worker_protocol import HostLabels
 
 FILE = "kind.json"
-_IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: what libraries choose kernels by
+_IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: what libraries choose kernels by,
+_FLAGS = ("flags", "Features")  # with those of these that are of vectors: a virtual machine may lack some of its processor's
+_OF_VECTORS = re.compile(r"(s?sse|avx|amx|fma|f16c|gfni|vaes|vpclmul|asimd|fphp|sve|sme|bf16|i8mm|fcma|ebf16)")
+_WITH = " with "
 
 
 class KeptKind:
@@ -56,7 +60,8 @@ class KeptKind:
         other = next((kind for kind in kinds if kind != kept), None)
         if other is None:
             return ""
-        why = f"has {other}, and this cluster is deterministic: it keeps its jobs on {kept}, for another kind gives other last bits"
+        told = f"has {_beside(other, kept)}, and this cluster is deterministic: it keeps its jobs on {_beside(kept, other)}"
+        why = f"{told}, for another kind gives other last bits"
         return f"{why}. Take it into a cluster of its own, or set deterministic: false"
 
 
@@ -66,13 +71,29 @@ def kinds_of(host: HostLabels) -> list[str]:
 
 
 def processor_here() -> str:
-    """The processor's maker and design, as /proc/cpuinfo has them; else its architecture."""
     try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        first = ""
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
-    return " ".join([found[key] for key in _IDENTITY if key in found]) or platform.machine()
+        told = ""
+    return processor_of(told) or platform.machine()
+
+
+def processor_of(told: str) -> str:
+    """The first processor's maker and design, and what it can do with vectors, of the text of /proc/cpuinfo; "" where that says neither."""
+    lines = told.partition("\n\n")[0].splitlines()
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    design = " ".join([found[key] for key in _IDENTITY if key in found])
+    flags = {flag for key in _FLAGS for flag in found.get(key, "").split() if _OF_VECTORS.match(flag)}
+    return design + _WITH + " ".join(sorted(flags)) if flags else design
+
+
+def _beside(kind: str, other: str) -> str:
+    """In words: of two processors of one design what this one has and lacks."""
+    (design, _, own), (other_design, _, others) = kind.partition(_WITH), other.partition(_WITH)
+    if design != other_design:
+        return design
+    more, less = (" ".join(sorted(set(these.split()) - set(those.split()))) for these, those in ((own, others), (others, own)))
+    return design + (f" with {more}" if more else "") + (f" without {less}" if less else "")
 
 
 def _read(path: Path) -> str:
