@@ -67,6 +67,17 @@ def test_targets_that_the_base_has_not_are_refused_at_submission(tight: tuple[Se
     assert refused["param"] == "target_modules" and "Did you mean q_proj?" in refused["message"]
 
 
+def test_what_is_known_of_a_base_is_of_the_runs_that_the_server_makes(bases: Path) -> None:
+    """A deterministic run computes otherwise: its outline is another, and was looked for under the name of the plain one."""
+    capacities = [Capacity(config_of(bases.parent, deterministic=setting), Devices("cuda", (0,), None)) for setting in (False, True)]
+    for capacity_of in capacities:
+        capacity_of.learn("base", BASE)
+    assert [each.parts_of("base") is not None for each in capacities] == [True, False], "none was made for it"
+    find_outline(bases, BASE, Precision(deterministic=True))
+    capacities[1].learn("base", BASE)
+    assert capacities[1].parts_of("base") is not None
+
+
 def test_a_base_beyond_memory_and_one_of_which_nothing_is_known(bases: Path) -> None:
     outline = known_outline(bases, BASE, Precision())
     assert outline is not None

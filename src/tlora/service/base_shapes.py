@@ -44,7 +44,8 @@ class Precision:
 
 
 def precision_of(config: ServerConfig, device: str) -> Precision:
-    return Precision(config.dtype, config.base_precision, device, config.unused_weights, config.layout)
+    held = config.dtype, config.base_precision, device, config.unused_weights, config.layout
+    return Precision(*held, deterministic=config.deterministic)
 
 
 def find_outline(directory: Path, base_model: str, precision: Precision) -> BaseShape:
