@@ -156,6 +156,23 @@ def test_for_a_job_that_lacks_another_kind_of_gpu_each_host_is_tried_once() -> N
     assert engine.agents == {"d"}, "but what has come since is"
 
 
+def test_a_host_from_which_no_worker_comes_is_none_that_covers_what_waits() -> None:
+    """It starts none, or a deterministic cluster refuses its kind: the job waited for it, and the next host was not taken."""
+    engine = Engine(live=hosts(a=1, b=1))
+    kept = Kept(engine, idle_seconds=10.0)
+    for seconds in (1.0, 1.0, 1.0, 590.0, 20.0, 1.0):
+        kept.step(Demand(waiting={1: 1}), seconds=seconds)
+    assert engine.agents == {"b"} and "no worker of host a has come in 600 s: it is given back, and not taken again" in kept.notes
+    for seconds in (590.0, 590.0):
+        kept.step(Demand(waiting={1: 1}, workers={"b": (7,)}), seconds=seconds)
+    assert engine.agents == {"b"}
+    del engine.live["a"]
+    kept.step()
+    engine.live |= hosts(a=1)
+    kept.step(), kept.step(Demand(waiting={2: 1}, workers={"b": (7,)}))
+    assert engine.agents == {"a", "b"}, "it is another one by now"
+
+
 def test_a_job_may_ask_for_what_its_hosts_have_and_may_get() -> None:
     for most, gpus in ((None, 5), (1, 4), (3, 12)):
         kept = Kept(Engine(live=hosts(a=4, b=1)), max_hosts=most)  # type: ignore[arg-type]

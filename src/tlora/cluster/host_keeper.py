@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlora.cluster.engine_hosts import Demand, Prove
 from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
@@ -19,6 +19,7 @@ SYNC_SECONDS = 1.0
 _LEAVE_SECONDS = 30.0  # for agents to end
 _LOOK_SECONDS = 0.5
 _AGAIN_SECONDS = 10.0  # before a lost engine is tried again
+_BARREN_SECONDS = 600.0  # without a worker, after which a host counts for nothing: it starts none, or they are refused
 _MOURNED_SECONDS = 600.0  # for which a dead host's workers are declared dead: one whose line stands is not, until that ends too
 
 
@@ -99,6 +100,8 @@ class HostKeeper:
         self._kept: list[str] = []
         self._idle_since: dict[str, float] = {}
         self._tried: set[str] = set()  # hosts of which all workers have come, or which were given back
+        self._waited_for: dict[str, float] = {}  # hosts with an agent, and since when without a worker
+        self._barren: set[str] = set()  # hosts from which no worker has come in `_BARREN_SECONDS`
         self._dead: dict[str, float] = {}  # hosts, and when they were found missing
         self._proven: set[tuple[str, int, str]] = set()
         self._requested: int | None = None
@@ -160,8 +163,10 @@ class HostKeeper:
         """Choose, sync, and pass on what was seen."""
         demand = self._demand
         self._mark_idle(demand, now)
-        self._tried.update(name for name in self._kept if name in self._live and self._has_come(name, demand))
-        choice = choose_hosts(self._live, self._kept, self._idle_since, demand, self._limits, now, self._tried)
+        self._judge(demand, now)
+        live = {name: host for name, host in self._live.items() if name not in self._barren}
+        choice = choose_hosts(live, self._kept, self._idle_since, demand, self._limits, now, self._tried)
+        choice = replace(choice, drain=(*choice.drain, *(name for name in self._kept if name in self._barren)))
         try:
             places = max((host.places for host in self._live.values()), default=1)
             seen = self._engine.sync(HostsWanted(self._order, choice.keep, choice.drain, choice.request, places, dict(demand.workers)))
@@ -183,10 +188,22 @@ class HostKeeper:
         self._lost = True
         self._live, self._kept, self._dead = {}, [], {}
         self._tried.clear()
+        self._barren.clear()
         self._idle_since.clear()
 
-    def _has_come(self, name: str, demand: Demand) -> bool:
-        return len(demand.workers.get(name, ())) >= self._live[name].places
+    def _judge(self, demand: Demand, now: float) -> None:
+        """Which hosts have come with all of their GPUs, and which bring none."""
+        for name in [name for name in self._kept if name in self._live]:
+            come = len(demand.workers.get(name, ()))
+            if come >= self._live[name].places:
+                self._tried.add(name)
+            if come or name in demand.busy:
+                self._waited_for[name] = now
+            elif now - self._waited_for.setdefault(name, now) >= _BARREN_SECONDS and name not in self._barren:
+                self._barren.add(name)
+                self._note(f"no worker of host {name} has come in {_BARREN_SECONDS:g} s: it is given back, and not taken again")
+        for name in self._waited_for.keys() - set(self._kept):
+            del self._waited_for[name]
 
     def _mark_idle(self, demand: Demand, now: float) -> None:
         for name in self._kept:
@@ -202,7 +219,7 @@ class HostKeeper:
             self._requested = choice.request
             self._note(f"{self._engine.name} was asked for {choice.request} hosts; there are {len(seen.hosts)}")
         for name in choice.drain:
-            if name in self._kept:
+            if name in self._kept and name not in self._barren:
                 self._note(f"host {name} is given back: it was idle for {self._limits.idle_seconds:g} s")
         for problem in seen.problems:
             self._note(f"{self._engine.name}: {problem}")
@@ -217,6 +234,7 @@ class HostKeeper:
             self._dead[name] = now
         self._live = live
         self._tried &= live.keys()
+        self._barren &= live.keys()
         for report in seen.agents:
             for end in report.ended:
                 key = (report.host, end.pid, end.how)
