@@ -33,8 +33,9 @@ from bench import machine
 from tlora.kernels import expert_kernels as kernels
 from tlora.kernels import experts as plain
 from tlora.kernels.cards import HOPPER, CardClass
+from tlora.kernels.compile_request import ExpertRequest
 from tlora.kernels.device import capability_of, class_of, launched_as
-from tlora.kernels.expert_launches import META, ExpertRequest, empty_routing
+from tlora.kernels.expert_launches import META, empty_routing
 from tlora.kernels.lora_tables import DA, DB, A, B
 from tlora.kernels.multi_lora import LoraWeights
 from tlora.kernels.reference import Segment

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora.kernels.compile_ahead import CompileRequest
+from tlora.kernels.compile_request import CompileRequest
 
 IN_LOOPS = ("gemm_kernel", "shrink_kernel", "sum_kernel", "forward_kernel", "dq_kernel", "dkv_kernel")
 EXPERTS_IN_LOOPS = ("expert_gemm_kernel", "expert_shrink_kernel", "expert_sum_kernel", "rows_kernel")
@@ -120,6 +120,6 @@ def _read(src: Any, metadata: dict[str, Any], files: dict[str, Path]) -> Compile
 
 
 if __name__ == "__main__":
-    from tlora.kernels.compile_ahead import read_order
+    from tlora.kernels.compile_request import read_order
 
     print(json.dumps([asdict(kernel) for kernel in _compile([read_order(json.dumps(row)) for row in json.load(sys.stdin)])]))

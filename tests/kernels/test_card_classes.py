@@ -18,9 +18,17 @@ pytest.importorskip("triton")
 
 with interpreted():
     from tests.kernels.compiled_kernels import EXPERTS_IN_LOOPS, IN_LOOPS, Compiled, compiled
-    from tlora.kernels.compile_ahead import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest
-    from tlora.kernels.expert_launches import ExpertRequest, RowsRequest
-    from tlora.kernels.recurrent_launches import ConvolutionRequest, DeltaRequest
+    from tlora.kernels.compile_request import (
+        AttentionRequest,
+        CompileRequest,
+        ConvolutionRequest,
+        DeltaRequest,
+        ExpertRequest,
+        GroupRequest,
+        HeadRequest,
+        PackedRequest,
+        RowsRequest,
+    )
 
 LEAST_MEMORY = ("sm_86", "sm_120")  # shared memory: the oldest and the newest class of it
 MOST_STACK = 64  # bytes

@@ -17,7 +17,7 @@ from tests.kernels.interpreter import interpreted
 
 with interpreted():
     from tlora.kernels import compile_ahead
-    from tlora.kernels.compile_ahead import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest
+    from tlora.kernels.compile_request import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest, read_order
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same with real launches")
 NARROW = GroupRequest(32, (32,), bias=False, fp8=False)
@@ -64,7 +64,7 @@ def test_an_order_survives_its_way_to_the_process() -> None:
         ORDER,
         replace(ORDER, attentions=(WINDOWED, replace(WINDOWED, sinks="bfloat16")), head=HeadRequest(500, True), packed=PACKED),
     ):
-        assert compile_ahead.read_order(json.dumps(asdict(order))) == order
+        assert read_order(json.dumps(asdict(order))) == order
 
 
 def test_groups_that_launch_the_same_kernels_are_compiled_once() -> None:

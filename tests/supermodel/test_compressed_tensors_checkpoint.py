@@ -26,7 +26,7 @@ from tlora.engine.generate import Sampling, generate
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.kernels.packed_weight import PackedWeight
-from tlora.supermodel import supermodel
+from tlora.supermodel import kernels_ahead, supermodel
 from tlora.supermodel.compressed_tensors_format import open_format
 from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.load import load_base, outline
@@ -35,7 +35,7 @@ from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
 
 with interpreted():
     from tlora.kernels import compile_ahead
-    from tlora.kernels.compile_ahead import CompileRequest
+    from tlora.kernels.compile_request import CompileRequest
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True}
@@ -203,7 +203,7 @@ def test_kernels_of_all_widths_are_compiled_ahead(plain: Path, tmp_path: Path, m
     packed, _ = pack(plain, tmp_path / "packed", SCHEMES["channel zero"])
     ordered: list[CompileRequest] = []
     monkeypatch.setattr(supermodel, "why_not_fused", lambda *_: None)
-    monkeypatch.setattr(compile_ahead, "request_for", lambda *_: CompileRequest("a GPU", 90, 1, "bfloat16", 16, False, ()))
+    monkeypatch.setattr(kernels_ahead, "request_for", lambda *_: CompileRequest("a GPU", 90, 1, "bfloat16", 16, False, ()))
     monkeypatch.setattr(compile_ahead, "start", ordered.append)
     SuperModel(outline(str(packed))).compile_ahead(torch.device("cuda"), [LoraConfig(r=4)])
     forms = [m.form for m in load_base(str(packed)).model.modules() if isinstance(m, HeldLinear)]

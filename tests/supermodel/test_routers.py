@@ -31,8 +31,8 @@ from tlora.supermodel.supermodel import SuperModel
 
 with interpreted():  # the path imports them late, when the variable may not be set any more
     from tlora.kernels import expert_operations, triton_rows  # noqa: F401
-    from tlora.kernels.compile_ahead import CompileRequest, read_order
-    from tlora.kernels.expert_launches import RowsRequest, rows_launches
+    from tlora.kernels.compile_request import CompileRequest, RowsRequest, read_order
+    from tlora.kernels.expert_launches import rows_launches
 
 pytestmark = MARKS
 SLOW = pytest.mark.slow

@@ -26,11 +26,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora.kernels import bank_chunks, forced_card, fused_linear, varlen_attention
+from tlora.kernels import bank_chunks, delta_kernels, forced_card, fused_linear, triton_conv, varlen_attention
 from tlora.kernels.bank_chunks import CHUNK
 from tlora.kernels.cards import CardClass
-from tlora.kernels.device import capability_of, class_of, is_forced
-from tlora.kernels.expert_launches import META, TOKENS, ExpertRequest, RowsRequest, expert_launches, rows_launches
+from tlora.kernels.chunk_layout import list_chunks
+from tlora.kernels.compile_request import (
+    AttentionRequest,
+    CompileRequest,
+    ConvolutionRequest,
+    DeltaRequest,
+    GroupRequest,
+    HeadRequest,
+    PackedRequest,
+    read_order,
+)
+from tlora.kernels.delta_rule import CHUNK as DELTA_CHUNK
+from tlora.kernels.device import class_of, is_forced
+from tlora.kernels.expert_launches import META, TOKENS, expert_launches, rows_launches
 from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.fused_adamw import NUM_OUTCOMES, NUM_SCALARS, FlatState, StepBuffers, launch_measure, launch_update
@@ -39,7 +51,6 @@ from tlora.kernels.head import Head
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, LoraTables, Run, Slots, build_tables
 from tlora.kernels.packed import dequantize
 from tlora.kernels.packed_weight import PackedWeight
-from tlora.kernels.recurrent_launches import ConvolutionRequest, DeltaRequest, convolution_launches, delta_launches
 from tlora.kernels.tile_files import table_of_gpu
 from tlora.kernels.tiles import MOST_SIZES, WIDEST_BLOCK, Tile, TileTable, keys_of, sizes_of
 from tlora.kernels.triton_cross_entropy import fused_linear_cross_entropy
@@ -51,67 +62,6 @@ _ATTENTION = ("forward", "dq", "dkv")
 
 
 @dataclass(frozen=True)
-class GroupRequest:
-    """Linears that read the same x, as `fused_linear.LinearGroup` has them."""
-
-    in_features: int
-    widths: tuple[int, ...]
-    bias: bool
-    fp8: bool
-
-
-@dataclass(frozen=True)
-class AttentionRequest:
-    """Attention of some layers: query heads, kv heads, their size, a window or 0, whether scores are capped, the sinks' dtype."""
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    window: int
-    softcap: bool
-    sinks: str | None = None
-
-
-@dataclass(frozen=True)
-class HeadRequest:
-    """The cross-entropy over so many tokens of a vocabulary, and whether logits are capped."""
-
-    vocabulary: int
-    softcap: bool
-
-
-@dataclass(frozen=True)
-class PackedRequest:
-    """Weights of 4 bits, as `packed_weight.PackedWeight` has them."""
-
-    group: int
-    value_dtype: str
-    zero: bool = False
-
-
-@dataclass(frozen=True)
-class CompileRequest:
-    """What is to be compiled for GPUs like `gpu`: launches of `groups` in `dtype` with S `width` wide, and all others that are named.
-    `capability` is 90 for 9.0; `programs` the number of SMs. With `dropout` some job has it.
-    """
-
-    gpu: str
-    capability: int
-    programs: int
-    dtype: str
-    width: int
-    dropout: bool
-    groups: tuple[GroupRequest, ...]
-    attentions: tuple[AttentionRequest, ...] = ()
-    head: HeadRequest | None = None
-    packed: tuple[PackedRequest, ...] = ()
-    experts: tuple[ExpertRequest, ...] = ()
-    routers: tuple[RowsRequest, ...] = ()
-    delta_rules: tuple[DeltaRequest, ...] = ()
-    convolutions: tuple[ConvolutionRequest, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Kernel:
     """One kernel of one group over one kind of micro-batch; with the tiles of `table`."""
 
@@ -120,21 +70,6 @@ class _Kernel:
     many: bool
     dropout: bool
     table: TileTable
-
-
-def request_for(
-    device: torch.device,
-    head: Head,
-    width: int,
-    dropout: bool,
-    groups: Sequence[GroupRequest],
-    attentions: Sequence[AttentionRequest],
-) -> CompileRequest:
-    """The order for a GPU that is there; the dtype is that of `head`."""
-    properties, weight = torch.cuda.get_device_properties(device), head.weight_VH
-    name, unlike = str(weight.dtype).removeprefix("torch."), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
-    loss = HeadRequest(weight.shape[0], bool(head.softcap))
-    return CompileRequest(properties.name, capability_of(device), properties.multi_processor_count, name, width, dropout, *unlike, loss)
 
 
 def start(order: CompileRequest) -> subprocess.Popen[bytes] | None:
@@ -149,17 +84,6 @@ def start(order: CompileRequest) -> subprocess.Popen[bytes] | None:
     with process.stdin as pipe:
         pipe.write(json.dumps(asdict(order)).encode())
     return process
-
-
-def read_order(text: str) -> CompileRequest:
-    """The inverse of what `start` writes."""
-    row = json.loads(text)
-    groups = tuple(GroupRequest(**(group | {"widths": tuple(group["widths"])})) for group in row.pop("groups"))
-    head = HeadRequest(**head_row) if (head_row := row.pop("head")) is not None else None
-    kinds = {"attentions": AttentionRequest, "packed": PackedRequest, "experts": ExpertRequest, "routers": RowsRequest}
-    kinds |= {"delta_rules": DeltaRequest, "convolutions": ConvolutionRequest}
-    others: Any = {name: tuple(kind(**each) for each in row.pop(name)) for name, kind in kinds.items()}
-    return CompileRequest(**row, groups=groups, head=head, **others)
 
 
 def compile_all(order: CompileRequest, workers: int) -> None:
@@ -181,8 +105,8 @@ def launches_of(order: CompileRequest) -> list[Callable[[], object]]:
     launches += [partial(_compile_dequantize, dtype, packed) for packed in order.packed]
     launches += [launch for experts in order.experts for launch in expert_launches(experts, dtype, table.card)]
     launches += [launch for router in order.routers for launch in rows_launches(router)]
-    launches += [launch for rule in order.delta_rules for launch in delta_launches(rule, dtype)]
-    launches += [launch for convolution in order.convolutions for launch in convolution_launches(convolution, dtype)]
+    launches += [launch for rule in order.delta_rules for launch in _delta_launches(rule, dtype)]
+    launches += [launch for convolution in order.convolutions for launch in _convolution_launches(convolution, dtype)]
     return launches
 
 
@@ -308,6 +232,24 @@ def _compile_attention(dtype: torch.dtype, order: AttentionRequest, card: CardCl
             varlen_attention.launch_dq(saved, plan, rule, tiles.dq)
         case "dkv":
             varlen_attention.launch_dkv(saved, lse, plan, rule, tiles.dkv)
+
+
+def _delta_launches(request: DeltaRequest, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Forward and backward."""
+    empty = partial(torch.empty, dtype=dtype, device=META)
+    keys = (TOKENS, request.key_heads, request.key_size)
+    q, k, v = empty(keys), empty(keys), empty(TOKENS, request.value_heads, request.value_size)
+    g, beta = torch.empty(v.shape[:2], dtype=getattr(torch, request.decay_dtype), device=META), empty(v.shape[:2])
+    inputs = q, k, v, g, beta, list_chunks((TOKENS,), DELTA_CHUNK, META), request.normalize
+    return [partial(delta_kernels.backward, empty(v.shape), *inputs), partial(delta_kernels.forward, *inputs)]
+
+
+def _convolution_launches(request: ConvolutionRequest, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Forward and backward."""
+    empty = partial(torch.empty, dtype=dtype, device=META)
+    x, bias = empty(TOKENS, request.channels), empty(request.channels) if request.bias else None
+    rest = x, empty(request.channels, request.taps), bias, torch.empty(TOKENS, dtype=torch.int32, device=META), request.silu
+    return [partial(triton_conv.convolve, *rest), partial(triton_conv.convolve_back, empty(x.shape), *rest)]
 
 
 def _compile_loss(dtype: torch.dtype, order: HeadRequest, gradient: bool) -> None:

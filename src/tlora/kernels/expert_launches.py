@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tlora.kernels.cards import CardClass
+from tlora.kernels.compile_request import ExpertRequest, RowsRequest
 from tlora.kernels.expert_kernels import (
     ExpertRouting,
     ExpertRows,
@@ -29,30 +29,6 @@ from tlora.kernels.row_operations import launch_rows
 
 META = torch.device("meta")
 TOKENS = 128
-
-
-@dataclass(frozen=True)
-class ExpertRequest:
-    """A parameter of experts: in and out features, how many there are, to how many a token goes, its layout; the router's dtype."""
-
-    in_features: int
-    out_features: int
-    experts: int
-    slots: int
-    transposed: bool
-    bias: bool
-    gathers: bool
-    weights_dtype: str
-
-
-@dataclass(frozen=True)
-class RowsRequest:
-    """The product of a router: in and out features, whether it has a bias, its dtype."""
-
-    in_features: int
-    out_features: int
-    bias: bool
-    dtype: str
 
 
 def rows_launches(request: RowsRequest) -> list[Callable[[], object]]:

@@ -20,6 +20,7 @@ from tlora.adapter_shape import ExpertSize
 from tlora.adapters.bank import AdapterBank
 from tlora.adapters.state import AdapterLayout
 from tlora.kernels.cards import CardClass
+from tlora.kernels.compile_request import ExpertRequest
 from tlora.kernels.device import may_run_kernels
 from tlora.kernels.experts import ExpertAdapters, ExpertWeights, combine, dispatch, expert_linear, route
 from tlora.kernels.multi_lora import LoraWeights
@@ -31,8 +32,7 @@ from tlora.supermodel.lora_linear import Context
 from tlora.supermodel.scaled_experts import adopt, all_tokens, is_scaled, why_left
 
 if TYPE_CHECKING:
-    from tlora.kernels.expert_kernels import ExpertBatch  # these bring triton, which not every CPU install has
-    from tlora.kernels.expert_launches import ExpertRequest
+    from tlora.kernels.expert_kernels import ExpertBatch  # brings triton, which not every CPU install has
     from tlora.supermodel.routers import RoutersSeen  # imports this
 
 NAME = "tlora_experts"
@@ -288,8 +288,6 @@ class Experts:
 
     def requests(self, device: torch.device) -> tuple[ExpertRequest, ...]:
         """What passes with jobs at experts launch on `device`, to be compiled ahead."""
-        from tlora.kernels.expert_launches import ExpertRequest
-
         found: dict[ExpertRequest, None] = {}
         for block in self.blocks if self.fit_kernels(device) else ():
             for name in (block.up, "down_proj"):

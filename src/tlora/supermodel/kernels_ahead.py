@@ -10,6 +10,15 @@ import torch
 
 from tlora.cache_directory import share_compiled_kernels
 from tlora.job import LoraConfig
+from tlora.kernels.compile_request import (
+    AttentionRequest,
+    ConvolutionRequest,
+    DeltaRequest,
+    GroupRequest,
+    PackedRequest,
+    RowsRequest,
+    request_for,
+)
 from tlora.kernels.lora_tables import rank_width
 from tlora.kernels.packed_weight import PackedWeight
 from tlora.supermodel.experts import Experts
@@ -30,8 +39,7 @@ def compile_ahead(
     deterministic: bool,
 ) -> subprocess.Popen[bytes] | None:
     """Start compiling the kernels that `loras` over a base on the meta device will need on `device`, which takes the fused path."""
-    from tlora.kernels.compile_ahead import AttentionRequest, GroupRequest, PackedRequest, RowsRequest, request_for, start
-    from tlora.kernels.recurrent_launches import ConvolutionRequest, DeltaRequest
+    from tlora.kernels.compile_ahead import start  # brings triton
     from tlora.kernels.varlen_attention import LARGEST_HEAD
 
     share_compiled_kernels()
