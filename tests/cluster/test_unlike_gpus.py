@@ -84,7 +84,7 @@ def test_processors_of_two_kinds_are_two_kinds(tmp_path: Path) -> None:
 def test_processors_of_one_design_that_can_do_different_things_are_two_kinds(tmp_path: Path) -> None:
     """As where a virtual machine has no AVX-512: its products have other last bits. What is not of vectors does not count."""
     intel = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nflags : fpu {} avx2 fma\n\nprocessor : 1\nmodel : 7"
-    whole, less, other = (processor_of(intel.format(flags)) for flags in ("sse2 avx512f md_clear", "sse2", "ibrs avx512f sse2"))
+    whole, less, other = (processor_of(intel.format(flags)) for flags in ("sse2 avx512f md_clear smep", "sse2", "ibrs avx512f sse2"))
     assert whole == other == "GenuineIntel 6 143 with avx2 avx512f fma sse2" and less == "GenuineIntel 6 143 with avx2 fma sse2"
     assert processor_of("CPU implementer : 0x41\nFeatures : fp asimd sve crc32\nCPU part : 0xd40") == "0x41 0xd40 with asimd sve"
     assert processor_of("") == ""

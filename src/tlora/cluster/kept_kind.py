@@ -21,7 +21,7 @@ from tlora.worker_protocol import HostLabels
 FILE = "kind.json"
 _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: what libraries choose kernels by,
 _FLAGS = ("flags", "Features")  # with those of these that are of vectors: a virtual machine may lack some of its processor's
-_OF_VECTORS = re.compile(r"(s?sse|avx|amx|fma|f16c|gfni|vaes|vpclmul|asimd|fphp|sve|sme|bf16|i8mm|fcma|ebf16)")
+_OF_VECTORS = re.compile(r"(s?sse|avx|amx|fma|f16c|gfni|vaes|vpclmul|asimd|fphp|sve|sme(?!p)|bf16|i8mm|fcma|ebf16)")
 _WITH = " with "
 
 
