@@ -133,7 +133,10 @@ class JobSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class GpusAsked:
-    """A job that has begun nowhere asks for so many GPUs from now on: the rest of its replicas take turns. Other hosts have come."""
+    """A job that has begun nowhere asks for so many GPUs from now on: the rest of its replicas take turns.
+
+    The host for which that is comes after the last of them.
+    """
 
     job_id: str
     gpus: int

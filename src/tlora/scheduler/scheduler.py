@@ -128,7 +128,8 @@ class Scheduler:
             case JobSubmitted():
                 return self._submit(event)
             case GpusAsked(job_id, gpus):
-                return [], self._ask_for(job_id, gpus)
+                self._ask_for(job_id, gpus)
+                return [], False  # others may follow; a back end sends a `NodeAdded` after the last
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
             case JobRequest(verb="release"):
@@ -198,15 +199,16 @@ class Scheduler:
             self._park(spec.job_id)
         return [], True
 
-    def _ask_for(self, job_id: str, gpus: int) -> bool:
-        """Whether that changes something: of a job that trains it comes too late."""
+    def _ask_for(self, job_id: str, gpus: int) -> None:
+        """Of a job that trains it comes too late."""
         job = self.state.jobs.get(job_id)
         if job is None or job.group_id is not None or gpus == job.spec.gpus or not job.spec.least_gpus <= gpus <= MOST_COUNTED:
-            return False
+            return
         self.state.ask_for(job_id, gpus)
-        self._unpark()
-        self._park(*(self.state.pending.keys() & {job_id}))
-        return True
+        if job_id in self.state.parked:
+            self._unpark(job_id)
+        elif job_id in self.state.pending:
+            self._park(job_id)
 
     def _park(self, *waiting: str) -> None:
         """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""
@@ -219,8 +221,9 @@ class Scheduler:
                     self._told_to_wait.add(name)
                     self._on_wait(name, lack.reason)
 
-    def _unpark(self) -> None:
-        for name in list(self.state.parked):
+    def _unpark(self, *names: str) -> None:
+        """Those of the jobs that can run on what is there by now; of all without `names`."""
+        for name in names or list(self.state.parked):
             if (lack := lack_of(self.state, self.state.jobs[name].spec)) is None:
                 self.state.unpark(name)
             else:
