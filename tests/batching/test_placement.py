@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from tlora.batching.placement import best_move, describe_placement, place
+from tlora.batching.replicas import Held
 
 
 def best_end(seconds: dict[str, float], gpus: int) -> float:
@@ -187,3 +188,26 @@ def test_jobs_are_only_where_there_is_memory_for_them(seed: int) -> None:
     for gpu, names in enumerate(found.jobs):
         assert all(gpu in holds.get(name, [gpu]) for name in (*names, *found.parts(gpu)))
     assert sorted(name for names in found.jobs for name in names) == sorted(seconds)
+
+
+def test_a_gpu_that_holds_the_shorter_samples_has_a_part_where_that_pays() -> None:
+    """GPU 0 alone holds the job. Its lead rank is there, and the other one has what it holds, or its equal share if that is less."""
+    for share, ends in ((0.3, (7.0, 3.0)), (0.8, (5.0, 5.0))):
+        found = place({"a": 10.0, "b": 1.0}, 2, {"a": 2}, holds={"a": [0]}, held={"a": {1: Held(512, share)}})
+        span = found.spans["a"]
+        assert (span.lead_rank, span.longest_of_each, span.weights) == (0, (0, 512), ()) and "a" in found.jobs[0]
+        assert tuple(10 * span.part(rank) for rank in (0, 1)) == pytest.approx(ends) and found.longest_samples(1) == {"a": 512}
+        assert "; GPU 1: a part of a (samples of up to 512 tokens) (predicted " in describe_placement(found).replace(
+            "GPU 1: b, ", "GPU 1: "
+        )
+    assert place({"a": 10.0}, 2, {"a": 2}, holds={"a": [0]}, held={"a": {1: Held(512, 0.04)}}).spans == {}, "too little to be worth it"
+    assert place({"a": 10.0}, 2, {}, holds={"a": [0]}, held={"a": {1: Held(512, 0.5)}}).spans == {}, "it is not cut"
+
+
+def test_gpus_that_hold_parts_come_behind_those_that_hold_all() -> None:
+    held = {"a": {0: Held(512, 0.5), 1: Held(256, 0.2)}}
+    span = place({"a": 10.0}, 4, {"a": 4}, [1.0, 1.0, 1.0, 1.0], {"a": [2, 3]}, held=held).spans["a"]
+    assert set(span.ranks[:2]) == {2, 3} and [span.longest_on(rank) for rank in range(4)] == [512, 256, 0, 0]
+    assert [span.part(rank) for rank in range(4)] == pytest.approx([0.8 / 3, 0.2, 0.8 / 3, 0.8 / 3])
+    narrow = place({"a": 10.0}, 3, {"a": 2}, [1.0, 1.0, 1.0], {"a": [1, 2]}, held={"a": {0: Held(512, 0.9)}}).spans["a"]
+    assert set(narrow.ranks) == {1, 2} and not narrow.longest, "two GPUs hold all of it"

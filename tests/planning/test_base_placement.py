@@ -43,11 +43,11 @@ def test_a_job_lies_where_there_is_memory_for_it(tmp_path: Path) -> None:
     needed = {job.spec.name: plenty.plan.total_bytes([job.layout]) for job in plenty.plan.jobs if job.layout is not None}
     small, between = needed["small"], needed["large"] - 1
     found, jobs = formed(between, needed["large"], small)
-    assert found.holds == {"large": (1,)} and not found.shared and not found.refused
+    assert found.holders.whole == {"large": (1,)} and not found.shared and not found.refused
     assert found.why.endswith("; large fits on GPU 1 alone") and not any(job.problems for job in jobs)
-    assert formed(needed["large"], 1 << 40)[0].holds == {}, "both fit on the smaller one"
+    assert formed(needed["large"], 1 << 40)[0].holders.whole == {}, "both fit on the smaller one"
     nowhere, jobs = formed(between, between)
-    assert nowhere.holds == {} and nowhere.refused == ["large"]
+    assert nowhere.holders.whole == {} and nowhere.refused == ["large"]
 
 
 def test_a_long_sample_keeps_no_other_job_from_a_small_gpu(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_long_sample_keeps_no_other_job_from_a_small_gpu(tmp_path: Path) -> No
     small = alone.total_bytes([job.layout for job in alone.jobs if job.layout is not None])
     jobs = planned()
     found = choose_form(run, jobs, model, model.base.num_bytes, device, (small, 1 << 40))
-    assert found.holds == {"long": (1,)} and not found.refused
+    assert found.holders.whole == {"long": (1,)} and not found.holders.part and not found.refused
     for job in jobs:
-        job.kept_out = job.spec.name in found.holds
+        job.kept_out = job.spec.name in found.holders.whole
     on_small = plan_memory(run, jobs, model, model.base.num_bytes, device, small)
     assert on_small.longest == 16 and [job.spec.name for job in jobs if job.too_large] == ["long"]

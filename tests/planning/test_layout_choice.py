@@ -11,9 +11,11 @@ import pytest
 from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, run_spec, save_base
 from tests.planning.test_layouts import devices_of, limited, sketched
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.check import check
 from tlora.engine.ranks.kinds import Gpus, earlier_form
 from tlora.job import RunSpec
+from tlora.planning.job_work import counting_jobs
 from tlora.planning.layout_choice import LEAST_GAIN, choose_form, predict_form
 from tlora.planning.layout_units import UnitPlan
 from tlora.planning.layouts import LayoutPlan, plan_layouts
@@ -118,6 +120,41 @@ def test_plan_and_run_agree_where_the_larger_gpu_alone_holds_a_job(layered: Path
     assert refused.why.startswith("job 'wide' needs "), "it fits on none"
     stages = check(run.model_copy(update={"layout": "stages", "deterministic": False}), gpu=",".join(gpus))
     assert form_of(stages.form) == "stages"
+
+
+@pytest.mark.parametrize("deterministic", in_every_run([False, True], 0))
+def test_plan_and_check_give_a_small_gpu_the_short_samples(layered: Path, tmp_path: Path, deterministic: bool) -> None:
+    """A deterministic run does not, as bits must not depend on memory."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "red green blue small " * (300 if row % 4 == 0 else 30)}) + "\n" for row in range(16)))
+    jobs = [
+        job("mixed", str(rows), gpus=2, batch_size=8, max_length=1536, max_steps=100_000),
+        job("short", str(rows), r=2, max_length=256, max_steps=100_000),
+    ]
+    run = run_spec(layered, tmp_path / "out", jobs, dtype="bfloat16", deterministic=deterministic, layout="whole")
+    mixed, short = sketched(run)
+    assert mixed.data is not None and mixed.layout is not None and short.longest <= 512 < mixed.longest
+    memory = counting_jobs(devices_of(run, H100)[0].parts.memory, [replace(mixed, span=ReplicaPlacement(2, (0, 1)))], deterministic)
+    room, gpus = memory.total_bytes([mixed.layout], 512, memory.most_recomputed), list[str]()
+    for name, limit in (("small", room), ("large", 1 << 40)):
+        described = {"name": name, "memory": int(limit / GPU_SHARE) + 1, "compute_capability": 9.0, "tflops": 989}
+        (tmp_path / f"{name}.json").write_text(json.dumps(described))
+        gpus.append(str(tmp_path / f"{name}.json"))
+    checked, (planned,) = (
+        check(run, gpu=",".join(gpus)),
+        plan_layouts(run, [mixed, short], devices_of(run, *map(find_gpu, gpus)), ("whole",)).feasible,
+    )
+    on_small, told = checked.gpus[0], "GPU 0 has a part of mixed (samples of up to 512 tokens)"
+    assert not checked.problems and checked.form.endswith("mixed fits on GPU 1 alone") and "mixed" in checked.gpus[1].jobs
+    assert on_small.predicted_bytes <= on_small.limit_bytes
+    if deterministic:
+        assert not on_small.parts and told not in planned.why
+        return
+    assert on_small.parts == ("mixed",) and on_small.longest_samples == {"mixed": 512} and told in planned.why
+    share = float(mixed.data.train.lengths[mixed.data.train.lengths <= 512].sum() / mixed.data.train.lengths.sum())
+    each = check(run.model_copy(update={"jobs": [run.jobs[1]]}), gpu=gpus[1], gpus=2).gpus
+    both = sum(gpu.seconds for gpu in checked.gpus)
+    assert on_small.seconds == pytest.approx(share * (both - each[0].seconds) + each[0].seconds, rel=0.01), "the other job is there"
 
 
 def test_stages_of_micro_batches_too_small_to_be_predicted_are_not_taken() -> None:

@@ -93,7 +93,7 @@ def _lower_bound(seconds: Sequence[float], ranks: Sequence[Rank], permitted: Seq
         for longest, fastest in zip(own, speeds[:-1], strict=False):
             taken, speed = taken + longest, speed + fastest
             bound = max(bound, taken / speed)
-        bound = max(bound, _filled_at(math.fsum(own), [ranks[number] for number in group]))
+        bound = max(bound, filled_at(math.fsum(own), [ranks[number] for number in group]))
     return bound
 
 
@@ -115,7 +115,7 @@ def _permitted(count: int, ranks: Sequence[Rank]) -> list[tuple[int, ...]]:
     return permitted
 
 
-def _filled_at(seconds: float, ranks: Sequence[Rank]) -> float:
+def filled_at(seconds: float, ranks: Sequence[Rank]) -> float:
     """When ranks that share `seconds` as finely as they like are through together: T with sum of speed * max(0, T - busy) = seconds."""
     speed = begun = 0.0
     end = math.inf

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tlora.batching.dispatch import Rank, dispatch
-from tlora.batching.replicas import ReplicaPlacement, weights_of
+from tlora.batching.replicas import Held, ReplicaPlacement, part_text, span_over
 from tlora.wording.numbers import duration_text
 
 MOVE_SECONDS = 10.0  # a job's checkpoint, its load elsewhere, and the steps that neither GPU takes meanwhile
-_LEAST_GAIN = 0.05  # of the time that is left, below which a move is not worth its risk
+_LEAST_GAIN = 0.05  # of the time that is left, below which a move, or a GPU that holds a part of a job, is not worth its risk
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Placement:
     def parts(self, gpu: int) -> tuple[str, ...]:
         """Names of the jobs that GPU `gpu` computes a part of, and that another rank leads."""
         return tuple(name for name, span in self.spans.items() if gpu in span.peers)
+
+    def longest_samples(self, gpu: int) -> dict[str, int]:
+        """Of the jobs of which GPU `gpu` has the shorter samples alone, the tokens up to which."""
+        return {name: most for name, span in self.spans.items() if (most := span.longest_on(gpu))}
 
     @property
     def end(self) -> float:
@@ -51,6 +55,7 @@ def place(
     speeds: Sequence[float] = (),
     holds: Mapping[str, Collection[int]] | None = None,
     kinds: Sequence[str] = (),
+    held: Mapping[str, Mapping[int, Held]] | None = None,
 ) -> Placement:
     """By `dispatch`, the longest job first; then single moves and swaps while they shorten the longest GPU.
 
@@ -59,11 +64,12 @@ def place(
     share of all: no GPU ends before its longest job, nor all of them before the average. Ties go to the first GPU and the first job, so
     that every rank finds the same placement. `speeds`: of GPUs that differ, against that which `seconds` are of; a job that spans them
     has a part on each by its speed. `holds`: of a job that not all GPUs have memory for, those that do. `kinds`: what each GPU is, where a
-    job may span GPUs of one kind only. Raises CapacityError for a job that no GPU holds.
+    job may span GPUs of one kind only. `held`: what other GPUs than those of `holds` have memory for of a job: it spans them as well if
+    that is shorter by enough; its lead rank holds all of it. Raises CapacityError for a job that no GPU holds.
     """
     speeds = tuple(speeds) or (1.0,) * gpus
     assert gpus == len(speeds) >= 1, (gpus, speeds)
-    order, able = {name: i for i, name in enumerate(seconds)}, _Able(gpus, holds or {}, tuple(kinds))
+    order, able = {name: i for i, name in enumerate(seconds)}, _Able(gpus, holds or {}, tuple(kinds), held or {})
     spans, fixed = _spread(seconds, speeds, replicas or {}, able)
     narrow = {name: value for name, value in seconds.items() if name not in spans}
     names = list(narrow)
@@ -87,6 +93,10 @@ class _Able:
     gpus: int
     holds: Mapping[str, Collection[int]]
     kinds: tuple[str, ...]
+    held: Mapping[str, Mapping[int, Held]]
+
+    def __post_init__(self) -> None:
+        assert not (self.kinds and self.held), "a deterministic run is cut by lengths alone"
 
     def of(self, name: str) -> list[int]:
         """Those with memory for it."""
@@ -121,20 +131,30 @@ def _spread(
     fixed, at_home = [0.0] * gpus, [0.0] * gpus  # `at_home`: of the jobs that it leads, on any rank
     wide = [name for name in seconds if replicas.get(name, 1) > 1]
 
-    def span_on(group: list[int], count: int) -> ReplicaPlacement:
-        ranks = sorted(group, key=fixed.__getitem__)[: min(count, len(group))]
+    def span_on(group: list[int], count: int, held: Mapping[int, Held] | None = None) -> ReplicaPlacement:
+        """`held`: of more GPUs, which come behind."""
+        part, group = held or {}, sorted(group, key=fixed.__getitem__)
+        ranks = [*group[:1], *sorted([*group[1:], *part], key=fixed.__getitem__)][:count]
         uneven = count % len(ranks) > 0  # the lead rank then computes a replica more than the last: it is the GPU with the least to do
-        ranks.sort(key=lambda gpu: (fixed[gpu], at_home[gpu]) if uneven else (at_home[gpu], fixed[gpu]))
-        return ReplicaPlacement(count, tuple(ranks), weights_of(count, ranks, speeds))
+        ranks.sort(key=lambda gpu: (gpu in part, *((fixed[gpu], at_home[gpu]) if uneven else (at_home[gpu], fixed[gpu]))))
+        return span_over(count, ranks, speeds, {gpu: part[gpu] for gpu in ranks if gpu in part})
+
+    def through(span: ReplicaPlacement, name: str) -> float:
+        return max(ends(span, name).values())
 
     def ends(span: ReplicaPlacement, name: str) -> dict[int, float]:
         return {rank: fixed[rank] + seconds[name] * span.part(rank) / speeds[rank] for rank in span.ranks}
 
     for name in sorted(wide, key=seconds.__getitem__, reverse=True):  # stable: equal jobs in the order of the file
         tried = [span_on(group, replicas[name]) for group in able.together(name) if len(group) > 1]
-        if not tried:
+        span = min(tried, key=lambda span: through(span, name), default=None)
+        if part := able.held.get(name):
+            end = through(span, name) if span is not None else min(fixed[gpu] + seconds[name] / speeds[gpu] for gpu in able.of(name))
+            wider = span_on(able.of(name), replicas[name], part)
+            span = wider if wider.longest and through(wider, name) < (1 - _LEAST_GAIN) * end else span
+        if span is None:
             continue
-        span = spans[name] = min(tried, key=lambda span: max(ends(span, name).values()))
+        spans[name] = span
         at_home[span.lead_rank] += seconds[name]
         for rank, end in ends(span, name).items():
             fixed[rank] = end
@@ -144,7 +164,8 @@ def _spread(
 def describe_placement(placement: Placement) -> str:
     """What begins where, in a line."""
     each = (
-        ", ".join([*jobs, *(f"a part of {name}" for name in placement.parts(gpu))]) or "none" for gpu, jobs in enumerate(placement.jobs)
+        ", ".join([*jobs, *(part_text(name, placement.spans[name].longest_on(gpu)) for name in placement.parts(gpu))]) or "none"
+        for gpu, jobs in enumerate(placement.jobs)
     )
     line = "; ".join(f"GPU {gpu}: {jobs}" for gpu, jobs in enumerate(each))
     return f"{line} (predicted {duration_text(placement.end)}, {placement.told})"

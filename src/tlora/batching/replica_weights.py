@@ -41,7 +41,7 @@ class ReplicaWeights:
         speeds = {rank: median_low(own) for rank, own in self._rates.items()}
         for own in self._rates.values():
             own.clear()
-        shares, total = {rank: self.span.part(rank) for rank in speeds}, sum(speeds.values())
+        shares, total = {rank: self.span.weight(rank) for rank in speeds}, sum(speeds.values())
         if max(shares[rank] / speeds[rank] for rank in speeds) * total < 1 + _MARGIN:
             return False
         wanted = {rank: min(max(speed / total, shares[rank] / _MOST_FACTOR), shares[rank] * _MOST_FACTOR) for rank, speed in speeds.items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from tlora.batching.replicas import part_text
 from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.wording.numbers import MANY_JOBS, by_jobs, count_text, duration_text, names_text, shortened
 
@@ -80,7 +81,7 @@ def _print_gpus(console: Console, check: RunCheck) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for number, gpu in enumerate(check.gpus):
         rate = count_text(gpu.tokens_per_second) if gpu.seconds else ""
-        begins = [*gpu.jobs, *(f"a part of {name}" for name in gpu.parts)]
+        begins = [*gpu.jobs, *(part_text(name, gpu.longest_samples.get(name, 0)) for name in gpu.parts)]
         names = Text(printable(names_text(begins) if len(check.jobs) > MANY_JOBS else ", ".join(begins)))
         peak, own = bytes_text(gpu.predicted_bytes), list[str]()
         if unlike:

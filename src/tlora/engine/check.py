@@ -145,11 +145,11 @@ def _check(run: RunSpec, watcher: Watcher, where: Devices) -> RunCheck:
     if known is not None:
         plan = settle(run, plan, known, place)
     plan, streamed = _layout(run, plan, model, where, problems)
-    seconds = predicted_seconds(plan.jobs, model, place, where.rate)
     on_gpus: dict[str, Any]
     if where.count > 1:
-        on_gpus = check_gpus(run, plan, model, where, seconds, problems)
+        on_gpus = check_gpus(run, plan, model, where, problems)
     else:
+        seconds = predicted_seconds(plan.jobs, model, place, where.rate)
         on_gpus = {
             "recompute_choices": recompute_choices(run, plan, seconds, place),
             "tokens_per_second": predicted_rate(plan, seconds, place) if place.type == "cuda" else 0.0,

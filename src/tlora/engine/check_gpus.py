@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from tlora.kernels.device import as_if_on, card_of, name_of
 from tlora.planning.base_placement import BasePlacement, choose_form
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.memory import memory_limit
-from tlora.planning.plan import RunPlan, plan_memory, settle
+from tlora.planning.plan import RunPlan, place_job, plan_memory, settle
 from tlora.planning.streaming import Machine, this_machine
-from tlora.planning.work import known_here, rate_here
+from tlora.planning.work import known_here, predicted_seconds, rate_here
 from tlora.shape.gpu_models import GpuModel, rated_as, speeds_of
 from tlora.shape.work import TrainingRate
 from tlora.supermodel.supermodel import SuperModel
@@ -28,7 +28,8 @@ from tlora.worker_protocol import Memory
 @dataclass(frozen=True)
 class GpuCheck:
     """The predicted work of one of several GPUs: the jobs that it leads, their memory, how long they train and how fast
-    (`planning/work.py`). `parts`: jobs that another rank leads, of which it computes some replicas. `name`: where GPUs are of several
+    (`planning/work.py`). `parts`: jobs that another rank leads, of which it computes some replicas; `longest_samples`: of those
+    of which it has the shorter samples alone, the tokens up to which. `name`: where GPUs are of several
     kinds, or some of them hold jobs that others do not; then `limit_bytes` and `token_budget` are its own.
     """
 
@@ -37,6 +38,7 @@ class GpuCheck:
     seconds: float
     tokens_per_second: float
     parts: tuple[str, ...] = ()
+    longest_samples: Mapping[str, int] = field(default_factory=dict[str, int])
     name: str = ""
     limit_bytes: int = 0
     token_budget: int = 0
@@ -104,9 +106,7 @@ class Devices:
         return gpus_of(found, self.count)
 
 
-def check_gpus(
-    run: RunSpec, plan: RunPlan, model: SuperModel, where: Devices, seconds: Mapping[str, float], problems: list[str]
-) -> dict[str, Any]:
+def check_gpus(run: RunSpec, plan: RunPlan, model: SuperModel, where: Devices, problems: list[str]) -> dict[str, Any]:
     """Fields of a RunCheck, and the "plan" of each GPU. A base that fits in no form is one of the `problems`."""
     gpus = where.gpus(run, plan.limit_bytes)
     try:
@@ -115,9 +115,10 @@ def check_gpus(
     except (CapacityError, ConfigError, ModelError) as error:
         problems.append(str(error))
         return {}
-    unlike = len(gpus.kinds) > 1 or bool(form.holds)
+    seconds = predicted_seconds(plan.jobs, model, where.place, where.rate)  # of jobs whose problems are those of the largest GPU by now
+    unlike = len(gpus.kinds) > 1 or bool(form.holders.whole)
     replicas = choose_replicas(plan.jobs, seconds, where.count, run.deterministic)
-    placement, _ = place_on(gpus, seconds, replicas, form.holds, run.deterministic, {})
+    placement, _ = place_on(gpus, seconds, replicas, form.holders, run.deterministic, {})
     for job in plan.jobs:
         job.span = placement.spans.get(job.spec.name)
     trained = [frozenset((*names, *placement.parts(gpu))) for gpu, names in enumerate(placement.jobs)]
@@ -130,7 +131,7 @@ def check_gpus(
         shares = {name: placement.spans[name].part(gpu) if name in placement.spans else 1.0 for name in trained[gpu]}
         computed = sum(tokens[name] * share for name, share in shares.items())
         rate = computed / needed if needed else 0.0
-        checked = GpuCheck(names, each.total_bytes(list(each.resident)), needed, rate, placement.parts(gpu))
+        checked = GpuCheck(names, each.total_bytes(list(each.resident)), needed, rate, placement.parts(gpu), placement.longest_samples(gpu))
         if unlike:
             checked = replace(checked, name=gpus.names[gpu], limit_bytes=each.limit_bytes, token_budget=each.token_budget)
         found.append(checked)
@@ -145,9 +146,9 @@ def _plans_of_unlike(
     found = list[RunPlan]()
     for number, (place, limit) in enumerate(zip(where.places, gpus.limits, strict=True)):
         for job in jobs:
-            job.kept_out = number not in form.holds.get(job.spec.name, (number,))
+            place_job(job, job.span, number, number not in form.holders.whole.get(job.spec.name, (number,)))
         with where.on(number):
             found.append(plan_memory(run, jobs, model, base_bytes, place, limit, here[number]))
     for job in jobs:
-        job.kept_out = False
+        place_job(job, job.span, job.span.lead_rank if job.span is not None else 0, False)
     return found

@@ -187,7 +187,7 @@ class Driver:
     def follow(self, job: PlannedJob) -> JobRun:
         """Compute the replicas here of a job that another rank leads, which has its files."""
         assert job.data is not None, f"{job.spec.name} was opened without data"
-        run = JobRun(job.spec, job.data.train, None, job.replicas, job.weights)
+        run = JobRun(job.spec, job.data.train, None, job.replicas, job.weights, job.held)
         if job.layout is not None and compares_with_start(job.spec):
             directory, dtype = self._places.output_dir / job.spec.name, self.group.model.bank.sum_dtype
             run.reference = partial(read_reference, directory, job.layout, dtype)

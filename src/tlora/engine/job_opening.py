@@ -48,7 +48,7 @@ def open_run(
         raise ConfigError("; ".join(job.problems))
     if resume:
         check_same_job(directory, job.spec)
-    run = JobRun(job.spec, job.data.train, job.data.eval, job.replicas, job.weights)
+    run = JobRun(job.spec, job.data.train, job.data.eval, job.replicas, job.weights, job.held)
     found = find_checkpoint(directory, note) if resume else None
     if found is None:
         state = start.result() if start else start_state(job.spec, job.layout, dtype)

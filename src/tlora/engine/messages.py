@@ -106,7 +106,8 @@ class Open:
 class Assign:
     """The data of all jobs is tokenized; of `run`, as it is by now, these jobs are led here. Answered by `Ready`. `store`: a file
     by which ranks find each other. With `shared` they share the base, with `stages` each has these of its layers, and the last leads
-    all jobs; `spans` are all jobs with replicas on several ranks. Of jobs that are `kept_out` this rank has too little memory.
+    all jobs; `spans` are all jobs with replicas on several ranks. For jobs that are `kept_out` this rank has too little memory,
+    but for a part that `spans` may give it.
     """
 
     run: RunSpec

@@ -22,7 +22,7 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import DataWorker, Preparation, start_worker
 from tlora.engine.driver import Driver, FilesWritten, RunPaths
 from tlora.engine.earlier_run import to_plan
-from tlora.engine.messages import BaseFacts, Fetched, JobReport, Leave, Published, Sent
+from tlora.engine.messages import BaseFacts, Faulty, Fetched, JobReport, Leave, Published, Sent
 from tlora.engine.ranks.last_stage import StagePipeline
 from tlora.engine.ranks.spanning import SpanExchange
 from tlora.engine.results import swept
@@ -33,7 +33,7 @@ from tlora.planning.base_parts import memory_in_parts, memory_of_stage
 from tlora.planning.job_plan import PlannedJob, start_ahead
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
-from tlora.planning.plan import PlacedJobs, RunPlan, check_base_fits, plan_run, settle
+from tlora.planning.plan import PlacedJobs, RunPlan, check_base_fits, plan_run, settle, take_whole
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
 from tlora.planning.work import known_here
@@ -69,6 +69,7 @@ class Assignment:
     peer_jobs: frozenset[str] = frozenset()
     stage: LayerRange | None = None  # the last one, of a base in stages
     kept_out: frozenset[str] = frozenset()  # jobs for which this process has too little memory, and others have not
+    rank: int = 0
 
 
 class Guard(Protocol):
@@ -127,7 +128,7 @@ def load(
         if here is None and monitor.ended:
             here = frozenset(job.name for job in run.jobs if job.name not in monitor.ended)
         takes = _taken(run, assignment, outlined, place, base_bytes)
-        placed = PlacedJobs(assignment.spans, assignment.kept_out)
+        placed = PlacedJobs(assignment.spans, assignment.kept_out, assignment.rank)
         plan = plan_run(run, outlined, takes, place, Preparation(monitor.preparing, worker), resume, here, placed)
     # several GPUs hold a base whole or in parts
     plan, streamed = choose_layout(run, plan, outlined, place, this_machine(place, run.layout)) if assigned is None else (plan, None)
@@ -341,7 +342,7 @@ class Session:
         self.driver.records.results.pop(name, None)
         self.here.add(name)
         self._resumed.add(name)
-        self._known[name].span = None
+        take_whole(self._known[name], self._plan)
         self._waiting.append(self._known[name])
         self._changed = True
 
@@ -377,8 +378,9 @@ class Session:
         self.driver.let_in(opened)
 
     def _follow(self, job: PlannedJob) -> None:
-        """Compute replicas of the job here; a job with problems is refused by its lead session."""
+        """Compute replicas of the job here. A job that no session can train spans none: where it has problems, memory is short here."""
         if job.layout is None or job.problems:
+            self._send(Faulty(job.spec.name, "; ".join(job.problems)))
             return
         self._layouts[job.spec.name] = job.layout
         self._monitor.track(self.driver.follow(job))

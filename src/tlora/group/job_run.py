@@ -81,11 +81,19 @@ class JobRun:
     """A job's progress through its global batches and evaluations. `flow` is what it offers now."""
 
     def __init__(
-        self, spec: JobSpec, train: Dataset, evaluation: Dataset | None, replicas: int | None = None, weights: Sequence[float] = ()
+        self,
+        spec: JobSpec,
+        train: Dataset,
+        evaluation: Dataset | None,
+        replicas: int | None = None,
+        weights: Sequence[float] = (),
+        held: Sequence[int] = (),
     ) -> None:
-        """`replicas` that each global batch is cut among; by default the job's `gpus`. `weights`: their shares; none: equal ones."""
+        """`replicas` that each global batch is cut among; by default the job's `gpus`. `weights`: their shares; none: equal ones. `held`:
+        of each the tokens of the longest sample that it gets, 0 for any; all replicas of a process have the same.
+        """
         self.spec, self.train, self.evaluation = spec, train, evaluation
-        self.replicas, self.weights = replicas or spec.gpus, tuple(weights)
+        self.replicas, self.weights, self.held = replicas or spec.gpus, tuple(weights), tuple(held)
         self.here: Sequence[int] = range(self.replicas)
         """Which of the replicas this process computes."""
         self.total_steps = spec.total_steps(epoch_size(train.epoch))
@@ -122,8 +130,9 @@ class JobRun:
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest sample."""
-        return max(int(data.lengths.max()) for data in (self.train, self.evaluation) if data is not None)
+        """Tokens of the longest sample that this process computes."""
+        longest = max(int(data.lengths.max()) for data in (self.train, self.evaluation) if data is not None)
+        return min(longest, (self.held[self.here[0]] if self.held and self.here else 0) or longest)
 
     # -- of several replicas -------------------------------------------------------------------------------------------
 
@@ -236,7 +245,7 @@ class JobRun:
         kind: Kind = "eval" if self.evaluating or self.measuring else "train"
         shares: list[Sequence[int]] = [samples]
         if kind == "train" and self.replicas > 1:
-            cuts = cut([int(data.lengths[i]) for i in samples], self.replicas, self.weights)
+            cuts = cut([int(data.lengths[i]) for i in samples], self.replicas, self.weights, self.held)
             shares = [[samples[position] for position in positions] for positions in cuts]
         self.shared_among = [replica for replica, share in enumerate(shares) if share]
         self._shares = [(replica, share) for replica, share in enumerate(shares) if share and (replica in self.here or kind == "eval")]
@@ -256,6 +265,8 @@ class JobRun:
         if not self._shares:
             return False
         data, (self.replica, share) = self._offered[0], self._shares.pop(0)
+        most = self.held[self.replica] if self.held else 0
+        assert not most or max(int(data.lengths[i]) for i in share) <= most, f"{self.spec.name}: a sample of more than {most} tokens"
         self.flow.offer([Item(i, len(self._measured_unit(i).input_ids) if self.measuring else int(data.lengths[i])) for i in share])
         return True
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from tlora.batching.replicas import ReplicaPlacement
 from tlora.errors import CapacityError, ConfigError
 from tlora.job import LayoutSetting, RunSpec
 from tlora.planning.base_parts import count_parts, takes_plain_path
-from tlora.planning.holders import find_holders
+from tlora.planning.holders import Holders, find_holders, longest_parts
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.layout_here import predict_here, without_peers
 from tlora.planning.memory import bytes_when_shared, can_be_cut
@@ -27,14 +28,14 @@ from tlora.wording.numbers import gib
 @dataclass(frozen=True)
 class BasePlacement:
     """`shared`: each GPU holds a part of every decoder layer. `stages`: each holds some of the layers, these. `why` is for a person; `plan`
-    is that of a GPU that holds all jobs. `holds`: of a job that not all GPUs have memory for, those that do.
+    is that of a GPU that holds all jobs. `holders`: of jobs that not all GPUs have memory for.
     """
 
     shared: bool
     why: str
     plan: RunPlan
     stages: tuple[LayerRange, ...] = ()
-    holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    holders: Holders = field(default_factory=Holders)
 
     @property
     def refused(self) -> list[str]:
@@ -114,10 +115,15 @@ def _on_some(
         plans.append(plan_memory(run, tuple(here), model, base_bytes, device, limit))
         return [job for job in here if job.too_large in job.problems]
 
-    if (holds := find_holders(jobs, limits, refused)) is None:
+    def parts(job: PlannedJob, limit: int) -> Iterator[PlannedJob]:
+        spanning = replace(job, span=ReplicaPlacement(max(2, job.spec.gpus), (0, 1)), problems=[], too_large=None)
+        memory = count_for(jobs, model, base_bytes, device)
+        return (replace(spanning, longest=longest, problems=[]) for longest in longest_parts(run, spanning, memory, limit))
+
+    if (holders := find_holders(jobs, limits, refused, parts)) is None:
         return None
-    each = "; ".join(f"{name} fits on GPU {', '.join(map(str, able))} alone" for name, able in holds.items())
-    return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}; {each}", plans[-1], holds=holds)
+    each = "; ".join(f"{name} fits on GPU {', '.join(map(str, able))} alone" for name, able in holders.whole.items())
+    return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}; {each}", plans[-1], holders=holders)
 
 
 def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:

@@ -37,7 +37,7 @@ class PlannedJob:
 
     spec: JobSpec
     data: Prepared | None = None
-    longest: int = 1  # tokens of the longest sample that it trains or evaluates on
+    longest: int = 1  # tokens of the longest sample that it trains or evaluates on here
     layout: AdapterLayout | None = None
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -54,6 +54,11 @@ class PlannedJob:
     def weights(self) -> tuple[float, ...]:
         """Shares of these, where they are not equal."""
         return () if self.span is None else self.span.weights
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Tokens of the longest sample that each of these gets, 0 for any; none: all get any."""
+        return () if self.span is None else self.span.longest_of_each
 
     @property
     def compares_with_start(self) -> bool:

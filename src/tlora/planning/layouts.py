@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tlora.batching.placement import Placement, place
+from tlora.batching.replicas import ReplicaPlacement, part_text
 from tlora.errors import CapacityError
 from tlora.job import RunSpec
-from tlora.planning.holders import find_holders
+from tlora.planning.holders import Holders, find_holders, longest_parts
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
@@ -172,14 +173,15 @@ def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tup
     seconds, totals = by_unit[0], [sum(each.values()) for each in by_unit]
     speeds = [totals[0] / total if total else 1.0 for total in totals]
     kinds = [unit.devices[0].gpu.name for unit in units] if run.deterministic else ()  # each job then stays on one
-    holds = _holders(run, jobs, units) if layout.form == "whole" else {}
-    placement = place(seconds, len(units), choose_replicas(jobs, seconds, len(units), run.deterministic), speeds, holds, kinds)
+    holders = _holders(run, jobs, units) if layout.form == "whole" else Holders()
+    replicas = choose_replicas(jobs, seconds, len(units), run.deterministic)
+    placement = place(seconds, len(units), replicas, speeds, holders.whole, kinds, holders.part)
     spanning = [replace(job, span=placement.spans.get(job.name)) for job in jobs]
     plans: dict[tuple[int, tuple[str, ...]], UnitPlan] = {}
     ends: list[tuple[float, UnitPlan]] = []
     for number, unit in enumerate(units):
         names = {*placement.jobs[number], *placement.parts(number)}
-        held = [job for job in spanning if number in holds.get(job.name, (number,))]
+        held = [_on(number, job) for job in spanning if number in holders.whole.get(job.name, (number,)) or job.name in names]
         here = held if run.deterministic else [job for job in held if job.name in names] or held
         key = [other.devices for other in units].index(unit.devices), tuple(job.name for job in here)  # alike units plan alike
         if key not in plans:
@@ -193,11 +195,17 @@ def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tup
     return LayoutPlan(layout, names, shown, end, rate, _why(layout, shown, placement, gpus))
 
 
-def _holders(run: RunSpec, jobs: Sequence[JobSketch], units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
+def _on(number: int, job: JobSketch) -> JobSketch:
+    """With the samples that are computed on GPU `number`."""
+    most = job.span.longest_on(number) if job.span is not None else 0
+    return replace(job, longest=min(most, job.longest)) if most else job
+
+
+def _holders(run: RunSpec, jobs: Sequence[JobSketch], units: Sequence[Unit]) -> Holders:
     """Of jobs for which some of the units have too little memory. None of them is kept away where one fits on none: the plan says so."""
     limits = [unit.devices[0].limit_bytes for unit in units]
     if len(set(limits)) == 1:
-        return {}
+        return Holders()
 
     def refused(here: Sequence[JobSketch], limit: int) -> tuple[JobSketch, ...]:
         try:
@@ -206,7 +214,12 @@ def _holders(run: RunSpec, jobs: Sequence[JobSketch], units: Sequence[Unit]) -> 
             return error.jobs
         return ()
 
-    return find_holders(jobs, limits, refused) or {}
+    def parts(job: JobSketch, limit: int) -> Iterator[JobSketch]:
+        spanning = replace(job, span=ReplicaPlacement(max(2, job.spec.gpus), (0, 1)))
+        memory = units[limits.index(limit)].devices[0].parts.memory
+        return (replace(spanning, longest=longest) for longest in longest_parts(run, spanning, memory, limit))
+
+    return find_holders(jobs, limits, refused, parts) or Holders()
 
 
 def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tuple[str, ...]:
@@ -217,6 +230,7 @@ def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tup
     busy = sum(placement.seconds) / len(placement.seconds) / placement.end if placement.end else 1.0
     if busy < 1 - _SEEN:
         found.append(f"replicas compute {busy:.0%} of the time: jobs are too few or too uneven to share")
+    found += [f"GPU {gpu} has {part_text(*each)}" for gpu in range(len(placement.jobs)) for each in placement.longest_samples(gpu).items()]
     if unit.bubble > _SEEN:
         found.append(f"stages wait {unit.bubble:.0%} of the time: global batches are too small to fill {layout.stages} of them")
     waits = unit.exposed_seconds - unit.bubble * unit.micro_batch_seconds

@@ -49,6 +49,8 @@ class SizedJob(Protocol):
     @property
     def data(self) -> Prepared | None: ...
     @property
+    def longest(self) -> int: ...
+    @property
     def layout(self) -> Adapter | None: ...
     @property
     def replicas(self) -> int: ...
@@ -71,8 +73,9 @@ class SampleLengths:
 
 
 def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
-    """Of `jobs`; those without data do not count."""
-    found = [np.unique(job.data.train.lengths, return_counts=True) for job in jobs if job.data is not None]
+    """Of `jobs`, as far as they are computed here; those without data do not count."""
+    lengths = [job.data.train.lengths[job.data.train.lengths <= job.longest] for job in jobs if job.data is not None]
+    found = [np.unique(own, return_counts=True) for own in lengths if len(own)]
     if not found:
         return SampleLengths(np.zeros(0, np.int64), np.zeros(0))
     parts = [tokens * counts / (tokens * counts).sum() / len(found) for tokens, counts in found]

@@ -16,7 +16,7 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
-from tlora.planning.job_plan import PlannedJob, plan_jobs
+from tlora.planning.job_plan import PlannedJob, longest_sample, plan_jobs
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import measure, measure_in_parts, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
@@ -119,11 +119,12 @@ def pick_device(device: str | None) -> torch.device:
 @dataclass(frozen=True)
 class PlacedJobs:
     """What a run on several devices has settled: `spans` of jobs with replicas in several places, and the jobs that are `kept_out` of this
-    one, which has too little memory for them.
+    one, `rank`, which has too little memory for all of them.
     """
 
     spans: Mapping[str, ReplicaPlacement]
     kept_out: frozenset[str] = frozenset()
+    rank: int = 0
 
 
 def plan_run(
@@ -145,9 +146,25 @@ def plan_run(
     jobs = plan_jobs(run, model, preparation, Path(run.output_dir) if resume else None)
     for job in jobs:
         if placed is not None:
-            job.span, job.kept_out = placed.spans.get(job.spec.name), job.spec.name in placed.kept_out
+            place_job(job, placed.spans.get(job.spec.name), placed.rank, job.spec.name in placed.kept_out)
     limit = memory_limit(device, run.memory_limit)
     return plan_memory(run, jobs, model, base, device, limit, here)
+
+
+def place_job(job: PlannedJob, span: ReplicaPlacement | None, rank: int, kept_out: bool) -> None:
+    """What `rank` computes of it. `kept_out`: there is too little memory for all of it, but enough for a part that `span` gives it."""
+    job.span, job.longest = span, longest_sample(job.data) if job.data is not None else job.longest
+    job.kept_out = kept_out
+    if span is not None and (most := span.longest_on(rank)):
+        job.longest, job.kept_out = min(most, job.longest), False
+
+
+def take_whole(job: PlannedJob, plan: RunPlan) -> None:
+    """All of a job comes here, which may have had a part of it. It gets a problem if it does not fit."""
+    longest = job.longest
+    place_job(job, None, 0, job.kept_out)
+    if job.longest > longest:
+        check_capacity(job, replace(plan, longest=max(job.longest, plan.longest)))
 
 
 def plan_memory(

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.ranks.worlds import Told, World, open_world
-from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, write_rows
+from tests.engine.tiny_runs import TWO_LINEARS, job, rows, run_spec, write_rows
+from tlora.batching.replicas import Held, ReplicaPlacement
+from tlora.engine.messages import Faulty
 from tlora.engine.ranks import coordinator
 from tlora.engine.ranks.kinds import Gpus, check_stages_alike, gpus_of, place_on
+from tlora.engine.ranks.rank import RemoteGuard
+from tlora.engine.run_monitor import RunMonitor
+from tlora.engine.session import Assignment, Loaded, Session, load
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
+from tlora.job import RunSpec
 from tlora.json_file import read_object
+from tlora.planning.base_placement import BasePlacement, choose_form
+from tlora.planning.holders import Holders
+from tlora.planning.job_plan import PlannedJob
+from tlora.planning.plan import take_whole
+from tlora.store.serving import ServingFiles
 from tlora.worker_protocol import Memory
 
 TWO = Gpus(("new", "old"), (1.0, 0.4), (24 << 30, 12 << 30))
+SHORT = 40  # tokens of a sample; there are shorter and longer ones
 THREE = Gpus(("new", "old", "old"), (1.0, 0.4, 0.4), (1, 1, 1))
 
 
@@ -45,17 +62,17 @@ def test_ranks_say_what_they_are() -> None:
 
 def test_a_deterministic_run_keeps_each_job_on_a_kind() -> None:
     seconds = {"a": 10.0, "b": 4.0, "wide": 6.0}
-    free, may_have = place_on(THREE, seconds, {"wide": 2}, {}, False, {})
+    free, may_have = place_on(THREE, seconds, {"wide": 2}, Holders(), False, {})
     assert may_have == {} and free.spans["wide"].weights
-    kept, may_have = place_on(THREE, seconds, {"wide": 2}, {}, True, {})
+    kept, may_have = place_on(THREE, seconds, {"wide": 2}, Holders(), True, {})
     assert kept.spans["wide"].ranks in ((1, 2), (2, 1)), "of the new kind there is one"
     assert may_have.keys() == seconds.keys() and set(may_have.values()) <= {(0,), (1, 2)} and may_have["wide"] == (1, 2)
     kinds = THREE.kinds_by_job(may_have)
-    again, _ = place_on(THREE, seconds, {}, {}, True, dict.fromkeys(seconds, "old"))
+    again, _ = place_on(THREE, seconds, {}, Holders(), True, dict.fromkeys(seconds, "old"))
     assert again.jobs[0] == () and kinds["wide"] == "old"
     assert THREE.strayed(kinds, ["wide", "a"], [0]).startswith("no GPU of their kind is left: wide") and not THREE.strayed(kinds, ["a"], [])
     alike = Gpus(("new", "new"), (1.0, 1.0), (1, 1))
-    assert place_on(alike, seconds, {}, {}, True, {})[1] == {}, "all may go anywhere"
+    assert place_on(alike, seconds, {}, Holders(), True, {})[1] == {}, "all may go anywhere"
 
 
 def test_stages_over_two_kinds_are_not_deterministic(tmp_path: Path) -> None:
@@ -110,3 +127,60 @@ def test_a_job_that_spans_two_kinds_is_cut_by_their_speeds(world: World, tmp_pat
     facts = read_object(tmp_path / "out" / "run.json")
     assert len(facts["spans"]["wide"]["gpus"]) == 2 and "kinds" not in facts
     assert facts["spans"]["wide"]["weights"] == pytest.approx([1 / 1.4, 0.4 / 1.4] if facts["homes"]["wide"] == 0 else [0.4 / 1.4, 1 / 1.4])
+
+
+def test_a_rank_with_less_memory_computes_the_short_samples_alone(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans with the longest that it gets. A deterministic run is made to do what others do, to compare losses."""
+    lengths = sorted(len(row["prompt"].split()) + len(row["completion"].split()) for row in rows(world.data / "a.jsonl"))
+
+    def form_of_unequal(run: RunSpec, jobs: tuple[PlannedJob, ...], *others: Any, **named: Any) -> BasePlacement:
+        (wide,) = [job for job in jobs if job.spec.name == "wide"]
+        assert wide.data is not None and wide.longest > SHORT > int(wide.data.train.lengths.min()), lengths
+        held = {"wide": {1: Held(SHORT, 0.5)}}
+        return replace(choose_form(run, jobs, *others, **named), holders=Holders({"wide": (0,)}, held))
+
+    monkeypatch.setattr(coordinator, "choose_form", form_of_unequal)
+    told = Told()
+    orders = [order for order in world.orders if order["name"] == "wide"]
+    results = world.train(tmp_path / "out", 2, orders, watcher=told.watcher)
+    assert results.status == "done", told.lines
+    facts = read_object(tmp_path / "out" / "run.json")
+    assert facts["homes"]["wide"] == 0 and facts["spans"]["wide"] == {"replicas": 2, "gpus": [0, 1], "longest_samples": [0, SHORT]}
+    assert told.said(f"GPU 0: wide; GPU 1: a part of wide (samples of up to {SHORT} tokens)")
+    assert told.said(f"(the longest sample has {SHORT})"), told.lines
+    whole, found = (
+        [row["loss"] for row in rows(out / "wide" / "metrics.jsonl") if "loss" in row] for out in (world.whole, tmp_path / "out")
+    )
+    assert found == pytest.approx(whole, rel=1e-5) and found != whole, "other replicas are summed, and rounded"
+
+
+def test_a_part_that_finds_too_little_memory_is_told(world: World, tmp_path: Path) -> None:
+    """Else its lead rank would wait for it without an end. All of the job, which comes here later, is refused."""
+    orders, place = [order for order in world.orders if order["name"] == "wide"], torch.device("cpu")
+    run = run_spec(world.base, tmp_path / "out", orders, token_budget=SHORT)
+    monitor, inbox, said = RunMonitor(tmp_path / "out", {"wide": 4}, Watcher(), False), queue.SimpleQueue[Any](), list[Any]()
+
+    def session_with(limit: int | None, span: ReplicaPlacement) -> tuple[Session, Loaded]:
+        ordered = run if limit is None else run.model_copy(update={"memory_limit": limit})
+        assignment = Assignment(ordered, frozenset(), None, {"wide": span}, frozenset({"wide"}), None, frozenset({"wide"}), 1)
+        loaded = load(ordered, place, monitor, False, None, lambda: assignment)
+        return Session(ordered, loaded, monitor, ServingFiles(run.base_model), RemoteGuard(), inbox, said.append), loaded
+
+    part = ReplicaPlacement(2, (0, 1), (), (0, SHORT), (0.5, 0.5))
+    session, loaded = session_with(None, part)
+    (job,) = loaded.plan.jobs
+    assert loaded.plan.longest == SHORT and not job.problems, "there is memory for its part"
+    too_little = loaded.plan.total_bytes([job.layout]) - 1 if job.layout is not None else 0
+    session.driver.close()
+    session, loaded = session_with(too_little, part)
+    session.turn()
+    (fault,) = said
+    assert isinstance(fault, Faulty) and fault.job == "wide" and fault.reason.startswith("job 'wide' needs ")
+    session.driver.close()
+    said.clear()
+    session, loaded = session_with(too_little + 1, part)
+    (job,) = loaded.plan.jobs
+    assert not job.problems
+    take_whole(job, loaded.plan)
+    assert job.span is None and job.longest > SHORT and job.problems and job.problems[0].startswith("job 'wide' needs ")
+    session.driver.close()

@@ -21,7 +21,7 @@ from tlora.batching.replica_weights import FIRST_STEPS
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.messages import Faulty, Fetched, Note, Sent, addressees
 from tlora.engine.ranks.spanning import Mailbox, SpanExchange
-from tlora.errors import RankError
+from tlora.errors import CapacityError, RankError
 from tlora.group.engine import Engine
 from tlora.group.exchange import RunningSums
 from tlora.group.job_run import JobRun
@@ -87,7 +87,7 @@ class World:
             span = spans.get(job.name, ReplicaPlacement(1, (jobs.index(job) % count,)))
             for rank in span.ranks:
                 evaluation = sets[1] if job.eval_steps and rank == span.lead_rank else None
-                self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas, span.weights))
+                self.engines[rank].join(JobRun(job, sets[0], evaluation, span.replicas, span.weights, span.longest_of_each))
 
     def listen(self, rank: int, report: Report) -> None:
         self.heard[rank].append(report)
@@ -189,6 +189,44 @@ def test_unequal_replicas_give_the_bytes_of_one_process_that_cuts_alike(sets: Se
         assert_same(ended(world.heard[home], job.name), ended(heard, job.name))
     evenly = trained(jobs[2], sets[0], None)
     assert not torch.equal(ended(world.heard[2], "second").params, evenly.params), "the sums are those of other parts"
+
+
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(5))])
+def test_ranks_that_hold_short_samples_give_the_bytes_of_one_process_that_cuts_alike(sets: Sets, seed: int) -> None:
+    """And get no longer ones. A neighbour has its own bytes. A replica that is given a sample for which it has no memory stops."""
+    rng, longest = random.Random(seed), int(sets[0].lengths.max())
+    jobs, spans = story()
+    short = sorted({int(tokens) for tokens in sets[0].lengths})[2]
+    assert short < longest, "all samples are alike"
+    bounded = {
+        name: replace(span, longest=(0, *[short] * len(span.peers)), shares=(1.0,) * len(span.ranks)) for name, span in spans.items()
+    }
+    world = World(jobs, bounded, sets, 3, [rng.choice([25, 60, 300]) for _ in range(3)])
+    world.run(rng)
+    for name, span in bounded.items():
+        for rank in span.ranks:
+            rows = [row for each in world.heard[rank] if isinstance(each, Computed) for row in each.packed.rows if row.job_id == name]
+            most = max(int(sets[0].lengths[row.sample]) for row in rows)
+            assert most <= short if span.longest_on(rank) else most == longest, (name, rank)
+    for job in jobs[1:]:
+        heard, span = list[Report](), bounded[job.name]
+        engine = Engine(SuperModel(make_base(make_model(), "tiny"), deterministic=True), 60, heard.append)
+        engine.join(JobRun(job, sets[0], sets[1] if job.eval_steps else None, None, (), span.longest_of_each))
+        while engine.run_micro_batch() is not None:
+            pass
+        assert_same(ended(world.heard[span.lead_rank], job.name), ended(heard, job.name))
+        assert not torch.equal(ended(heard, job.name).params, trained(job, sets[0], sets[1] if job.eval_steps else None).params)
+    assert_same(ended(world.heard[0], "alone"), trained(jobs[0], sets[0]))
+    run = JobRun(jobs[1], sets[0], None, 3, (), (0, short, short))
+    run.held = (short,) * 3
+    with pytest.raises(CapacityError, match="fits on none of 3 ranks"):
+        run.offer()
+    run.here, run.held = (1,), (0, short, short)
+    run.offer()
+    run.held = (0, 1, 1)
+    run._shares.append((1, [0]))  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(AssertionError, match="a sample of more than 1 tokens"):
+        run.offer_next_replica()
 
 
 MEASURED = {"gpus": 2, "batch_size": 6, "max_steps": 20, "lora_dropout": 0.1, "eval_steps": 8, "data": EVALUATED}

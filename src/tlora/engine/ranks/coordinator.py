@@ -44,6 +44,7 @@ from tlora.engine.results import Results, all_results
 from tlora.engine.run_monitor import begin_of_run
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.planning.base_placement import choose_form, fixed_to
+from tlora.planning.holders import Holders
 from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
 from tlora.planning.job_work import choose_replicas
 from tlora.planning.work import predicted_seconds
@@ -86,8 +87,7 @@ class Coordinator:
         self.shared = False  # the base, by all ranks
         self._stages: tuple[LayerRange, ...] = ()  # of the base, one for each rank
         self._assigned = order.run  # as the ranks get it
-        self._gpus = Gpus((), (), ())
-        self._holds: dict[str, tuple[int, ...]] = {}  # of jobs that not all GPUs have memory for
+        self._gpus, self._holders = Gpus((), (), ()), Holders()
         self._kinds: dict[str, str] = {}  # of GPU, of jobs that must stay on one
         self._must_meet = False  # ranks read each other's memory: none can be ready without the others
 
@@ -104,7 +104,7 @@ class Coordinator:
             self._dispatcher = Dispatcher(seconds, placement, ranks=last)
         else:
             earlier = earlier_kinds(self.run) if self._order.resume else {}
-            placement, may_have = place_on(self._gpus, seconds, replicas, self._holds, self.run.deterministic, earlier)
+            placement, may_have = place_on(self._gpus, seconds, replicas, self._holders, self.run.deterministic, earlier)
             self._order.watcher.note(describe_placement(placement))
             self._dispatcher = Dispatcher(seconds, placement, speeds=self._gpus.speeds, may_have=may_have)
             if self.run.deterministic and (kinds := self._gpus.kinds_by_job(may_have)):
@@ -118,8 +118,8 @@ class Coordinator:
             self._lose(rank, lost)
         store = self._rank_group.store if self._must_meet else ""
         for rank in self._rank_group.living:
-            jobs, kept_out = frozenset(placement.jobs[rank]), frozenset(job for job, able in self._holds.items() if rank not in able)
-            self._rank_group.send(rank, Assign(self._assigned, jobs, store, self.shared, placement.spans, self._stages, kept_out))
+            led, away = frozenset(placement.jobs[rank]), [job for job, able in self._holders.whole.items() if rank not in able]
+            self._rank_group.send(rank, Assign(self._assigned, led, store, self.shared, placement.spans, self._stages, frozenset(away)))
         self._until_all(self._rank_group.ready)
         if not self._rank_group.ready or (self._must_meet and self._rank_group.lost):
             self._raise_all_lost()
@@ -161,7 +161,7 @@ class Coordinator:
         place, before = torch.device(self._devices[0]), earlier_form(self.run) if self._order.resume else None
         here = gpus.limits, reads_peers, gpus.speeds, gpus.models
         form = choose_form(self.run, planned, model, base_bytes, place, *here, before=before)
-        self._holds = dict(form.holds)
+        self._holders = form.holders
         for line in gpus.describe():
             self._order.watcher.note(line)
         check_stages_alike(self.run, gpus, bool(form.stages))

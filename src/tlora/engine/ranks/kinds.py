@@ -6,7 +6,7 @@ is resumed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from tlora.batching.placement import Placement, place
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
 from tlora.json_file import read_object
+from tlora.planning.holders import Holders
 from tlora.shape.gpu_files import gpu_here
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
@@ -96,17 +97,18 @@ def place_on(
     gpus: Gpus,
     seconds: Mapping[str, float],
     replicas: Mapping[str, int],
-    holds: Mapping[str, Collection[int]],
+    holders: Holders,
     deterministic: bool,
     earlier: Mapping[str, str],
 ) -> tuple[Placement, dict[str, tuple[int, ...]]]:
-    """Where jobs begin, and the ranks that each may go to later, of those that may not go to all. `holds`: ranks with memory for a job,
-    where these are not all; `earlier`: kinds on which jobs were in the run that is resumed, to which they go back in a `deterministic` one.
+    """Where jobs begin, and the ranks that each may go to later, of those that may not go to all. `holders`: ranks with memory for
+    a job, where these are not all; `earlier`: kinds on which jobs were in the run that is resumed, to which they go back in a
+    `deterministic` one.
     """
     count = len(gpus.names)
     if not deterministic or len(gpus.kinds) == 1:
-        return place(seconds, count, replicas, gpus.speeds, holds), {job: tuple(ranks) for job, ranks in holds.items()}
-    able = {job: tuple(holds.get(job, range(count))) for job in seconds}
+        return place(seconds, count, replicas, gpus.speeds, holders.whole, held=holders.part), dict(holders.whole)
+    able = {job: tuple(holders.whole.get(job, range(count))) for job in seconds}
     for job, kind in earlier.items():
         if back := tuple(rank for rank in able.get(job, ()) if gpus.names[rank] == kind):
             able[job] = back

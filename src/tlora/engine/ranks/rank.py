@@ -236,7 +236,7 @@ class RankOfRun:
         sharing = self._meet("base") if assign.shared else None
         peer_jobs = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
         stage = assign.stages[self._number] if assign.stages else None
-        return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, stage, assign.kept_out)
+        return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, stage, assign.kept_out, self._number)
 
     def _meet(self, about: str) -> Sharing:
         assert self._store is not None, "no store was assigned"
