@@ -222,14 +222,13 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
 
 def shared_layout(model: SuperModel, world_size: int) -> BaseLayout:
     """Where the decoder layers of `model`, on the meta device, would lie if `world_size` ranks shared them, or one streamed them. Raises
-    ModelError for a base whose weights cannot be cut by rows, and for experts.
+    ModelError for a base whose weights cannot be cut by rows, for experts, and for one without a list of layers.
     """
     refuse_experts(model.model, model.base.name)
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
     weights = {name: m.form for name, m in linears.items()} | expert_weights(model.model)
     check_cut(model.model, weights)
-    layers = by_layer(model.model, layers_of(model.base.decoder), weights)
-    return lay_out(layers, world_size)
+    return lay_out(by_layer(model.model, model.base.name, weights), world_size)
 
 
 def bytes_when_streamed(model: SuperModel, base_bytes: int, device: torch.device) -> StreamedBytes:

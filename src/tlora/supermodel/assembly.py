@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from tlora.errors import ModelError
 from tlora.job import split_revision
@@ -27,7 +27,7 @@ from tlora.supermodel.weight_files import find_safetensors, refuse_incomplete
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of any shape that takes the memory of one number, and is known by its address."""
-    return torch.zeros((), dtype=dtype).expand(*shape)
+    return torch.zeros((), dtype=dtype).expand(tuple(shape))
 
 
 def assemble(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tensor], name: str) -> Any:
@@ -96,6 +96,16 @@ def put_together(model: Any, *steps: type[Any]) -> bool:
     """Whether transformers makes weights of the model's family from several tensors, or others, by any of these `steps`."""
     transforms = (each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter))
     return any(isinstance(step, steps) for each in transforms for step in each.operations)
+
+
+def made_of_parts(model: Any, names: Sequence[str]) -> list[str]:
+    """Those parameters among `names` that transformers makes anew of tensors of a file: joined, or one cut out of a larger. What it
+    transposes lies where it lay.
+    """
+    transforms = (each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter))
+    made = [each.target_patterns for each in transforms if any(not isinstance(step, Transpose) for step in each.operations)]
+    ends = tuple(end for targets in made for end in targets)
+    return [name for name in names if name.endswith(ends)]
 
 
 def hold_outlined(model: nn.Module, form: Format, value_dtype: torch.dtype) -> None:

@@ -241,9 +241,8 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     attention.register()
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers: refused below
-            model: Any = auto_class(config).from_config(
-                without_packing(config), dtype=wanted, attn_implementation=attention.NAME, trust_remote_code=False
-            )
+            model: Any = auto_class(config).from_config(without_packing(config), dtype=wanted, trust_remote_code=False)
+            model.set_attn_implementation(attention.NAME)  # not before: a tower for images may know no other than its own
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {one_line(error)}. {_COMPARE}") from None
     leave_out_other_modalities(model)
@@ -344,7 +343,7 @@ def _not_finite(base: Base) -> str:
     """Why the logits of some random tokens are not."""
     dtype = base.head.weight_VH.dtype
     name = str(dtype).removeprefix("torch.")
-    broken = [key for key, weight in base.model.named_parameters() if not bool(weight.isfinite().all())]
+    broken = [key for key, weight in base.model.named_parameters() if not weight.is_meta and not bool(weight.isfinite().all())]
     if broken:
         held = f"{len(broken)} of its tensors hold NaN or Inf in {name} ({broken[0]})"
         wider = (

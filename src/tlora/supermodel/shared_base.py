@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -147,10 +147,7 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
         else:
             weights[dotted] = form.held(torch.empty(linear.out_features, linear.in_features, dtype=dtype, device="meta"))
     weights |= {dotted: weight for dotted, weight in expert_weights(model, form.packed).items() if weight.dtype == dtype}
-    layers = by_layer(model, layers_of(decoder_of(model, name)), weights)
-    if not layers:
-        raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it whole")
-    return layers
+    return by_layer(model, name, weights)
 
 
 def expert_weights(model: nn.Module, packed: Mapping[str, PackedTensor] | None = None) -> dict[str, FrozenWeight]:
@@ -193,11 +190,16 @@ def check_cut(model: nn.Module, weights: Mapping[str, FrozenWeight]) -> None:
                 nf4.check_widths(name, in_features, out_features, by_rows=True)
 
 
-def by_layer(model: nn.Module, layers: Sequence[nn.Module], weights: Mapping[str, FrozenWeight]) -> list[dict[str, FrozenWeight]]:
-    """For each of `layers` that has any of the linears named in `weights` within it: these by name."""
+def by_layer(model: Any, name: str, weights: Mapping[str, FrozenWeight]) -> list[dict[str, FrozenWeight]]:
+    """For each decoder layer of the base called `name` that has any of the linears named in `weights` within it: these by name. Raises
+    ModelError where there are none.
+    """
     names = {module: dotted for dotted, module in model.named_modules()}
-    weights_by_layer = [{name: weight for name, weight in weights.items() if name.startswith(names[layer] + ".")} for layer in layers]
-    return [layer for layer in weights_by_layer if layer]
+    within = [f"{names[layer]}." for layer in layers_of(decoder_of(model, name))]
+    layers = [{dotted: weight for dotted, weight in weights.items() if dotted.startswith(layer)} for layer in within]
+    if not any(layers):
+        raise ModelError(f"base_model {name}: {type(model).__name__} has no list of decoder layers with linears to share. Load it whole")
+    return [layer for layer in layers if layer]
 
 
 @contextmanager

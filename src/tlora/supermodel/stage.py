@@ -112,15 +112,17 @@ class AdapterCut:
 
 
 class StandInEmbedding(nn.Module):
-    """Behind the first stage: numbers by token that only the checks at load read. It holds no weight."""
+    """Behind the first stage: numbers by token that only the checks at load read. Families ask its weight, the first of a model's, for the
+    device; it has the memory of one number.
+    """
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, weight_VH: Tensor) -> None:
         super().__init__()
-        self._width, self._dtype = width, dtype
+        self.weight = nn.Parameter(weight_VH, requires_grad=False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        place = torch.arange(1, self._width + 1, device=input_ids.device)
-        return torch.sin((input_ids[..., None] + 1) * place).to(self._dtype)
+        place = torch.arange(1, self.weight.shape[1] + 1, device=input_ids.device)
+        return torch.sin((input_ids[..., None] + 1) * place).to(self.weight.dtype)
 
 
 class Upstream(Protocol):

@@ -12,7 +12,7 @@ from transformers.core_model_loading import MergeModulelist
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.shape.stages import LayerRange
-from tlora.supermodel.assembly import assemble, hold_tensor, put_together, stand_in
+from tlora.supermodel.assembly import assemble, hold_tensor, made_of_parts, put_together, stand_in
 from tlora.supermodel.experts import expert_parameters
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import check_precision, hold
@@ -61,13 +61,17 @@ def check_stages(base: Base, device: torch.device) -> None:
 
 def why_no_stages(base: Base, device: torch.device) -> str:
     """Why a base (on the meta device) cannot be cut on a `device`: layers that read more than the hidden states of the layer before,
-    anything but layers between embedding and norm, files with each expert by itself, which transformers puts together of all layers, or on
-    a GPU packed experts. Nothing: it can.
+    anything but layers between embedding and norm, files with each expert by itself, which transformers puts together of all layers, or
+    with a layer's weight in parts, or on a GPU packed experts. Nothing: it can.
     """
     if device.type == "cuda" and held_experts(base.model):
         return "its experts are packed, which the kernels that stages run on do not take"
     if expert_modules(base.model) and put_together(base.model, MergeModulelist):
         return "its files have each expert by itself"
+    names = {module: name for name, module in base.model.named_modules()}
+    weights = [f"{names[layer]}.{weight}" for layer in layers_of(base.decoder) for weight, _ in layer.named_parameters()]
+    if parts := made_of_parts(base.model, weights):
+        return f"its files have the parts of {parts[0]} apart, or in another tensor"
     if sum(isinstance(module, nn.Embedding) for module in base.decoder.modules()) != 1:
         return "it has more embeddings than that of its tokens"
     if len(_norms(base.decoder)) != 1:
@@ -81,11 +85,16 @@ def why_no_stages(base: Base, device: torch.device) -> str:
             strange.append("its layers leave each other keys and values")
         if not (args and isinstance(args[0], Tensor)) and "hidden_states" not in kwargs:
             strange.append("its layers take hidden states by another name")
+        beside = [*args[1:], *(value for name, value in kwargs.items() if args or name != "hidden_states")]
+        if any(isinstance(value, Tensor) and value.requires_grad for value in beside):  # of parameters none does
+            strange.append("its layers read the embedding beside hidden states")
 
     hooks = [layer.register_forward_hook(look, with_kwargs=True) for layer in layers_of(base.decoder)]
+    hooks.append(base.model.get_input_embeddings().register_forward_hook(lambda _module, _args, x: x.detach().requires_grad_() * 1))
     try:
         place = base.head.weight_VH.device
-        hidden_states(base, torch.zeros(2, dtype=torch.long, device=place), torch.arange(2, device=place), (2,))
+        with torch.enable_grad():
+            hidden_states(base, torch.zeros(2, dtype=torch.long, device=place), torch.arange(2, device=place), (2,))
     except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:  # of a family's own code
         return f"its layers do not run without weights ({(str(error) or type(error).__name__).splitlines()[0]})"
     finally:
@@ -119,12 +128,16 @@ def _with_own_weights(
     model = assemble(config, dtype, stand_ins, base_model)
     names = {tensor.data_ptr(): name for name, tensor in stand_ins.items()}
     own_modules = _own_modules(model, base_model, layers)
-    own: set[str] = set()
+    own = {names[buffer.data_ptr()] for _, buffer in model.named_buffers() if buffer.data_ptr() in names}  # they are small: of all layers
     tensors: dict[str, StoredTensor | PackedTensor] = {}
+    copied: list[str] = []
     for dotted, parameter in model.named_parameters(remove_duplicate=False):
         if not dotted.startswith(tuple(own_modules)):
             continue
         name = names.get(parameter.data_ptr())
+        if name is None and dotted in stand_ins and stand_ins[dotted].shape == parameter.shape:  # the bias of a tied head is copied
+            name = dotted
+            copied.append(name)
         if name is None:
             raise ModelError(f"base_model {base_model}: {dotted} is put together of several tensors as it is loaded. {_WHOLE}")
         own.add(name)
@@ -132,7 +145,11 @@ def _with_own_weights(
     wanted = {
         name: tensor.map() if name in own and isinstance(tensor, StoredTensor) else stand_ins[name] for name, tensor in sources.items()
     }
-    return assemble(config, dtype, wanted, base_model), tensors
+    loaded = assemble(config, dtype, wanted, base_model)
+    changed = next((name for name in copied if not torch.equal(loaded.get_parameter(name), wanted[name].to(dtype))), None)
+    if changed is not None:
+        raise ModelError(f"base_model {base_model}: {changed} is changed as it is loaded. {_WHOLE}")
+    return loaded, tensors
 
 
 def _own_modules(model: Any, name: str, layers: LayerRange) -> list[str]:
@@ -161,15 +178,15 @@ def _cut(model: Any, name: str, layers: LayerRange, dtype: torch.dtype, device: 
         if number not in layers:
             layer.to("meta")
             layer.forward = _hand_on
-    head, width = model.get_output_embeddings(), model.get_input_embeddings().weight.shape[1]
+    head, embedded = model.get_output_embeddings(), model.get_input_embeddings().weight.shape
+    nothing = torch.zeros((), dtype=dtype, device=device)
     if not layers.is_first:
-        model.set_input_embeddings(StandInEmbedding(width, dtype))
+        model.set_input_embeddings(StandInEmbedding(nothing.expand(embedded)))
         all_layers[layers.first].register_forward_pre_hook(stage.input.put_in, with_kwargs=True)
     if not layers.is_last:
         for norm in _norms(decoder):
             setattr(decoder, norm, nn.Identity())
-        vocab = head.weight.shape[0]
-        head.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(vocab, width), requires_grad=False)
+        head.weight = nn.Parameter(nothing.clone().expand(head.weight.shape), requires_grad=False)
         head.bias = None
     return stage
 
