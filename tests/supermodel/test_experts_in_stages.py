@@ -11,6 +11,7 @@ import transformers
 
 from tests.engine.tiny_runs import save_base
 from tests.supermodel.mxfp4_bases import pack
+from tests.supermodel.test_expert_targets import FAMILIES as TARGETS
 from tests.supermodel.test_experts import FAMILIES
 from tests.supermodel.test_stage import TRAIN, batch_of, chain, check_steps, cut_of, load
 from tlora.adapters.state import init_state
@@ -20,8 +21,10 @@ from tlora.planning.base_placement import choose_form
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_by_gpus, can_be_cut
 from tlora.shape.stages import LayerRange
+from tlora.supermodel import routers
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.load import outline
+from tlora.supermodel.routers import why_not_alone
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
 
@@ -30,7 +33,7 @@ LORA = {
     "a": LoraConfig(r=4, target_parameters=BOTH, target_modules=[]),
     "b": LoraConfig(r=6, target_parameters=["down_proj"], target_modules=["q_proj", "o_proj"], expert_rank="divide"),
 }
-CPU = torch.device("cpu")
+CPU, LLAMA4 = torch.device("cpu"), TARGETS["llama4"]
 
 
 def save(family: str, directory: Path) -> Path:
@@ -70,6 +73,29 @@ def test_stages_compute_the_bits_of_the_whole_base(packed: bool, tmp_path: Path)
         assert torch.equal(gradient_P, whole.gradient(job_id)) and float(gradient_P.norm()) > 0
         whole.zero_grad_of(job_id)
         check_steps(job_id, gradient_P, whole, cut, stages)
+
+
+def test_all_stages_of_a_deterministic_run_take_one_path(tmp_path: Path) -> None:
+    """That of the whole base: the first layer of this one has no experts, and the second has a router that is not understood."""
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(LLAMA4, dtype=torch.float32).save_pretrained(tmp_path)
+    models = [load(tmp_path, False, cut) for cut in (None, LayerRange(0, 1, 2), LayerRange(1, 2, 2))]
+    whole, *stages = (why_not_alone(model.base, model.experts, torch.device("cuda")) for model in models)
+    assert whole == "Llama4TextMoe computes repeat" and stages == [whole, whole]
+
+
+def test_a_stage_that_would_take_another_path_than_the_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proven with a stage's own weights, on its own device, the other stages do not know."""
+    base, device = save("gpt-oss", tmp_path), torch.device("cuda")
+    stage = load(base, False, LayerRange(1, 2, 2))
+    assert why_not_alone(stage.base, stage.experts, device) is None
+    stage.experts.routers = None
+    monkeypatch.setattr(routers, "_difference", lambda *_: "other bits in company")
+    with pytest.raises(ConfigError, match=r"routers as the others may: GptOss.* has another product here .*Set layout: whole"):
+        why_not_alone(stage.base, stage.experts, device)
+    stage.experts.why_not = "GptOssExperts computes something else"
+    with pytest.raises(ConfigError, match="cannot compute its experts as others may: GptOssExperts"):
+        why_not_alone(stage.base, stage.experts, device)
 
 
 def formed(base: Path, lora: LoraConfig, limit: int, reads_peers: bool = True, layout: str = "auto") -> str:

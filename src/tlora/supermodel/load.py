@@ -49,7 +49,8 @@ class Base:
     """A frozen causal language model: the whole, the decoder that ends at the last norm, and the head.
 
     `layers`: what brings the weights of the decoder's layers, where several ranks share them (`shared_base.py`). `stage`: which of them
-    are here, where other processes have the rest (`stage.py`). `recurrent`: names of layers that carry something along a sample.
+    are here, where other processes have the rest (`stage.py`), and `outlined` the whole of it on the meta device, by which all of them
+    decide alike. `recurrent`: names of layers that carry something along a sample.
     """
 
     model: Any
@@ -58,6 +59,7 @@ class Base:
     name: str
     layers: LayerStream | None = None
     stage: Stage | None = None
+    outlined: Base | None = None
     recurrent: tuple[str, ...] = ()
 
     @property
@@ -219,12 +221,12 @@ def pick_dtype(config: Any, dtype: str, base_model: str) -> torch.dtype:
     return picked
 
 
-def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: Stage | None = None) -> Base:
+def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: Stage | None = None, outlined: Base | None = None) -> Base:
     """Freeze a loaded transformers causal LM and check that packed samples get the logits that each gets alone: before the last stage, the
     hidden states.
     """
     model.requires_grad_(False).eval()
-    base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage, tuple(cut_at_samples(model)))
+    base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage, outlined, tuple(cut_at_samples(model)))
     attention.register()
     attention_probe.register()
     count_in_samples(base.decoder)

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tlora.errors import ConfigError
 from tlora.kernels import row_operations
 from tlora.supermodel.experts import Experts
+from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base
 from tlora.supermodel.lora_linear import Context, LoraLinear
+from tlora.supermodel.scaled_experts import why_left
 from tlora.supermodel.structure import run_two_tokens
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # relative; of a library's product
@@ -73,7 +76,11 @@ def _alone(forward: Callable[..., Any], context: Context) -> Callable[..., Any]:
 
 
 def why_not_alone(base: Base, experts: Experts, device: torch.device) -> str | None:
-    """Why passes over many samples on `device` may give a row at a mixture of experts bits that depend on others, or None."""
+    """Why passes over many samples on `device` may give a row at a mixture of experts bits that depend on others, or None. All stages of a
+    base say the same. Raises ConfigError for one that cannot do so.
+    """
+    if base.outlined is not None and experts.why_not != why_left(base.model):  # by its own weights, which other stages do not see
+        raise ConfigError(f"a stage of a deterministic run cannot compute its experts as others may: {experts.why_not}. Set layout: whole")
     names = {name for name, _ in base.model.named_modules() if name.rpartition(".")[2] == "experts"}
     if experts.why_not is not None or names != {block.name for block in experts.blocks} or not experts.fit_kernels(device):
         return "its experts run in PyTorch's own operations"
@@ -81,8 +88,14 @@ def why_not_alone(base: Base, experts: Experts, device: torch.device) -> str | N
 
 
 def routers_of(base: Base, experts: Experts) -> RoutersSeen:
-    """What they compute. It is looked at once: 48 layers on the meta device take a second or two."""
-    experts.routers = experts.routers or _watch(base)
+    """What they compute. It is looked at once: 48 layers on the meta device take a second or two. A stage goes by the whole base, which
+    decides alike on all of them. Raises ConfigError where its own routers' products fail on its device.
+    """
+    if experts.routers is None:
+        own = _watch(base)
+        experts.routers = own if base.outlined is None else _watch(base.outlined)
+        if own.why_not is not None and experts.routers.why_not is None:
+            raise ConfigError(f"a stage of a deterministic run cannot compute routers as the others may: {own.why_not}. Set layout: whole")
     return experts.routers
 
 
@@ -92,7 +105,7 @@ def _watch(base: Base) -> RoutersSeen:
     for name in routing_blocks(base.model):
         block = modules[name]
         hooks += [block.register_forward_pre_hook(seen.enter), block.register_forward_hook(seen.exit)]
-        others = [m for m in block.modules() if isinstance(m, LoraLinear)]
+        others = [m for m in block.modules() if isinstance(m, LoraLinear) or type(m) in (nn.Linear, HeldLinear)]
         for module in others:  # these have kernels of their own
             hooks += [module.register_forward_pre_hook(seen.leave), module.register_forward_hook(seen.come_back)]
     for name, module in modules.items():

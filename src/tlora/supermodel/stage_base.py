@@ -38,7 +38,8 @@ def load_stage(base_model: str, dtype: str, device: torch.device, base_precision
     if form is None:
         check_precision(base_precision, device, wanted)
     check_weights(base_model, config)
-    check_stages(outline(base_model, dtype, base_precision), device)
+    outlined = outline(base_model, dtype, base_precision)
+    check_stages(outlined, device)
     stored = find_tensors(find_safetensors(*split_revision(base_model)), PLAIN_DTYPES if form is None else ANY_DTYPE)
     packed = {} if form is None else form.find(stored)
     model, tensors = _with_own_weights(base_model, config, wanted, stored, packed, layers)
@@ -50,7 +51,7 @@ def load_stage(base_model: str, dtype: str, device: torch.device, base_precision
     if base_precision is not None and form is None:
         hold(model, own, device, base_precision, stored_dtype)
     model._apply(lambda tensor: tensor if tensor.is_meta or (tensor.device == device and device.type != "cpu") else _moved(tensor, device))
-    return make_base(model, base_model, stage=stage)
+    return make_base(model, base_model, stage=stage, outlined=outlined)
 
 
 def check_stages(base: Base, device: torch.device) -> None:
