@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,13 +23,17 @@ from tlora.errors import CapacityError
 from tlora.job import RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.base_outline import describe_base
+from tlora.planning.base_parts import memory_in_parts, memory_of_stage
 from tlora.planning.job_sketch import JobSketch, sketch_jobs
 from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate
 from tlora.planning.layouts import LayoutPlan, LayoutPlans, no_layout, plan_layouts
 from tlora.shape.base_shape import BaseShape, parse_shape
 from tlora.shape.gpu_models import GpuModel, find_gpu
 from tlora.shape.layout import Layout
-from tlora.shape.memory import StreamedBytes
+from tlora.shape.memory import MemoryModel, StreamedBytes
+from tlora.shape.stages import LayerRange
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
 
 H100, RTX_4090, RTX_3090 = find_gpu("h100"), find_gpu("rtx4090"), find_gpu("rtx3090")
 
@@ -308,3 +313,20 @@ def test_one_small_gpu_is_told_of_more(run: RunSpec) -> None:
         assert plan_layouts(run, jobs, tight * remedies[-1]).feasible, "the remedy"
     assert len(remedies) >= 3 and remedies == sorted(remedies) and limit > least, remedies
     assert "--gpus" not in str(no_layout(run, jobs, limited(one, least), plan_layouts(run, jobs, limited(one, least))))
+
+
+def test_a_job_counts_as_the_adapter_that_it_goes_on_from(mixture: Path, tmp_path: Path) -> None:
+    """Before its data are read: that one's rank, and experts that it adapts. What cannot be read is refused in its turn."""
+    shape: dict[str, Any] = {"r": 32, "target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | shape))
+    bad, small = job("bad", "-", adapter_path=str(tmp_path)), job("small", "-", target_modules=["q_proj"])
+    model, device, stage = SuperModel(outline(str(mixture))), torch.device("cuda"), LayerRange(2, 4, 4)
+    found: list[list[MemoryModel]] = []
+    with as_if_on(H100.name, H100.capability):
+        for own in ([job("a", "-", adapter_path=str(adapter)), bad], [job("a", "-", **shape)], [bad]):
+            run = run_spec(mixture, tmp_path / "out", [*own, small])
+            found.append([memory_in_parts(run, model, device, 1000), memory_of_stage(run, model, device, stage)])
+    going_on, ordered, without = found
+    assert going_on == ordered
+    assert all(each.phases[-1].bytes_per_token > less.phases[-1].bytes_per_token for each, less in zip(ordered, without, strict=True))

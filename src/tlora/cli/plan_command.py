@@ -71,13 +71,12 @@ def _look(run: RunSpec, models: Sequence[GpuModel]) -> tuple[list[Device], tuple
     from tlora.data.base_download import fetch_base
     from tlora.data.prepare import prepare
     from tlora.data.request import prepare_requests
-    from tlora.planning.job_sketch import sketch_jobs
+    from tlora.planning.job_sketch import largest_adapter, sketch_jobs
     from tlora.planning.layout_units import Device
     from tlora.service.base_shapes import Precision, find_outline
 
     open_caches(note)
-    rank = max(job.largest_rank for job in run.jobs)
-    experts = any(job.target_parameters for job in run.jobs)
+    rank, experts = largest_adapter(run.jobs)
     held = Precision(
         run.dtype, run.base_precision, unused_weights=run.unused_weights, rank=rank, adapts_experts=experts, deterministic=run.deterministic
     )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tlora.job import RunSpec
+from tlora.planning.job_sketch import largest_adapter
 from tlora.planning.memory import (
     bytes_when_shared,
     bytes_when_streamed,
@@ -85,11 +86,9 @@ def memory_of_stages(
 
 def memory_in_parts(run: RunSpec, model: SuperModel, device: torch.device, base_bytes: int) -> MemoryModel:
     """Of a rank of a run that shares its base, a mixture, of which `base_bytes` lie there."""
-    rank, adapts_experts = max(job.largest_rank for job in run.jobs), any(job.target_parameters for job in run.jobs)
-    return measure_in_parts(model, base_bytes, device, rank, adapts_experts)
+    return measure_in_parts(model, base_bytes, device, *largest_adapter(run.jobs))
 
 
 def memory_of_stage(run: RunSpec, model: SuperModel, device: torch.device, stage: LayerRange) -> MemoryModel:
     """Of the last stage of a run's base, which has one micro-batch at a time."""
-    rank, adapts_experts = max(job.largest_rank for job in run.jobs), any(job.target_parameters for job in run.jobs)
-    return count_parts(model, device, rank, adapts_experts).stage_memory(stage.first, stage.stop, in_flight=1)
+    return count_parts(model, device, *largest_adapter(run.jobs)).stage_memory(stage.first, stage.stop, in_flight=1)

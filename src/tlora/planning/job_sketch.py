@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -95,14 +96,28 @@ def _sketch(spec: JobSpec, base: BaseShape, data: Prepared | DataError) -> JobSk
     return JobSketch(spec.model_copy(update={"data": data.data}), data, longest, layout, warnings=tuple(data.warnings()))
 
 
+def adapter_shape(spec: JobSpec) -> LoraShape:
+    """Of a job's adapter; of one that continues another, that one's shape. Raises ModelError."""
+    if spec.adapter_path is None:
+        return spec
+    try:
+        return read_shape(Path(spec.adapter_path))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"adapter_path {spec.adapter_path}: the adapter there cannot be read ({error}). Name a PEFT adapter") from None
+
+
+def largest_adapter(jobs: Sequence[JobSpec]) -> tuple[int, bool]:
+    """The largest rank of the adapters of `jobs`, and whether any adapts experts. One that cannot be read is refused in its turn."""
+    shapes: list[LoraShape] = []
+    for spec in jobs:
+        with suppress(ModelError):
+            shapes.append(adapter_shape(spec))
+    return max((shape.largest_rank for shape in shapes), default=1), any(shape.target_parameters for shape in shapes)
+
+
 def _adapter(spec: JobSpec, base: BaseShape) -> AdapterSketch:
-    """Of one that continues another, that one's shape. Raises ModelError."""
-    shape: LoraShape = spec
-    if spec.adapter_path is not None:
-        try:
-            shape = read_shape(Path(spec.adapter_path))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"adapter_path {spec.adapter_path}: the adapter there cannot be read ({error}). Name a PEFT adapter") from None
+    """Raises ModelError."""
+    shape = adapter_shape(spec)
     targets = resolve(base.linears, base.modules, base.experts, shape, base.parameters)
     linears = tuple(_linear_sketch(shape, name, size) for name, size in targets.items())
     name, rows, width = base.embedding
