@@ -39,7 +39,7 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
     layers, names = layers_of(base.decoder), {module: name for name, module in model.model.named_modules()}
     targets = model.targets()
     layer_names = tuple(names[layer] for layer in layers)
-    each = {name: k * n for name, (k, n) in targets.items()} | active_weights(model)
+    each = {name: k * n for name, (k, n) in targets.items()} | active_weights(model, adapts_experts)
     weights = [sum(size for name, size in each.items() if name.startswith(f"{layer}.")) for layer in layer_names]
     weights[-1:] = [weights[-1] + sum(each.values()) - sum(weights)] if weights else []  # of linears in no layer
     features = [sum(k + n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]

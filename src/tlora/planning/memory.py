@@ -63,7 +63,7 @@ def measure(
     kernels = device.type == "cuda" and may_run_kernels(device)
     step_copies = 0 if kernels else 5
     layers, linears = len(layers_of(model.base.decoder)), model.targets().values()
-    multiplied = sum(k * n for k, n in linears) + sum(active_weights(model).values())
+    multiplied = sum(k * n for k, n in linears) + sum(active_weights(model, adapts_experts).values())
     weights, features = multiplied // max(1, layers), sum(k + n for k, n in linears) // max(1, layers)
     if kernels and takes_fast_path(model):
         estimate = _estimate(model, device, rank, adapts_experts)
@@ -172,11 +172,11 @@ def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> 
     can be made again, the gradients of it all. Kernels read the first product's x where it lies, and of experts that no job adapts the
     family's own operations keep what products give.
     """
-    sizes, kernels = model.experts.sizes, model.experts.fit_kernels(device)
-    rows = sum(size.per_token * sum(size.product) for size in sizes.values())
-    copies = sum(size.per_token * size.product[0] for name, size in sizes.items() if not name.endswith("down_proj"))
+    sizes, kernels, visits = model.experts.sizes, model.experts.fit_kernels(device), model.experts.visits(adapted)
+    rows = sum(visits[name] * sum(size.product) for name, size in sizes.items())
+    copies = sum(visits[name] * size.product[0] for name, size in sizes.items() if not name.endswith("down_proj"))
     if not adapted:
-        return sum(size.per_token * size.product[1] for size in sizes.values()), rows
+        return sum(visits[name] * size.product[1] for name, size in sizes.items()), rows
     return (rows - copies, rows) if kernels else (rows, 0)
 
 

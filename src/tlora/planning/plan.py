@@ -20,7 +20,7 @@ from tlora.planning.job_plan import PlannedJob, longest_sample, plan_jobs
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import measure, measure_in_parts, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
-from tlora.planning.work import token_cost
+from tlora.planning.work import adapts_experts, token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.supermodel import SuperModel
@@ -353,7 +353,7 @@ def describe_plan(plan: RunPlan) -> str:
 
 def adapt_experts(jobs: Sequence[PlannedJob]) -> bool:
     """Whether one of them trains experts."""
-    return any(shape.experts > 1 for layout in layouts_of(jobs) for shape in layout.shapes)
+    return any(adapts_experts(job.layout) for job in jobs)
 
 
 def layouts_of(jobs: Sequence[PlannedJob]) -> list[AdapterLayout]:

@@ -133,7 +133,7 @@ def choose_layout(
         return plan, None
     if expert_modules(model.model):
         plan = replace(plan, memory=count_for(plan.jobs, model, plan.memory.base_bytes, device, in_parts=True))
-    token_seconds = 2 * timed_weights(model, device.type) / rate_of(model, device, machine.rate)
+    token_seconds = 2 * timed_weights(model, device.type, adapts_experts=True) / rate_of(model, device, machine.rate)
     most = 2 if device.type != "cuda" or (ordered and whole_fits) else max(2, sizes.num_layers - 1)
     streamed = _fastest(run, plan, sizes, device, token_seconds * link / FASTER_PRODUCTS, min(most, most_slots or most))
     why = "the jobs file orders it" if ordered else _why_streamed(run, plan, streamed, device)

@@ -260,6 +260,16 @@ class Experts:
         """In and out features of each parameter."""
         return {name: (size.in_features, size.out_features) for name, size in self.sizes.items()}
 
+    def visits(self, adapted: bool) -> dict[str, int]:
+        """By how many experts of each parameter a token is multiplied in passes with a job that adapts experts, or without: those that it
+        goes to, or all of them where the family's own code takes all tokens to each, and computes the pass.
+        """
+        held = {f"{block.name}.{name}" for block in self.blocks if block.is_held for name in block.parameters}
+        return {
+            name: size.experts if size.exchanged and not adapted and name not in held else size.per_token
+            for name, size in self.sizes.items()
+        }
+
     def install(self, source: Source) -> None:
         """From now on jobs' adapters are asked of `source` in each pass. Where there are none, experts run as before."""
         ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)

@@ -9,20 +9,23 @@ from tlora.supermodel.load import layers_of
 from tlora.supermodel.supermodel import SuperModel
 
 
-def multiplied_weights(model: SuperModel) -> int:
-    """Weights that each token is multiplied with, in forward and again in backward; of all stages."""
+def multiplied_weights(model: SuperModel, adapts_experts: bool) -> int:
+    """Weights that each token is multiplied with, in forward and again in backward; of all stages. `adapts_experts`: in passes with a job
+    that does so.
+    """
     linears = sum(k * n for k, n in model.targets().values())
-    return linears + sum(active_weights(model).values()) + model.base.head.weight_VH.numel()
+    return linears + sum(active_weights(model, adapts_experts).values()) + model.base.head.weight_VH.numel()
 
 
-def active_weights(model: SuperModel) -> dict[str, int]:
+def active_weights(model: SuperModel, adapts_experts: bool) -> dict[str, int]:
     """Of each parameter of experts, the weights that a token is multiplied with."""
-    return {name: size.per_token * size.in_features * size.out_features for name, size in model.experts.sizes.items()}
+    visits = model.experts.visits(adapts_experts)
+    return {name: visits[name] * size.in_features * size.out_features for name, size in model.experts.sizes.items()}
 
 
-def timed_weights(model: SuperModel, device_type: str) -> int:
+def timed_weights(model: SuperModel, device_type: str, adapts_experts: bool) -> int:
     """The same, and on a GPU what the features of all linears and the head take besides, as so many weights more."""
-    weights = multiplied_weights(model)
+    weights = multiplied_weights(model, adapts_experts)
     if device_type != "cuda":
         return weights
     features = sum(k + n for k, n in model.targets().values()) + sum(model.base.head.weight_VH.shape)
@@ -37,4 +40,5 @@ def width_of_layers(model: SuperModel) -> int:
 def work_of_samples(model: SuperModel, spec: JobSpec) -> SampleWork:
     """Multiply-adds of the job's samples, by their length and its rank; of all stages."""
     forwards, adapter = 2 + OBJECTIVES[spec.objective].forwards_beside, model.layout(spec).numel
-    return sample_work(multiplied_weights(model), width_of_layers(model), forwards, adapter)
+    weights = multiplied_weights(model, spec.target_parameters is not None)
+    return sample_work(weights, width_of_layers(model), forwards, adapter)
