@@ -2,25 +2,85 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Llama4TextConfig
+from transformers import AutoModelForCausalLM, Llama4TextConfig, Qwen3_5TextConfig
 
 from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
-from tlora.planning.memory import measure
+from tlora.job import JobSpec
+from tlora.kernels.chunk_layout import list_chunks
+from tlora.planning.job_plan import PlannedJob
+from tlora.planning.job_work import counting_jobs
+from tlora.planning.memory import measure, rule_bytes
+from tlora.shape.memory import MemoryModel, parse_memory
 from tlora.supermodel.load import outline
 from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.supermodel import SuperModel
 
 with interpreted():
-    from tlora.kernels import pass_operations  # noqa: F401  (found late by the function under test)
+    from tlora.kernels import delta_kernels, pass_operations  # noqa: F401  (the second is found late by the function under test)
 
 GPU = torch.device("cuda")
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all tensors that operations make."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(made, torch.Tensor):
+            self.num_bytes += made.untyped_storage().nbytes()
+        return made
+
+
+def test_the_rule_takes_what_is_counted_of_its_tokens_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that backward allocates, with kernels that launch nothing: of 66 tokens in one sample, and in 14."""
+    heads, size = 4, 16
+    q, k = (torch.zeros(66, 2, size, dtype=torch.float16) for _ in range(2))
+    v, g = torch.zeros(66, heads, size, dtype=torch.float16), torch.zeros(66, heads)
+    for name in ("prepare", "scan", "within", "scan_back", "output_back", "prepare_back", "fold"):
+        monkeypatch.setattr(delta_kernels, f"{name}_kernel", defaultdict(lambda: lambda *_, **__: None))
+
+    def allocated(lengths: tuple[int, ...]) -> int:
+        tables = list_chunks(lengths, 64, torch.device("cpu"))
+        with Allocated() as found:
+            delta_kernels.backward(v, q, k, v, g, g.half(), tables, True)
+        return found.num_bytes
+
+    long, short = allocated((66,)), allocated((5,) * 13 + (1,))
+    token, chunk = rule_bytes(q, v)
+    assert short - long == 13 * chunk, "one more for each sample more"
+    assert 0.9 * long < 66 * token + (66 // 64 + 1) * chunk < 1.1 * long
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"], ids=["kernels", "plain"])
+def test_short_samples_of_a_hybrid_take_chunks_of_their_own(dtype: str, tmp_path: Path) -> None:
+    Qwen3_5TextConfig(**SHAPE, head_dim=16, linear_num_key_heads=8, linear_num_value_heads=16).save_pretrained(tmp_path)
+    memory = measure(SuperModel(outline(str(tmp_path), dtype)), 0, GPU)
+
+    def counted(length: int) -> MemoryModel:
+        data: Any = SimpleNamespace(train=SimpleNamespace(longest_sequences=np.full(50, length)), eval=None)
+        return counting_jobs(memory, [PlannedJob(JobSpec.model_validate({"name": "a", "data": "d"}), data)], deterministic=False)
+
+    long, short = counted(640), counted(16)
+    assert long.activation_bytes(8192) == memory.activation_bytes(8192)
+    more = max(phase.sample_bytes for phase in memory.phases) * 8192 * (1 / 16 - 1 / 64)
+    assert more > 0 and short.activation_bytes(8192) >= memory.phases[-1].at(8192, 0) + more - 1
+    assert 0 < short.most_tokens(1 << 30, 0) < long.most_tokens(1 << 30, 0)
+    assert counting_jobs(short, [], deterministic=False).activation_bytes(8192) == memory.activation_bytes(8192), "of these jobs alone"
+    assert parse_memory(json.loads(json.dumps(short.to_json()))) == memory
 
 
 def test_a_token_is_multiplied_with_all_experts_of_llama_4_where_no_job_adapts_them(tmp_path: Path) -> None:

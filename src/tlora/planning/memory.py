@@ -77,11 +77,10 @@ def measure(
     moving = 3 * widest * element + 4 * head.shape[1] * element  # gradients in flight around the widest linear, and at the head
     if groups_on(device, model.deterministic):  # a part of dA or dB and its copy in full precision, for every chunk
         moving += widest * (element + sums) * max(rank, ROW_ALIGNMENT) // _CHUNK
-    if device.type == "cuda" and model.base.recurrent:
-        moving += _recurrence_bytes(model)
+    recurrence = _recurrence_bytes(model) if device.type == "cuda" and model.base.recurrent else 0
     kept = (many - few) / _PROBE_TOKENS
     scratch = chunk_bytes(model.base.head, device) + _scratch_bytes(model, device, adapts_experts)
-    phase = Phase(scratch, kept + moving, kept_per_layer=kept / max(1, layers))
+    phase = Phase(scratch, kept + moving + recurrence, 0.0, kept / max(1, layers), RULE_CHUNK * recurrence, RULE_CHUNK)
     counted = (weights, features) if device.type == "cuda" else (0, 0)  # on a CPU a token costs the same in any micro-batch
     return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
 
@@ -133,7 +132,7 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward. Two phases: head and loss hold a chunk of
     logits, the hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the
     gradients of that and of its factors), and five of its hidden states. A recurrent layer keeps its convolution's and its rule's output,
-    and in backward makes the rule's states again, which may be more than the widest x.
+    and in backward makes the rule's states again: a phase of its own, which grows with the number of samples too.
     """
     ours = adapts_experts or model.deterministic  # whose experts are the kernels' in all passes
     calls = _fitting(model, lambda: find_calls(model.base))
@@ -151,20 +150,24 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     kept = layers * layer + shrunk + experts + rows
     saved = layer - element * hidden + (experts / layers if again else 0)  # a recomputed layer keeps its input
     backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden) + again / layers
-    backward = max([backward, *(5 * element * hidden + _rule_bytes(q, v) for q, _, v, *_ in calls.delta_rules)])
-    return (
+    scratch = _scratch_bytes(model, device, adapts_experts)
+    found = [
         Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
-        Phase(_scratch_bytes(model, device, adapts_experts), kept + backward, saved, kept / layers),
-    )
+        Phase(scratch, kept + backward, saved, kept / layers),
+    ]
+    for each, chunk in {rule_bytes(q, v) for q, _, v, *_ in calls.delta_rules}:  # one for each of 64 tokens, and one for each sample
+        token = kept + 5 * element * hidden + each + 2 * chunk / RULE_CHUNK
+        found.append(Phase(scratch, token, saved, kept / layers, chunk, RULE_CHUNK))
+    return tuple(found)
 
 
-def _rule_bytes(q_THK: Tensor, v_TGV: Tensor) -> int:
-    """Of a token in backward of a gated delta rule by kernels: the gradients, and what it makes of each chunk, of which samples leave half
-    empty: states and theirs, the inverse, w, u, new and its gradient, and each head's gradients of q and k in fp32.
+def rule_bytes(q_THK: Tensor, v_TGV: Tensor) -> tuple[int, int]:
+    """Of a token in backward of a gated delta rule by kernels, gradients, w, u, new and its gradient, and each head's gradients of q and k
+    in fp32; and of each chunk, the states and theirs, the inverse and the chunk's decay.
     """
     (keys, key_size), (heads, size), element = q_THK.shape[1:], v_TGV.shape[1:], v_TGV.element_size()
-    chunks = 2 * (2 * key_size * size + RULE_CHUNK**2) // RULE_CHUNK
-    return element * (heads * (chunks + key_size + 5 * size) + 4 * keys * key_size) + 8 * heads * key_size
+    token = element * (heads * (key_size + 5 * size) + 4 * keys * key_size) + 8 * heads * key_size
+    return token, heads * (element * (2 * key_size * size + RULE_CHUNK**2) + 4)
 
 
 def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> tuple[int, int]:

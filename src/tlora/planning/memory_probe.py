@@ -119,6 +119,8 @@ def _measure(
     unpadded = [_padding(peak.num_tokens, rows) * width for peak in peaks]
     fitted = [_fit(peaks, [getattr(peak, part) - pad for peak, pad in zip(peaks, unpadded, strict=True)]) for part in ("head", "layers")]
     phases = [replace(phase, fixed_bytes=phase.fixed_bytes + 2 * rows * width) for phase, _ in fitted]
+    more = max(phase.sample_bytes for phase in counted.phases)
+    phases[1] = replace(phases[1], sample_bytes=more, sample_tokens=SAMPLE_TOKENS)
     base_bytes = _storage_bytes(model) + workspaces
     memory = replace(counted, base_bytes=base_bytes, phases=tuple(phases), num_layers=model.num_layers, measured=True)
     return memory, peaks, max(error for _, error in fitted)

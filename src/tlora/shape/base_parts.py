@@ -88,7 +88,7 @@ class BaseParts:
     def stage_memory(self, first: int, last: int, in_flight: int) -> MemoryModel:
         """Of a GPU with these layers, and `in_flight` micro-batches whose backward is still to come."""
         memory, count = self.memory, last - first
-        phases = memory.phases if last == len(self.layers) else memory.phases[-1:]
+        phases = memory.phases if last == len(self.layers) else memory.phases[1:] or memory.phases
         cut = [phase.of_layers(count, len(self.layers), in_flight) for phase in phases]
         buffers = _BOUNDARY_BUFFERS * self.hidden_size * memory.element_bytes
         return replace(

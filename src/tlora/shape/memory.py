@@ -60,21 +60,25 @@ ADAPTER_BYTES = adapter_bytes(1, 1, 2, 4)  # per trained parameter over a base i
 class Phase:
     """What is alive at the peak of one phase of a micro-batch of T tokens with k layers recomputed, beside base and adapters:
     fixed_bytes + T * (bytes_per_token - k * saved_per_layer) bytes. `kept_per_layer`: of these, what each layer keeps of a token until its
-    backward; 0 where that is not known, as it was measured.
+    backward; 0 where that is not known, as it was measured. That is of samples of `sample_tokens` tokens; each one more takes
+    `sample_bytes`, as each has chunks of its own in a recurrence.
     """
 
     fixed_bytes: float
     bytes_per_token: float
     saved_per_layer: float = 0.0
     kept_per_layer: float = 0.0
+    sample_bytes: float = 0.0
+    sample_tokens: float = 1.0
 
-    def at(self, num_tokens: int, recomputed_layers: int) -> float:
-        return self.fixed_bytes + num_tokens * (self.bytes_per_token - recomputed_layers * self.saved_per_layer)
+    def at(self, num_tokens: int, recomputed_layers: int, samples_per_token: float = 0.0) -> float:
+        more = self.sample_bytes * max(0.0, samples_per_token - 1 / self.sample_tokens)
+        return self.fixed_bytes + num_tokens * (self.bytes_per_token - recomputed_layers * self.saved_per_layer + more)
 
     def of_layers(self, layers: int, of: int, in_flight: int) -> Phase:
         """With `layers` of the `of` that it was counted with, and what `in_flight` micro-batches keep. A recomputed layer saves in each."""
         kept = self.kept_per_layer * (layers * in_flight - of)
-        return Phase(self.fixed_bytes, self.bytes_per_token + kept, self.saved_per_layer * in_flight, self.kept_per_layer)
+        return replace(self, bytes_per_token=self.bytes_per_token + kept, saved_per_layer=self.saved_per_layer * in_flight)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class MemoryModel:
     spanning: frozenset[Adapter] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
     compared: frozenset[Adapter] = frozenset()  # likewise of jobs that compare with the adapter that they start from
     mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
+    samples_per_token: float = 0.0  # of the job with the shortest
     elsewhere: tuple[str, ...] = ()  # names of decoder layers whose adapters lie at other stages
 
     @property
@@ -122,7 +127,7 @@ class MemoryModel:
 
     def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
         recomputed = min(recomputed_layers, self.most_recomputed)
-        return int(max(phase.at(token_budget, recomputed) for phase in self.phases))
+        return int(max(phase.at(token_budget, recomputed, self.samples_per_token) for phase in self.phases))
 
     def most_activation_bytes(self, most_tokens: int, recompute: RecomputePlan) -> int:
         """Of any micro-batch of up to `most_tokens`: a shorter one that recomputes fewer layers may take more than the longest."""
@@ -148,17 +153,19 @@ class MemoryModel:
     def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
         """Of a micro-batch whose activations take no more than `room_bytes`; 0 where none does."""
         recomputed = min(recomputed_layers, self.most_recomputed)
-        slopes = [(phase.at(0, 0), phase.at(1, recomputed) - phase.at(0, 0)) for phase in self.phases]
+        of_one = [phase.at(1, recomputed, self.samples_per_token) for phase in self.phases]
+        slopes = [(phase.fixed_bytes, one - phase.fixed_bytes) for phase, one in zip(self.phases, of_one, strict=True)]
         return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
 
     def alone(self) -> MemoryModel:
         """Without what is known of a run's jobs."""
-        return replace(self, spanning=frozenset(), compared=frozenset(), mailbox_bytes=0)
+        return replace(self, spanning=frozenset(), compared=frozenset(), mailbox_bytes=0, samples_per_token=0.0)
 
     def to_json(self) -> dict[str, Any]:
         """Of `alone`."""
         found = asdict(self.alone())
-        del found["spanning"], found["compared"], found["mailbox_bytes"], found["elsewhere"]
+        for name in ("spanning", "compared", "mailbox_bytes", "samples_per_token", "elsewhere"):
+            del found[name]
         return found
 
     def least_recomputed(self, room_bytes: int) -> RecomputePlan:
