@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tlora.errors import ConfigError
-from tlora.kernels.device import FORCED, card_of, class_of, describe_class, launched_as, runs_kernels, why_plain
+from tlora.kernels import device
+from tlora.kernels.device import FORCED, as_if_on, card_of, class_of, describe_class, launched_as, runs_kernels, why_plain
 
 CUDA = torch.device("cuda")
 
@@ -85,6 +86,20 @@ def test_a_developer_forces_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORCED, "sm_90")
     with pytest.raises(ConfigError, match="a GPU of compute capability 8.0 does not run"):
         class_of(80)
+
+
+def test_all_kernels_are_compiled_for_the_class_that_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose launches ask for no tile: recurrences, routers' products, experts' tables, on the plain path too."""
+    compiled_as: list[tuple[str, int]] = []
+    monkeypatch.setattr(device, "compile_as", lambda card, capability: compiled_as.append((card.name, capability)))
+    put_in(monkeypatch, (9, 0), 232_448)
+    assert runs_kernels(CUDA) and not compiled_as
+    launched_as.cache_clear()
+    monkeypatch.setenv(FORCED, "sm_86")
+    with as_if_on("another", 90):
+        assert runs_kernels(CUDA) and not compiled_as, "a plan for another machine launches nothing here"
+    for _ in range(2):
+        assert runs_kernels(CUDA) and compiled_as == [("sm_86", 90)]
 
 
 def test_a_developer_forces_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,14 @@ def can_be_asked(device: torch.device) -> bool:
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether `device` runs the kernels: a GPU of one of `cards.CLASSES`, or a CPU under Triton's interpreter."""
-    return card_of(device) is not None
+    """Whether `device` runs the kernels: a GPU of one of `cards.CLASSES`, or a CPU under Triton's interpreter. What launches kernels asks
+    first, so that a class that is forced is that of all of them.
+    """
+    if card_of(device) is None:
+        return False
+    if is_forced() and not is_elsewhere():
+        launched_as(device)
+    return True
 
 
 def card_of(device: torch.device) -> CardClass | None:
