@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import io
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -13,9 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import tlora.kernels
 from tests.kernels.interpreter import interpreted
 
+MODULES = [m.name for m in pkgutil.iter_modules(tlora.kernels.__path__) if m.name.startswith("triton_") or m.name in ("fp8", "packed")]
 with interpreted():
+    WITH_KERNELS = [importlib.import_module(f"tlora.kernels.{name}") for name in MODULES]
     from tlora.kernels import compile_ahead
     from tlora.kernels.compile_request import AttentionRequest, CompileRequest, GroupRequest, HeadRequest, PackedRequest, read_order
 
@@ -77,14 +83,12 @@ def test_groups_that_launch_the_same_kernels_are_compiled_once() -> None:
 
 
 KEYS = """
-import json, os, sys
-from tlora.kernels.triton_attention import dkv_kernel, dq_kernel, forward_kernel
-from tlora.kernels.triton_gemm import gemm_kernel
-from tlora.kernels.triton_lora import add_dropped_kernel, shrink_kernel, sum_kernel
+import importlib, json, os, sys
+from triton.runtime.jit import JITFunction
 
-all_kernels = (gemm_kernel, add_dropped_kernel, shrink_kernel, sum_kernel, forward_kernel, dq_kernel, dkv_kernel)
-kernels = {kernel.__name__: kernel for kernel in all_kernels}
-for order in (sys.argv[1:], sys.argv[:0:-1]):
+found = [each for name in sys.argv[1:] for each in vars(importlib.import_module("tlora.kernels." + name)).items()]
+kernels = {name: kernel for name, kernel in found if isinstance(kernel, JITFunction) and name.endswith("_kernel")}
+for order in (*([name] for name in kernels), sorted(kernels), sorted(kernels, reverse=True)):
     if not os.fork():  # no kernel has been looked at here yet
         print(json.dumps({name: kernels[name].cache_key for name in order}), flush=True)
         os._exit(0)
@@ -94,14 +98,29 @@ for order in (sys.argv[1:], sys.argv[:0:-1]):
 
 def test_a_kernel_has_one_key_in_the_cache_whichever_was_first() -> None:
     """Or what was compiled ahead, by processes that take kernels as they come, is compiled again by the run."""
-    names = ["gemm_kernel", "add_dropped_kernel", "shrink_kernel", "sum_kernel", "forward_kernel", "dq_kernel", "dkv_kernel"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", KEYS, *names]
+    command = [sys.executable, "-c", KEYS, *MODULES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [list(keys) for keys in found] == [names, names[::-1]]
-    assert found[0] == found[1]
+    *alone, together, reverse = [json.loads(line) for line in done.stdout.splitlines()]
+    first = {name: key for each in alone for name, key in each.items()}
+    assert {"gemm_kernel", "scan_kernel", "expert_gemm_kernel", "update_kernel"} < {*first} and {*together} == {*reverse} == {*first}
+    assert {name for name, key in first.items() if not key == together[name] == reverse[name]} == set()
+
+
+def test_the_constants_of_shared_functions_are_those_of_their_modules() -> None:
+    """Which they cannot read: a key would or would not have them."""
+    compared = 0
+    for module in WITH_KERNELS:
+        for shared in vars(module).values():
+            for name, parameter in inspect.signature(getattr(shared, "fn", len)).parameters.items():
+                known = getattr(module, name, None)
+                if parameter.default is not inspect.Parameter.empty and hasattr(known, "value"):
+                    assert parameter.default == known.value, f"{shared.fn.__name__}: {name}"
+                    compared += 1
+    from tlora.kernels import delta_rule, triton_delta_rule
+
+    assert compared > 10 and triton_delta_rule.CHUNK.value == delta_rule.CHUNK
 
 
 def test_gemms_are_compiled_with_each_size_of_their_tiles_and_the_others_once() -> None:

@@ -10,8 +10,8 @@ them and the norm follows a bound of the next update, far below overflow in any 
 does not show it is the update computed once more, for its being finite alone.
 """
 
-# pyright: reportGeneralTypeIssues=false
-# (a jit function's call is typed NoReturn)
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (a jit function's call is typed NoReturn, and its constants `constexpr`)
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from tlora.kernels.triton_chunks import chunk_at, rows_at
 ALLOWED, MAX_NORM, BETA1, BETA2, EPSILON, DECAY, STEP_SIZE, ROOT_CORRECTION, LARGEST_WEIGHT, LARGEST_STATE, SMALLEST_STATE = (
     tl.constexpr(i) for i in range(11)
 )
+# Functions that several kernels share have their numbers of columns as defaults: Triton (3.6) puts the globals of such a function into a
+# kernel's key in the cache or not by which kernel was compiled before.
 NUM_SCALARS = 12  # an even number: rows start at multiples of 16 bytes, so that all are one kernel
 
 # One adapter's row of `outcome`, fp64: the norm, by what the gradient is multiplied, the verdict, and whether the check refused.
@@ -113,7 +115,9 @@ def _root(x):
 
 
 @triton.jit
-def _adamw(params, exp_avg, exp_avg_sq, grad, scalars_ptr, clip):
+def _adamw(params, exp_avg, exp_avg_sq, grad, scalars_ptr, clip,
+           BETA1: tl.constexpr = 2, BETA2: tl.constexpr = 3, EPSILON: tl.constexpr = 4, DECAY: tl.constexpr = 5,
+           STEP_SIZE: tl.constexpr = 6, ROOT_CORRECTION: tl.constexpr = 7):  # fmt: skip
     """The state after one step. Scalars are combined in fp64 and rounded once, as torch does with Python's."""
     dtype: tl.constexpr = params.dtype
     beta1, beta2 = tl.load(scalars_ptr + BETA1), tl.load(scalars_ptr + BETA2)
@@ -130,7 +134,7 @@ def _adamw(params, exp_avg, exp_avg_sq, grad, scalars_ptr, clip):
 
 
 @triton.jit
-def _updated(params_ptr, exp_avg_ptr, exp_avg_sq_ptr, sums, scalars_ptr, outcome_ptr, at, mask):
+def _updated(params_ptr, exp_avg_ptr, exp_avg_sq_ptr, sums, scalars_ptr, outcome_ptr, at, mask, CLIP: tl.constexpr = 1):
     params = tl.load(params_ptr + at, mask=mask, other=0.0)
     exp_avg = tl.load(exp_avg_ptr + at, mask=mask, other=0.0)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=mask, other=0.0)

@@ -20,8 +20,8 @@ import triton.language as tl
 from tlora.kernels.triton_dot import dot
 
 CHUNK = tl.constexpr(64)
-_BLOCK = tl.constexpr(16)  # whose inverse is found row by row
 EPSILON = tl.constexpr(1e-6)  # of transformers' l2norm
+# For kernels alone: of a function that several share, Triton (3.6) puts globals into a kernel's key or not by which was compiled before.
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def chunk_of(chunks_ptr, number):
 
 
 @triton.jit
-def load_rows(ptr, stride, count, first, WIDTH, BLOCK: tl.constexpr):
+def load_rows(ptr, stride, count, first, WIDTH, BLOCK: tl.constexpr, CHUNK: tl.constexpr = 64):
     """[64, BLOCK]: columns from `first` on of a chunk's rows; 0 beyond its tokens and beyond WIDTH."""
     i, column = tl.arange(0, CHUNK), first + tl.arange(0, BLOCK)
     mask = (i < count)[:, None] & (column < WIDTH)[None, :]
@@ -40,21 +40,21 @@ def load_rows(ptr, stride, count, first, WIDTH, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_rows(ptr, values, stride, count, first, WIDTH, BLOCK: tl.constexpr):
+def store_rows(ptr, values, stride, count, first, WIDTH, BLOCK: tl.constexpr, CHUNK: tl.constexpr = 64):
     i, column = tl.arange(0, CHUNK), first + tl.arange(0, BLOCK)
     mask = (i < count)[:, None] & (column < WIDTH)[None, :]
     tl.store(ptr + i.to(tl.int64)[:, None] * stride + column[None, :], values.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_numbers(ptr, stride, count):
+def load_numbers(ptr, stride, count, CHUNK: tl.constexpr = 64):
     """fp32 [64]: one number of each of a chunk's rows."""
     i = tl.arange(0, CHUNK)
     return tl.load(ptr + i.to(tl.int64) * stride, mask=i < count, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_numbers(ptr, values, stride, count):
+def store_numbers(ptr, values, stride, count, CHUNK: tl.constexpr = 64):
     i = tl.arange(0, CHUNK)
     tl.store(ptr + i.to(tl.int64) * stride, values.to(ptr.dtype.element_ty), mask=i < count)
 
@@ -74,7 +74,7 @@ def store_state(ptr, values, first, K, V, BK: tl.constexpr, BV: tl.constexpr):
 
 
 @triton.jit
-def one_over_length(x, NORMALIZE: tl.constexpr):
+def one_over_length(x, NORMALIZE: tl.constexpr, EPSILON: tl.constexpr = 1e-6):
     """fp32 [64]: what each row is multiplied with to have length 1."""
     wide = x.to(tl.float32)
     if NORMALIZE:
@@ -83,7 +83,7 @@ def one_over_length(x, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
-def decays(c, count):
+def decays(c, count, CHUNK: tl.constexpr = 64):
     """[64, 64]: exp(c_i - c_j) for j up to i, 0 above and in rows without a token."""
     i = tl.arange(0, CHUNK)
     seen = (i[:, None] >= i[None, :]) & (i < count)[:, None]
@@ -91,23 +91,23 @@ def decays(c, count):
 
 
 @triton.jit
-def _inverse(a):
+def _inverse(a, CHUNK: tl.constexpr = 64, BLOCK: tl.constexpr = 16):
     """(1 + a)^-1 of a [64, 64] in fp32 that is 0 from the diagonal on.
 
     Blocks of 16 on the diagonal by forward substitution, all four at once, as a series would lose digits where keys are alike; the rest is
     a series of three steps, after which blocks below the diagonal are used up.
     """
-    N: tl.constexpr = CHUNK // _BLOCK
-    block, i = tl.arange(0, N), tl.arange(0, _BLOCK)
+    N: tl.constexpr = CHUNK // BLOCK
+    block, i = tl.arange(0, N), tl.arange(0, BLOCK)
     same = block[:, None, None, None] == block[None, None, :, None]
-    own = tl.sum(tl.where(same, tl.reshape(a, (N, _BLOCK, N, _BLOCK)), 0.0), 2)
-    solved = tl.where(i[None, :, None] == i[None, None, :], 1.0, 0.0) + tl.zeros((N, _BLOCK, _BLOCK), tl.float32)
-    for row in range(1, _BLOCK):
+    own = tl.sum(tl.where(same, tl.reshape(a, (N, BLOCK, N, BLOCK)), 0.0), 2)
+    solved = tl.where(i[None, :, None] == i[None, None, :], 1.0, 0.0) + tl.zeros((N, BLOCK, BLOCK), tl.float32)
+    for row in range(1, BLOCK):
         factors = tl.sum(tl.where(i[None, :, None] == row, own, 0.0), 1)
         known = tl.sum(factors[:, :, None] * solved, 1)
         solved = tl.where(i[None, :, None] == row, solved - known[:, None, :], solved)
-    whole = tl.reshape(tl.where(same, solved[:, :, None, :], tl.zeros((N, _BLOCK, N, _BLOCK), tl.float32)), (CHUNK, CHUNK))
-    j = tl.arange(0, CHUNK) // _BLOCK
+    whole = tl.reshape(tl.where(same, solved[:, :, None, :], tl.zeros((N, BLOCK, N, BLOCK), tl.float32)), (CHUNK, CHUNK))
+    j = tl.arange(0, CHUNK) // BLOCK
     step = dot(whole, tl.where(j[:, None] > j[None, :], a, 0.0))
     inverse = whole
     for _ in range(1, N):
