@@ -23,6 +23,7 @@ from tlora.adapters.state import AdapterState, init_state
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels import delta_rule
+from tlora.kernels.device import as_if_on, launched_as
 from tlora.objectives import Dpo
 from tlora.shape.token_cost import HIDES_LAUNCHES
 from tlora.supermodel import losses as loss_module
@@ -30,6 +31,7 @@ from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, Shape
 from tlora.supermodel.fast_path import _sees_the_same_again, linears_in_passes
+from tlora.supermodel.kernel_tiles import digest_on_plain_path
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.recurrent_layers import why_not_in_passes
@@ -190,6 +192,30 @@ def takes_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eager", "takes_fp32")
 def test_a_hybrid_equals_the_reference_path_and_itself_alone() -> None:
     check_family("qwen3.5", "ba", **HYBRID)
+
+
+@pytest.mark.usefixtures("takes_fp32")
+def test_the_digest_of_tiles_has_those_of_recurrences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all else of a pass is on the plain path, which computes these by kernels on a GPU."""
+    from tlora.kernels import delta_kernels, triton_conv
+
+    smaller = {4: replace(delta_kernels._BLOCKS[4], scan=32)}
+    changes: list[tuple[Any, str, Any]] = [(delta_kernels, "_BLOCKS", smaller), (delta_kernels, "_FOLDED", 8), (triton_conv, "_TOKENS", 16)]
+    plain = make_shared("qwen3.5", fast=False, **HYBRID)
+
+    def digests() -> tuple[str | None, str | None]:
+        with as_if_on("NVIDIA H200", 90):
+            on_plain_path = digest_on_plain_path(plain.base, plain.experts, torch.device("cuda"))
+        return make_shared("qwen3.5", **HYBRID).tiles, on_plain_path
+
+    found = [digests()]
+    assert plain.tiles is None, "a CPU has no kernels"
+    for change in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            found.append(digests())
+    launched_as.cache_clear()
+    assert None not in {digest for each in found for digest in each} and all(len(set(each)) == 4 for each in zip(*found, strict=True))
 
 
 @pytest.mark.slow

@@ -122,6 +122,12 @@ def test_compiled_layers_are_one_graph_with_the_same_bytes(monkeypatch: pytest.M
     torch._dynamo.reset()
 
 
+def test_the_digest_of_tiles_has_those_of_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, healthy = make_shared("qwen3-moe").tiles, row_operations.rows_tile
+    monkeypatch.setattr(row_operations, "rows_tile", lambda *size: healthy(*size)._replace(inner=16))
+    assert make_shared("qwen3-moe").tiles not in (None, found)
+
+
 # -- planted bugs --------------------------------------------------------------------------------------------------------
 
 

@@ -48,6 +48,11 @@ _BLOCKS = {2: _Blocks(32, 64, 4, 8, 2, 1), 4: _Blocks(16, 16, 4, 8, 1, 1)}
 """By bytes per element. In fp32 all kernels spill by up to 3 KB a thread, so that no run takes them: they are there to be compared."""
 
 
+def all_tiles(dtype: torch.dtype) -> tuple[object, ...]:
+    """All sizes that a sample's bits may depend on."""
+    return _BLOCKS[dtype.itemsize], _FOLDED, CHUNK
+
+
 @dataclass(frozen=True)
 class _Inputs:
     """The operands of one call, whose rows of a head have adjacent elements, and the constants of its kernels."""

@@ -93,6 +93,21 @@ def multiply_rows(x_TK: Tensor, weight: Tensor, bias_N: Tensor | None, transpose
     return y_TN if bias_N is None else y_TN + bias_N
 
 
+class RowsTile(NamedTuple):
+    """Rows and columns of a program, the numbers of K that it adds at a time, and how it runs."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int = 4
+    stages: int = 3
+
+
+def rows_tile(columns: int, element_size: int) -> RowsTile:
+    """Of a product that gives so many columns."""
+    return RowsTile(64, min(64, max(16, 1 << (columns - 1).bit_length())), 32 if element_size == 4 else 64)
+
+
 def launch_rows(x_TK: Tensor, weight: Tensor, bias_N: Tensor | None, transposed: bool) -> Tensor:
     """The same in one launch: x @ (weight [N, K].T if `transposed`, else weight [K, N]) + bias, summed in fp32. Not for fp64."""
     import triton
@@ -103,10 +118,10 @@ def launch_rows(x_TK: Tensor, weight: Tensor, bias_N: Tensor | None, transposed:
     y_TN = torch.empty(tokens, columns, dtype=x_TK.dtype, device=x_TK.device)
     if not tokens:
         return y_TN
-    block = min(64, max(16, int(triton.next_power_of_2(columns))))
-    launch: Any = rows_kernel[(triton.cdiv(tokens, 64), triton.cdiv(columns, block))]
+    tile = rows_tile(columns, x_TK.element_size())
+    launch: Any = rows_kernel[(triton.cdiv(tokens, tile.rows), triton.cdiv(columns, tile.columns))]
     launch(
         x_TK, weight, bias_N, y_TN, tokens, columns, inner,
-        NK=transposed, BT=64, BN=block, BK=32 if x_TK.element_size() == 4 else 64, num_warps=4, num_stages=3,
+        NK=transposed, BT=tile.rows, BN=tile.columns, BK=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y_TN

@@ -98,6 +98,11 @@ class _Convolution(torch.autograd.Function):
         return convolve_back(dy_TC, x_TC, weight_CW, bias_C, positions_T, ctx.silu), None, None, None, None
 
 
+def all_tiles() -> tuple[int, int]:
+    """Of all its launches."""
+    return _TOKENS, _CHANNELS
+
+
 def _grid(x_TC: Tensor) -> tuple[int, int]:
     return -(-x_TC.shape[0] // _TOKENS), -(-x_TC.shape[1] // _CHANNELS)
 

@@ -35,6 +35,7 @@ from tlora.supermodel.expert_jobs import kernel_batch
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.inject import expert_modules
+from tlora.supermodel.kernel_tiles import digest_of_passes
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import Context, LinearsOfOneInput, LoraLinear
 from tlora.supermodel.recurrent_layers import why_not_in_passes
@@ -144,7 +145,7 @@ class FastPath:
             self._names += members
         if base.stage is None or base.stage.layers.is_first:
             self.groups[0] = replace(self.groups[0], passes_back=False)  # before it there is the embedding
-        self.tiles = _digest_of(self.groups, list(linears.values()), base.head.weight_VH.dtype, experts)
+        self.tiles = digest_of_passes(base, self.groups, list(linears.values()), experts, self._repeats_experts)
         self._module_keys = np.array([linears[name].module_key for name in self._names], np.int32)
         base.model.get_input_embeddings().register_forward_hook(self._begin_graph)
         self._known: dict[tuple[int, str], tuple[object, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
@@ -319,26 +320,6 @@ class FastPath:
             scales = np.array([s.scale if s else 0.0 for s in slots], np.float32)
             known = self._known[id(bank), job_id] = (addresses, (rows, np.array(starts, np.int32), scales))
         return known[1]
-
-
-def _digest_of(groups: Sequence[LinearGroup], linears: Sequence[LoraLinear], dtype: torch.dtype, experts: Experts) -> str:
-    from tlora.kernels.tiles import digest, keys_of
-    from tlora.kernels.varlen_attention import all_tiles
-
-    weight_dtypes = {linear.form.dtype for linear in linears}
-    keys = [key for group in groups for w in weight_dtypes for key in keys_of(group.in_features, group.widths, dtype, w)]
-    tiles = groups[0].tiles
-    attention, of_experts = all_tiles(tiles.card)[dtype.itemsize], experts.tiles(tiles.card)
-    return digest(tiles, keys, (attention, of_experts) if of_experts else attention)
-
-
-def digest_of_experts(experts: Experts, device: torch.device) -> str | None:
-    """Of the tiles of the kernels that compute `experts` where all else is on the plain path; None where none do."""
-    if not experts.on_kernels:
-        return None
-    from tlora.kernels.tiles import TileTable, digest
-
-    return digest(TileTable(), (), experts.tiles(launched_as(device)))
 
 
 def _experts_wait(base: Base, device: torch.device) -> bool:

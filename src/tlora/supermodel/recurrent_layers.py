@@ -89,6 +89,21 @@ def why_not_in_passes(model: nn.Module, dtype: torch.dtype) -> str | None:
     return None
 
 
+def recurrent_tiles(model: nn.Module, dtype: torch.dtype) -> tuple[object, ...]:
+    """Of the kernels that compute the recurrences of `model` in `dtype`; nothing where none do."""
+    used = {key for module in model.modules() for key in _recurrences_of(type(module))} if dtype != torch.float64 else set()
+    found: list[object] = []
+    if "causal_conv1d_fn" in used:
+        from tlora.kernels.triton_conv import all_tiles as tiles_of_convolution
+
+        found.append(tiles_of_convolution())
+    if "torch_chunk_gated_delta_rule" in used and dtype.itemsize <= delta_rule.WIDEST_ELEMENT:
+        from tlora.kernels.delta_kernels import all_tiles as tiles_of_rule
+
+        found.append(tiles_of_rule(dtype))
+    return tuple(found)
+
+
 def _recurrences_of(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Those that the code of its forward names, as they stand in its globals."""
     forward = inspect.unwrap(kind.forward)

@@ -99,6 +99,13 @@ def routers_of(base: Base, experts: Experts) -> RoutersSeen:
     return experts.routers
 
 
+def router_tiles(base: Base, experts: Experts) -> tuple[object, ...]:
+    """Of the kernel that multiplies for them, forward and back."""
+    products = routers_of(base, experts).products
+    sizes = {(columns, dtype.itemsize) for inner, outer, _, dtype in products for columns in (inner, outer)}
+    return tuple(row_operations.rows_tile(*size) for size in sorted(sizes))
+
+
 def _watch(base: Base) -> RoutersSeen:
     """What the code of its blocks computes with two tokens."""
     seen, hooks, modules = RoutersSeen(), [], dict(base.model.named_modules())

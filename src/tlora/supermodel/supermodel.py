@@ -30,9 +30,10 @@ from tlora.sharing.peers import Sharing
 from tlora.supermodel.base_config import longest_safe_sequence
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.experts import Experts
-from tlora.supermodel.fast_path import FastPath, describe_kernels, digest_of_experts, why_not_fused
+from tlora.supermodel.fast_path import FastPath, describe_kernels, why_not_fused
 from tlora.supermodel.inject import expert_modules, find_linears, inject, resolve_targets, sizes
 from tlora.supermodel.job_by_job import make_optimizer
+from tlora.supermodel.kernel_tiles import digest_on_plain_path
 from tlora.supermodel.kernels_ahead import compile_ahead
 from tlora.supermodel.load import Base, load_base
 from tlora.supermodel.lora_linear import Context, base_weights
@@ -123,10 +124,8 @@ class SuperModel(nn.Module):
 
     @property
     def tiles(self) -> str | None:
-        """Digest of the tile shapes of the GPU kernels for this base's linears and experts: part of every job's bits. None without
-        kernels.
-        """
-        return self.fast_path.tiles if self.fast_path is not None else digest_of_experts(self.experts, self.device)
+        """Digest of the tile shapes of the GPU kernels for this base: part of every job's bits. None without kernels."""
+        return self.fast_path.tiles if self.fast_path is not None else digest_on_plain_path(self.base, self.experts, self.device)
 
     @property
     def _path(self) -> FastPath | PlainPath:
