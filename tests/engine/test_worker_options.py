@@ -16,11 +16,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed import HashStore
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tests.engine.test_worker import Orders, of, work
 from tests.engine.test_worker import report_each_step as report_each_step
 from tests.engine.tiny_runs import save_base, sha256
 from tests.store.test_metrics import Client
+from tests.tiny import SHAPE
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.messages import SetPlan
 from tlora.engine.trainer import load_base
@@ -35,6 +38,7 @@ from tlora.planning.memory import measure
 from tlora.planning.memory_bound import MemoryBound
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
+from tlora.sharing.peers import Sharing
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.worker_protocol import DesiredState, Failed, Finished, Load, Memory, controller_line, parse_controller_line
@@ -135,6 +139,20 @@ def test_a_worker_streams_its_base_where_a_run_would(tmp_path: Path, is_streamed
         load_base(Load(str(deep), str(tmp_path), "cuda", 0.0, dtype="bfloat16", memory_limit=limit), (), None, notes.append)
     assert held == [Streaming(2) if is_streamed else None]
     assert any("are on the device; the base has " in line for line in notes) == is_streamed
+
+
+def test_gpus_say_why_a_mixture_that_leaves_little_room_lies_whole_on_each(tmp_path: Path) -> None:
+    """Parts of it are fetched by order alone, as layers with experts are compiled no more then."""
+    shape = SHAPE | {"intermediate_size": 32}
+    config = GptOssConfig(**shape, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    needed = SuperModel(outline(str(tmp_path))).base.num_bytes
+    for limit, is_said in ((needed + 100, True), (2 * needed, False)):
+        notes: list[str] = []
+        load = Load(str(tmp_path), str(tmp_path), "cpu", 0.0, memory_limit=limit)
+        model, _ = load_base(load, (), Sharing(HashStore(), 0, 2), notes.append)
+        assert model.base.layers is None
+        assert any("a mixture of experts is held in parts by `layout: shared` of `tlora train` alone" in note for note in notes) == is_said
 
 
 def bound_of(base: Path, limit_bytes: int) -> MemoryBound:

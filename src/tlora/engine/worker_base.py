@@ -20,7 +20,7 @@ from tlora.group.job_run import JobRun
 from tlora.job import JobSpec, Recompute
 from tlora.planning.allocator import tighten_allocator
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.memory import bytes_when_shared, can_be_cut, memory_limit
+from tlora.planning.memory import bytes_when_shared, can_be_cut, may_be_cut, memory_limit
 from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.streaming import stream_for_jobs_to_come
 from tlora.planning.work import known_here
@@ -118,7 +118,11 @@ def load_base(
         compiling = outlined.compile_ahead(place, expected)
     check_precision(load.base_precision, place, outlined.base.head.weight_VH.dtype)
     base_bytes, limit_bytes = outlined.base.num_bytes, memory_limit(place, load.memory_limit)
-    if sharing is not None and not (can_be_cut(outlined) and _is_shared(sharing, base_bytes, limit_bytes)):
+    if sharing is not None and not can_be_cut(outlined):
+        if sharing.rank == 0 and must_share(base_bytes, limit_bytes):
+            note(f"{gib(base_bytes)} on each GPU, of {gib(limit_bytes)}: {_why_whole(outlined)}")
+        sharing = None
+    if sharing is not None and not _is_shared(sharing, base_bytes, limit_bytes):
         sharing = None
     if sharing is not None:
         whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
@@ -135,6 +139,13 @@ def load_base(
     if compiling is not None:
         compiling.wait()
     return model, bound
+
+
+def _why_whole(outlined: SuperModel) -> str:
+    """Why GPUs do not hold a base in parts."""
+    if may_be_cut(outlined):
+        return "a mixture of experts is held in parts by `layout: shared` of `tlora train` alone, or cut by `layout: stages`"
+    return "this base cannot be held in parts"
 
 
 def _now_and_then(note: Callable[[str], object]) -> Callable[[str], None]:
