@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,8 @@ def lose_answer(live: tuple[Served, str], file: str) -> str:
     with socket.create_connection((host, int(port))) as client:
         client.sendall(head.encode() + body)
         until(lambda: gate._queue.qsize() >= 1)
-    time.sleep(0.2)  # until the server has seen the end of the connection; were it late, the answer would count as sent and the test fail
+        connected = served.opened.services.connections.count
+    until(lambda: served.opened.services.connections.count < connected)  # the server has seen the end of the connection
     go.set()
     blocked.result()
     made = until(lambda: {job["id"] for job in served.ask("alice", "GET", "/v1/jobs", 200, params={"limit": 100})["data"]} - before)

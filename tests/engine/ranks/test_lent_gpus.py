@@ -27,6 +27,7 @@ from tlora.engine.ranks.rank_group import RankGroup
 from tlora.engine.ranks.worker_group import LostLenderError
 from tlora.errors import ConfigError
 from tlora.link.keyed_listener import KeyedListener, dial_keyed
+from tlora.link.lines import LONGEST_LINE, Line
 from tlora.worker_protocol import GpusChanged, Joined, Lending, Listening, Load
 
 LENT = 1000
@@ -141,16 +142,30 @@ def test_a_host_that_stops_while_it_joins_changes_nothing(world: World, tmp_path
 
 
 def test_a_lender_that_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspended process keeps its line, and its host's kernel answers for it."""
-    monkeypatch.setattr(lent_ranks, "CUT_SECONDS", 0.5)
+    """A suspended process keeps its line, and its host's kernel answers for it. Each word gives it the whole time anew."""
+    given = queue.SimpleQueue[float | None]()
+    read_line = Line.read_line
+
+    def read(line: Line, timeout_seconds: float | None = None, longest: int = LONGEST_LINE) -> bytes | None:
+        given.put(timeout_seconds)
+        return read_line(line, timeout_seconds, longest)
+
+    monkeypatch.setattr(lent_ranks, "CUT_SECONDS", 600.0)
     lost: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
     ranks = LentRanks("127.0.0.1", tmp_path, lambda rank, said: lost.put((rank, said)))
     rank, there = ranks.add(1, LENT), ranks.listening
     line = dial_keyed(there.address, there.fingerprint, there.key)
+    monkeypatch.setattr(Line, "read_line", read)
+    line.send(LENDING.encode(Lent("b", 7, (LENT,))))
+    while given.get() != 600.0:  # its admission, and what goes before
+        pass
     for _ in range(8):
         line.send(LENDING.encode(Lent("b", 7, (LENT,))))
-        time.sleep(0.1)
-    assert lost.empty() and not rank.why_lost(), "0.8 s in which it says something"
+        assert given.get() == 600.0
+    assert lost.empty() and not rank.why_lost()
+    monkeypatch.setattr(lent_ranks, "CUT_SECONDS", 0.1)
+    line.send(LENDING.encode(Lent("b", 7, (LENT,))))
+    assert given.get() == 0.1
     assert lost.get(timeout=60) == (1, None)
     assert rank.why_lost() == "host b, which has lent its GPU, is gone or cut off"
     line.close()
