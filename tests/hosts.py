@@ -71,6 +71,23 @@ class Network:
         else:
             _ip(*where, "neigh", "del", peer, "dev", device)
 
+    def delay(self, host: int, direction: str, *, yes: bool = True) -> None:
+        """Let a kilobyte a second through of what goes `out` of a host or comes `in`, 10 s late at most; what comes later still is lost."""
+        where, device = (["-n", self.namespace(host)], "eth0") if direction == "out" else ([], self._outer(host))
+        how = "tbf rate 8kbit burst 2kb latency 10s" if yes else ""
+        command = ["tc", *where, "qdisc", "add" if yes else "del", "dev", device, "root", *how.split()]
+        subprocess.run(command, check=True, capture_output=True)
+
+    @property
+    def can_delay(self) -> bool:
+        """Whether this system has what `delay` takes: tc, and a kernel with token buckets."""
+        try:
+            for yes in (True, False):
+                self.delay(0, "in", yes=yes)
+        except (OSError, subprocess.CalledProcessError):
+            return False
+        return True
+
     def make(self) -> None:
         _ip("link", "add", self._bridge, "type", "bridge")
         _ip("addr", "add", f"{self.here}/24", "dev", self._bridge)

@@ -84,13 +84,22 @@ class Trial:
             os.killpg(process.pid, signal.SIGCONT)
 
     def cut_out(self) -> None:
-        self._cut("out")
+        self._hinder(self.apart.cut, "out")
 
     def cut_in(self) -> None:
-        self._cut("in")
+        self._hinder(self.apart.cut, "in")
 
     def cut_both(self) -> None:
-        self._cut("out", "in")
+        self._hinder(self.apart.cut, "out", "in")
+
+    def delay_out(self) -> None:
+        self._hinder(self.apart.delay, "out")
+
+    def delay_in(self) -> None:
+        self._hinder(self.apart.delay, "in")
+
+    def delay_both(self) -> None:
+        self._hinder(self.apart.delay, "out", "in")
 
     def kill_controller(self) -> None:
         self._controller.kill()
@@ -112,8 +121,11 @@ class Trial:
             self._keepers.append(threading.Thread(target=self._keep, args=(host,)))
             self._keepers[-1].start()
         self._until(self._trains, "no job trains")
-        every = (self.kill_host, self.end_host, self.suspend_host, self.cut_out, self.cut_in, self.cut_both, self.kill_controller)
-        for strike in self.random.sample([*every, self.kill_worker], FAULTS_OF_A_TRIAL):
+        lines = [self.cut_out, self.cut_in, self.cut_both]
+        if self.apart.can_delay:
+            lines += [self.delay_out, self.delay_in, self.delay_both]
+        kills = (self.kill_host, self.end_host, self.suspend_host, self.kill_controller, self.kill_worker)
+        for strike in self.random.sample([*lines, *kills], FAULTS_OF_A_TRIAL):
             self._wait(4.0)
             self.said.append(strike.__name__)
             strike()
@@ -164,11 +176,11 @@ class Trial:
     def _any_host(self) -> str:
         return self.random.choice(HOSTS)
 
-    def _cut(self, *directions: str) -> None:
+    def _hinder(self, how: Callable[..., None], *directions: str) -> None:
         host = self.random.randrange(len(HOSTS))
         for yes in (True, False):
             for direction in directions:
-                self.apart.cut(host, direction, yes=yes)
+                how(host, direction, yes=yes)
             if yes:
                 self._wait(LONGEST_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Hosts that are killed, stopped, suspended and cut off at random while jobs train: no job is lost, none is doubled, no bit differs.
+"""Hosts that are killed, stopped, suspended, cut off and slowed down at random while jobs train: no job is lost or doubled, no bit differs.
 
 `python -m tests.cluster.host_trials 1 60` runs as many as one likes.
 """
