@@ -133,11 +133,7 @@ class Scheduler:
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
             case JobRequest(verb="release"):
-                held = event.job_id in state.held and event.job_id not in state.parked
-                if held:
-                    state.release(event.job_id)
-                    self._park(event.job_id)
-                return [], held
+                return [], self._release(event.job_id)
             case JobFinished() | JobFailed() | JobRequest():  # whose last verb is cancel
                 known = event.job_id in state.jobs
                 if known:
@@ -209,6 +205,14 @@ class Scheduler:
             self._unpark(job_id)
         elif job_id in self.state.pending:
             self._park(job_id)
+
+    def _release(self, job_id: str) -> bool:
+        """Whether it was held, by a user."""
+        if job_id not in self.state.held or job_id in self.state.parked:
+            return False
+        self.state.release(job_id)
+        self._park(job_id)
+        return True
 
     def _park(self, *waiting: str) -> None:
         """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""
