@@ -336,13 +336,13 @@ def launches(card: CardClass) -> Iterator[Callable[[], object]]:
 
 
 def compile_all(capability: int) -> None:
-    from tlora.kernels import compile_ahead, forced_card
-    from tlora.kernels.device import is_forced
+    from tlora.kernels import compile_ahead
+    from tlora.kernels.device import compile_as, is_forced
 
     compile_ahead._without_a_gpu(capability)
     card = class_of(capability) or HOPPER
     if is_forced():
-        forced_card.compile_as(card, capability)
+        compile_as(card, capability)
     with multiprocessing.get_context("fork").Pool(min(32, multiprocessing.cpu_count())) as pool:
         list(pool.imap_unordered(operator.call, list(launches(card)), chunksize=1))
 

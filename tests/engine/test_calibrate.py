@@ -13,11 +13,10 @@ import torch
 from tests.engine.tiny_runs import job, run_spec
 from tlora.engine import calibrate as calibrating
 from tlora.engine import layer_speed
-from tlora.engine.calibrate import Measurements, calibrate, measure, spec_of
+from tlora.engine.calibrate import Measurements, ProductSpeed, calibrate, measure, spec_of
 from tlora.engine.calibration import SAMPLE_TOKENS, CalibrationError
 from tlora.engine.check import check
 from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers, speed_of
-from tlora.engine.product_speed import ProductSpeed
 from tlora.errors import ConfigError
 from tlora.kernels.cards import HOPPER
 from tlora.planning.layout_units import link_rate

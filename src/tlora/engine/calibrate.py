@@ -22,21 +22,30 @@ import torch
 from tlora import durable
 from tlora.engine.calibration import CalibrationError
 from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers
-from tlora.engine.product_speed import half_precision, measure_product
 from tlora.errors import CapacityError, ConfigError
 from tlora.kernels.device import runs_kernels
 from tlora.planning.plan import pick_device
 from tlora.shape.gpu_files import calibration_path, versions
 from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
-from tlora.sharing.link_speed import LinkSpeed, measure_both_ways, measure_copies, measure_peers, repeat
+from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat
 from tlora.supermodel.held_linear import precisions_on
 from tlora.wording.numbers import gib
 
 _LAST_BEGIN_SECONDS = 100.0  # from then on nothing is begun that a file can do without: it shall take 3 minutes at most
 _LEFT_TO_OTHERS = 2 << 30  # bytes of a GPU: contexts of this process and of a desktop take less
 _UNSTEADY = 0.1  # by which the median of repeats exceeds the best, or products get slower from the first to the last measurement
+_PRODUCT_SIZE = {"cuda": 8192, "cpu": 256}  # rows, columns and inner size
+_PRODUCTS = 20
 
 Note = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class ProductSpeed:
+    """Of one large product, repeated. `flops`: floating-point operations a second, of the best repeat."""
+
+    flops: float
+    repeated: Repeated
 
 
 @dataclass(frozen=True)
@@ -231,3 +240,16 @@ def _gb(bytes_per_second: float) -> str:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def measure_product(device: torch.device, dtype: torch.dtype) -> ProductSpeed:
+    size = _PRODUCT_SIZE[device.type]
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty(size, size, device=device, dtype=dtype)
+    found = repeat(lambda: torch.mm(a, b, out=out), [device], _PRODUCTS)
+    return ProductSpeed(2 * size**3 / found.best, found)
+
+
+def half_precision(device: torch.device) -> torch.dtype:
+    """The 16 bits that a GPU trains in."""
+    return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16

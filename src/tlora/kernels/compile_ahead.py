@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora.kernels import bank_chunks, delta_kernels, forced_card, fused_linear, triton_conv, varlen_attention
+from tlora.kernels import bank_chunks, delta_kernels, fused_linear, triton_conv, varlen_attention
 from tlora.kernels.bank_chunks import CHUNK
 from tlora.kernels.cards import CardClass
 from tlora.kernels.chunk_layout import list_chunks
@@ -41,7 +41,7 @@ from tlora.kernels.compile_request import (
     read_order,
 )
 from tlora.kernels.delta_rule import CHUNK as DELTA_CHUNK
-from tlora.kernels.device import class_of, is_forced
+from tlora.kernels.device import class_of, compile_as, is_forced
 from tlora.kernels.expert_launches import META, TOKENS, expert_launches, rows_launches
 from tlora.kernels.fp8 import DTYPE, launch_quantize
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
@@ -90,7 +90,7 @@ def compile_all(order: CompileRequest, workers: int) -> None:
     """Compile everything in `order` with as many processes. Raises what the compiler raises."""
     _without_a_gpu(order.capability)
     if is_forced() and (card := class_of(order.capability)) is not None:
-        forced_card.compile_as(card, order.capability)
+        compile_as(card, order.capability)
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         list(pool.imap_unordered(operator.call, launches_of(order), chunksize=1))
 

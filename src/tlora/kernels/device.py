@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tlora.errors import ConfigError
 from tlora.kernels.cards import CLASSES, HOPPER, CardClass, class_named, class_of_capability
-from tlora.kernels.forced_card import compile_as
 
 FORCED = "TLORA_CARD_CLASS"
 """A developer's variable: the card at hand compiles and runs the kernels of this class, such as sm_80, or with "plain" none of them
@@ -230,3 +229,19 @@ class ToHost:
 def mark_on(device: torch.device) -> ToHost:
     """Nothing, that is there when the device has done all that it was given."""
     return ToHost(torch.empty(0, device=device))
+
+
+def compile_as(card: CardClass, capability: int) -> None:
+    """A developer's switch, to try an older card's kernels on a newer card: its bits are those of the older instructions, its speed is not.
+
+    From now on Triton chooses instructions as for `card`, assembles them for a GPU of `capability`, and refuses what takes more shared
+    memory than `card` has.
+    """
+    import triton.backends.nvidia.compiler as backend
+    import triton.compiler.compiler as compiler
+    from triton import knobs
+
+    at_hand = backend.sm_arch_from_capability(capability)
+    knobs.runtime.override_arch = f"sm{card.capability}"
+    backend.sm_arch_from_capability = lambda _: at_hand
+    compiler.max_shared_mem = lambda _: card.shared_memory

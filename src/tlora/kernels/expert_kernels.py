@@ -24,8 +24,14 @@ from tlora.kernels.device import launched_as
 from tlora.kernels.experts import ExpertWeights
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, DA, DB, RANK, RUNS_STEP, A, B, copy_together
 from tlora.kernels.tiles import SkinnyTile, Tile
-from tlora.kernels.triton_experts import expert_gemm_kernel, expert_shrink_kernel, expert_sum_kernel, tile_kernel
-from tlora.kernels.triton_slots import add_slots_kernel, spread_slots_kernel
+from tlora.kernels.triton_experts import (
+    add_slots_kernel,
+    expert_gemm_kernel,
+    expert_shrink_kernel,
+    expert_sum_kernel,
+    spread_slots_kernel,
+    tile_kernel,
+)
 
 PIECE = 16  # ranks that a kernel takes at a time, the least that a product has
 _TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -7,15 +7,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tlora.adapters.state import AdapterLayout
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.errors import CapacityError, ConfigError
+from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import LayoutSetting, RunSpec
+from tlora.kernels.device import as_if_on
 from tlora.planning.base_parts import count_parts, takes_plain_path
 from tlora.planning.holders import Holders, find_holders, longest_parts
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.layout_here import predict_here, without_peers
+from tlora.planning.job_sketch import AdapterSketch, JobSketch, LinearSketch
+from tlora.planning.layout_choice import LayoutChoice, predict_form
+from tlora.planning.layout_units import Device
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.plan import RunPlan, adapt_experts, count_for, plan_memory
+from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
 from tlora.shape.stages import LayerRange, cut_layers
@@ -74,8 +79,8 @@ def choose_form(
     wanted: LayoutSetting = run.layout
     why, on_each = f"layout: {wanted}", f"each GPU holds the whole base, {gib(base_bytes)}"
     if wanted == "auto" and gpus > 1 and models:
-        known = models if reads_peers else list(map(without_peers, models))
-        taken = predict_here(run, jobs, model, known, limits, before)
+        known = models if reads_peers else list(map(_without_peers, models))
+        taken = _predict_here(run, jobs, model, known, limits, before)
         if taken is not None and (taken.why or (taken.form == "stages" and reads_peers and can_be_cut(model))):
             wanted, why = taken.form, taken.why or "base and jobs fit in no other form"
     if wanted == "stages" and gpus > 1:
@@ -201,3 +206,40 @@ def _no_form(whole: RunPlan, base_bytes: int, shared_bytes: int, limit: int, gpu
     instead = f"Would fit: {', or '.join(remedies)}. Or take" if remedies else "Take"
     hosts = ", or train with `tlora cluster` on GPUs of several hosts" if gpus > 1 else ""
     return f"the base model needs {needs}, and the limit is {gib(limit)}. {instead} a smaller base, or {whole.more_memory}{hosts}"
+
+
+def _predict_here(
+    run: RunSpec,
+    jobs: Sequence[PlannedJob],
+    model: SuperModel,
+    gpus: Sequence[GpuModel],
+    limits: Sequence[int],
+    before: Form | None = None,
+) -> LayoutChoice | None:
+    """The layout that `tlora plan` names for the same run on `gpus`, of which a run may take `limits`. None where nothing is predicted."""
+    rank, experts = max(job.spec.largest_rank for job in jobs), adapt_experts(jobs)
+    try:
+        parts = {gpu: _parts_on(gpu, model, rank, experts) for gpu in dict.fromkeys(gpus)}
+    except ModelError:  # the base says so itself where it is laid out
+        return None
+    devices = [Device(gpu, parts[gpu], limit) for gpu, limit in zip(gpus, limits, strict=True)]
+    return predict_form(run, [_sketch(job) for job in jobs], devices, before)
+
+
+def _without_peers(gpu: GpuModel) -> GpuModel:
+    """As where it cannot read other GPUs' memory, whatever its kind can do elsewhere."""
+    return replace(gpu, peer_gb_per_second=0.0)
+
+
+def _parts_on(gpu: GpuModel, model: SuperModel, rank: int, adapts_experts: bool) -> BaseParts:
+    with as_if_on(gpu.name, gpu.capability):
+        return count_parts(model, torch.device("cuda"), rank, adapts_experts)
+
+
+def _sketch(job: PlannedJob) -> JobSketch:
+    wrong = tuple(problem for problem in job.problems if problem != job.too_large)  # whether it fits differs by layout
+    return JobSketch(job.spec, job.data, job.longest, None if job.layout is None else _adapter(job.layout), wrong)
+
+
+def _adapter(layout: AdapterLayout) -> AdapterSketch:
+    return AdapterSketch(tuple(LinearSketch(s.module, s.rank, s.in_features, s.out_features, s.experts) for s in layout.shapes))

@@ -34,7 +34,6 @@ from tlora.engine.messages import (
     RowMade,
     Shown,
 )
-from tlora.engine.ranks.alike import check_alike
 from tlora.engine.ranks.checked_run import CheckedRun
 from tlora.engine.ranks.dispatcher import Dispatcher
 from tlora.engine.ranks.kinds import Gpus, check_stages_alike, earlier_form, earlier_kinds, gpus_of, place_on
@@ -339,7 +338,7 @@ class Coordinator:
             case Shown():
                 self._show(rank, report)
             case Hello():
-                check_alike(report, self._order.digest)
+                self._order.check_alike(report)
                 self._rank_group.send(rank, Open(self.run, self._order.resume, self._devices[rank], self._started, self._order.ended))
             case Joined(job) if dispatcher is not None:
                 aggregator.begin(rank, job)
