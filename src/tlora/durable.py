@@ -25,6 +25,7 @@ Failpoint = Callable[
 ]  # called with a name between any two steps; what it raises ends the write, and tests kill the process in it
 
 _LEFTOVER = re.compile(r"tmp-[0-9a-f]{32}")
+_PREFIX = "checkpoint-"
 _REPLACED = ".replaced"  # the old directory while a new one takes its name
 _OS_ERROR = re.compile(r"os error ([0-9]{1,4})")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -143,15 +144,15 @@ def _give_up(temporary: Path, final: Path) -> None:
         _settle(final)
 
 
-def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | None, list[str]]:
-    """The directory `parent/<prefix><step>` of the highest step that verifies, or None, and notes on those that do not.
+def newest_verified(parent: Path) -> tuple[Path | None, list[str]]:
+    """The directory `parent/checkpoint-<step>` of the highest step that verifies, or None, and notes on those that do not.
 
     Directories that fail are renamed `bad-…`: they are not tried again, and stay for inspection.
     """
     notes: list[str] = []
     try:
         _settle_all(parent)
-        paths = _by_step(parent, prefix)
+        paths = _by_step(parent)
     except OSError as error:
         raise _failure(parent, error) from error
     for path in paths:
@@ -167,21 +168,21 @@ def newest_verified(parent: Path, prefix: str = "checkpoint-") -> tuple[Path | N
     return None, notes
 
 
-def older_verified(parent: Path, newest: Path, prefix: str = "checkpoint-") -> Generator[Path]:
+def older_verified(parent: Path, newest: Path) -> Generator[Path]:
     """The directories that verify below the step of `newest`, highest first. Nothing is renamed."""
-    paths = _by_step(parent, prefix)
+    paths = _by_step(parent)
     for path in paths[paths.index(newest) + 1 :] if newest in paths else []:
         if find_damage(path) is None:
             yield path
 
 
-def find_verified(parent: Path, prefix: str = "checkpoint-") -> Path | None:
+def find_verified(parent: Path) -> Path | None:
     """As `newest_verified`, but nothing is renamed, for a look at a directory that another run may hold.
 
     A replacement that was cut short counts by its old directory, whose name then still ends with `.replaced`.
     """
     try:
-        checkpoints = _by_step(parent, prefix, suffix=f"(?:{re.escape(_REPLACED)})?")
+        checkpoints = _by_step(parent, suffix=f"(?:{re.escape(_REPLACED)})?")
         return next((path for path in checkpoints if find_damage(path) is None), None)
     except OSError:
         return None
@@ -196,7 +197,7 @@ def prune(parent: Path, keep: int | None, protect: set[str], *, whole: str | Non
     assert keep is None or keep >= 1, f"keep {keep} checkpoints"
     if keep is None:
         return
-    paths = _by_step(parent, "checkpoint-")
+    paths = _by_step(parent)
     kept = whole or next((path.name for path in paths if find_damage(path) is None), "")
     remove_checkpoints(parent, {*protect, kept, *(path.name for path in paths[:keep])}, failpoint=failpoint)
 
@@ -205,7 +206,7 @@ def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = n
     """Delete all checkpoints but those named in `keep`; False when there are no others. Each is renamed before it is emptied, so no
     half-deleted one is ever taken for a checkpoint.
     """
-    doomed = [path for path in _by_step(parent, "checkpoint-") if path.name not in keep]
+    doomed = [path for path in _by_step(parent) if path.name not in keep]
     if not doomed:
         return False
     try:
@@ -320,14 +321,14 @@ def _failure(path: Path, error: OSError) -> CheckpointError:
     return failure
 
 
-def newest_step(parent: Path, prefix: str = "checkpoint-") -> int:
+def newest_step(parent: Path) -> int:
     """The step of the newest checkpoint in `parent`, which is not verified; 0 without one."""
-    return next((int(path.name.removeprefix(prefix)) for path in _by_step(parent, prefix)), 0)
+    return next((int(path.name.removeprefix(_PREFIX)) for path in _by_step(parent)), 0)
 
 
-def _by_step(parent: Path, prefix: str, suffix: str = "") -> list[Path]:
-    """Directories `<prefix><step><suffix>` (a pattern), highest step first."""
-    pattern = re.compile(re.escape(prefix) + r"([0-9]{1,18})" + suffix, re.ASCII)
+def _by_step(parent: Path, suffix: str = "") -> list[Path]:
+    """Directories `checkpoint-<step><suffix>` (a pattern), highest step first."""
+    pattern = re.compile(_PREFIX + r"([0-9]{1,18})" + suffix, re.ASCII)
     matches = [(int(match[1]), path) for path in _entries(parent) if (match := pattern.fullmatch(path.name)) and path.is_dir()]
     return [path for _, path in sorted(matches, reverse=True)]
 

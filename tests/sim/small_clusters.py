@@ -10,7 +10,7 @@ import pytest
 from tlora.protocol import Event, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
 from tlora.scheduler.policies import POLICIES
 from tlora.shape.cost import BaseConstants, CostModel
-from tlora.shape.moves import FREE_MOVES
+from tlora.shape.moves import MoveCosts
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
@@ -21,6 +21,8 @@ from tlora.sim.simulate import simulated_cluster
 BASE = "base"
 IN_EVERY_RUN = ("backfill", "srtf", "residual_capacity")
 POLICY_CASES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in POLICIES]
+
+FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0, new_gpu_seconds=0.0)
 
 
 def even_cost() -> CostModel:

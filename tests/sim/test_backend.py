@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sim.small_clusters import BASE, alarm, cluster_of, even_cost, events_of, group_of, made_job, until
+from tests.sim.small_clusters import BASE, FREE_MOVES, alarm, cluster_of, even_cost, events_of, group_of, made_job, until
 from tlora.protocol import (
     Action,
     ChangeGroup,
@@ -25,7 +25,7 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.shape.memory import BaseMemory
-from tlora.shape.moves import FREE_MOVES, MoveCosts
+from tlora.shape.moves import MoveCosts
 from tlora.shape.token_cost import recompute_factor
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions

@@ -13,13 +13,12 @@ from statistics import fmean
 import pytest
 
 from tests.cases import in_every_run
-from tests.sim.small_clusters import POLICY_CASES, even_cost, made_job
+from tests.sim.small_clusters import FREE_MOVES, POLICY_CASES, even_cost, made_job
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.state import ClusterState
 from tlora.shape.hardware import cost_model
-from tlora.shape.moves import FREE_MOVES
 from tlora.sim.bounds import lower_bounds, work_of
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape

@@ -9,14 +9,13 @@ import pytest
 
 from tests.scheduler.invariants import check
 from tests.sim.answers import answered
-from tests.sim.small_clusters import POLICY_CASES, even_cost, made_job
+from tests.sim.small_clusters import FREE_MOVES, POLICY_CASES, even_cost, made_job
 from tlora.cluster.controller import run
 from tlora.protocol import Action, Event, GroupReady, JobFinished, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.shape.hardware import cost_model
-from tlora.shape.moves import FREE_MOVES
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape

@@ -205,10 +205,10 @@ def test_a_step_of_one_changes_no_bit_of_the_others(shared: Shared) -> None:
 def test_rows_that_move_between_two_steps_are_found_again(shared: Shared) -> None:
     shared.add_gradient("plain", 1)
     shared.step("plain")
-    address = shared.bank.rows_at("plain", "layers.0.q_proj")
+    address = shared.bank.addresses("plain")["layers.0.q_proj"]
     shared.add_gradient("plain", 2)
     shared.join("large", LoraConfig(r=100))
-    assert shared.bank.rows_at("plain", "layers.0.q_proj") != address, "the bank did not grow"
+    assert shared.bank.addresses("plain")["layers.0.q_proj"] != address, "the bank did not grow"
     shared.add_gradient("large", 3)
     shared.step("plain", "large")
     shared.leave("large")

@@ -123,10 +123,6 @@ class AdapterBank:
         """The part of the job's layout at `module`; None where it has none, there or at all."""
         return self._shapes.get(job_id, {}).get(module)
 
-    def rows_at(self, job_id: str, module: str) -> SlotAddress | None:
-        """Where the job's rows lie at `module`; None where it has no adapter."""
-        return self.addresses(job_id).get(module)
-
     def addresses(self, job_id: str) -> Mapping[str, SlotAddress]:
         """Module name -> where the job lies there, in layout order: the same object until a tensor may have moved, so that `is` tells
         whether a table made of it still holds.

@@ -62,11 +62,6 @@ class Layout:
         assert 0 <= replica < self.replicas and 0 <= stage < self.stages, (self, replica, stage)
         return replica * self.stages + stage
 
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Replica and stage of a rank."""
-        assert 0 <= rank < self.gpus, (self, rank)
-        return divmod(rank, self.stages)
-
     def __str__(self) -> str:
         """For logs.
 

@@ -65,8 +65,6 @@ MOVE_SOURCES = {
     "new_gpu_seconds": "bench/results/h200x2_c749aac_growth_8b.json, 12 to 14 s less checkpoint and join",
 }
 
-FREE_MOVES = MoveCosts(0.0, 0.0, 0.0, 0.0, 0.0, new_gpu_seconds=0.0)
-
 
 def can_change(before: Collection[int], after: Collection[int], nodes: int, whole: bool) -> bool:
     """Whether a worker goes from GPUs to others while its jobs train: a worker is of one node, keeps one of its GPUs, and has its base
