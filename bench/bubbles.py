@@ -30,8 +30,8 @@ from bench import machine
 from bench.length_mixes import LengthJob, offered
 from bench.nano_batches import STAGES, Setting, make_base, make_samples, train_first_stage
 from bench.pipeline_model import Groups
+from tlora.batching.nano_batches import SliceCount
 from tlora.batching.pipeline_model import Pipeline, Stream
-from tlora.batching.slice_count import SliceCount
 from tlora.data.dataset import Dataset
 from tlora.engine.messages import StageOrder, Stop
 from tlora.engine.ranks.last_stage import StagePipeline

@@ -30,7 +30,7 @@ from torch.distributed import FileStore
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from bench import machine
-from tlora.batching.slice_count import SliceCount
+from tlora.batching.nano_batches import SliceCount
 from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.engine.messages import StageOrder, Stop
 from tlora.engine.ranks.early_stage import EarlyStage

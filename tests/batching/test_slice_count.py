@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.batching.slice_count import TRIALS, SliceCount
+from tlora.batching.nano_batches import TRIALS, SliceCount
 
 Curve = Callable[[int], float]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import nano_batches
-from tlora.batching.slice_count import TRIALS
+from tlora.batching.nano_batches import TRIALS
 
 
 @pytest.mark.slow

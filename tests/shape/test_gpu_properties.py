@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tlora.planning import work
-from tlora.shape.gpu_models import find_gpu, in_table
-from tlora.shape.gpu_properties import gpu_by_name_alone, gpu_by_properties
+from tlora.shape.gpu_models import find_gpu, gpu_by_name_alone, gpu_by_properties, in_table
 
 
 @pytest.mark.parametrize(

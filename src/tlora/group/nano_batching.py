@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlora.batching.nano_batches import Slicing, pack_slices
+from tlora.batching.nano_batches import SliceCount, Slicing, pack_slices
 from tlora.batching.pack import MicroBatch, pack
-from tlora.batching.slice_count import SliceCount
 from tlora.data.order import row_tokens
 from tlora.group.job_run import JobRun
 from tlora.group.pipeline import Pipeline

@@ -13,8 +13,7 @@ from tlora.kernels.device import can_be_asked, capability_of, card_of, fixed_wor
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import multiply_adds
 from tlora.shape.gpu_files import GpuHere, gpu_here
-from tlora.shape.gpu_models import gpu_called
-from tlora.shape.gpu_properties import gpu_by_name_alone, gpu_by_properties
+from tlora.shape.gpu_models import gpu_by_name_alone, gpu_by_properties, gpu_called
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import TokenCost, token_cost_on
 from tlora.shape.work import TrainingRate

@@ -15,8 +15,7 @@ from typing import Any, cast
 from tlora.cache_directory import cache_dir, gpu_file_name
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
-from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
-from tlora.shape.gpu_properties import gpu_by_name_alone
+from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_by_name_alone, gpu_called
 from tlora.version import __version__
 
 _SAME_MEMORY = 0.05  # drivers of one GPU differ by less

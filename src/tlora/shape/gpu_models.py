@@ -7,6 +7,7 @@ table was measured; a file may hold what `tlora calibrate` has measured.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from tlora.shape.work import FP8_GAIN, WITH_FEATURES, TrainingRate
 # 989 TFLOP/s (docs/benchmarks-history.md). Where tiles are loaded by pointer, products alone make about 0.8 of the rate; a step makes about
 # 0.8 of theirs, which features take.
 # What copies make of PCI Express with 16 lanes, about 0.8 of its rate, by its generation; 8 lanes make half of it.
-GEN3, GEN4, GEN5 = 12.0, 25.0, 50.0
+_GEN3, _GEN4, _GEN5 = 12.0, 25.0, 50.0
 # What copies from all other GPUs at once make of NVLink, one way: 350 of 450 GB/s on four H200s (docs/benchmarks-history.md), by its
 # generation as servers have it. GeForce cards read no other's memory, and where there is no NVLink it is PCI Express.
 _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = 117.0, 233.0, 350.0, 700.0
@@ -36,6 +37,11 @@ _PLAIN_SHARE = 0.15
 # A Hopper card's rate by the instructions of older ones: 9,887 tokens/s of an 8B on an H100 are 0.39 of its 989 TFLOP/s, and so 0.5 of them
 # by that share (bench/results/h100_2daf61c_sm80_r16_8b.json).
 _OLDER_INSTRUCTIONS = 0.5
+# A multiprocessor's floating-point operations a clock are those of dense products of 16-bit floats, summed in fp32, by compute capability
+# (NVIDIA's white papers of each architecture). Times the multiprocessors and the clock they give the data sheets' rates.
+_PER_CLOCK = {0: 256, 70: 1024, 80: 2048, 86: 1024, 90: 4096, 100: 8192, 120: 1024}  # from that capability on
+_GEFORCE_FROM = 75  # those sum in fp32 at half the rate, and their drivers' names say GeForce
+_USUAL_HZ = 1.7e9  # where the driver names no clock: those of the table are from 1.4 to 2.6 GHz
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class _GpuFile(BaseModel):
     memory: Bytes
     compute_capability: Annotated[float, Field(ge=3, lt=100)]
     tflops: Annotated[float, Field(gt=0, le=1e6)]
-    link_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] = GEN4
+    link_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] = _GEN4
     peer_gb_per_second: Annotated[float, Field(ge=0, le=1e4)] = 0.0
     link_back_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] | None = None
     training_tflops: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -134,35 +140,35 @@ def _key(name: str) -> str:
 
 
 _KNOWN = _table(
-    ("T4", 15360, 75, 65, GEN3, GEN3),
-    ("V100-16", 16384, 70, 125, GEN3, _NVLINK2),
-    ("V100-32", 32768, 70, 125, GEN3, _NVLINK2),
-    ("RTX 2080 Ti", 11264, 75, 53.8, GEN3, 0),
-    ("TITAN RTX", 24576, 75, 130.5, GEN3, GEN3),
-    ("Quadro RTX 8000", 49152, 75, 130.5, GEN3, GEN3),
-    ("RTX 3060", 12288, 86, 25.6, GEN4, 0),
-    ("RTX 3080", 10240, 86, 59.5, GEN4, 0),
-    ("RTX 3090", 24576, 86, 71, GEN4, 0),
-    ("RTX 4060 Ti 16", 16380, 89, 44, GEN4 / 2, 0),
-    ("RTX 4070 Ti Super", 16376, 89, 88, GEN4, 0),
-    ("RTX 4080", 16376, 89, 97.5, GEN4, 0),
-    ("RTX 4090", 24564, 89, 165.2, GEN4, 0),
-    ("RTX 5070 Ti", 16303, 120, 88, GEN5, 0),
-    ("RTX 5080", 16303, 120, 112.6, GEN5, 0),
-    ("RTX 5090", 32607, 120, 209.5, GEN5, 0),
-    ("RTX A6000", 49140, 86, 154.8, GEN4, GEN4),
-    ("RTX 6000 Ada", 49140, 89, 364.2, GEN4, GEN4),
-    ("RTX PRO 6000", 97887, 120, 503.8, GEN5, GEN5),
-    ("A10", 23028, 86, 125, GEN4, GEN4),
-    ("A40", 46068, 86, 149.7, GEN4, GEN4),
-    ("A100-40", 40960, 80, 312, GEN4, _NVLINK3),
-    ("A100-80", 81920, 80, 312, GEN4, _NVLINK3),
-    ("L4", 23034, 89, 121, GEN4, GEN4),
-    ("L40S", 46068, 89, 362, GEN4, GEN4),
-    ("H100", 81559, 90, 989, GEN5, _NVLINK4),
-    ("H20", 97871, 90, 148, GEN5, _NVLINK4),
-    ("H200", 143771, 90, 989, GEN5, _NVLINK4),
-    ("B200", 183359, 100, 2250, GEN5, _NVLINK5),
+    ("T4", 15360, 75, 65, _GEN3, _GEN3),
+    ("V100-16", 16384, 70, 125, _GEN3, _NVLINK2),
+    ("V100-32", 32768, 70, 125, _GEN3, _NVLINK2),
+    ("RTX 2080 Ti", 11264, 75, 53.8, _GEN3, 0),
+    ("TITAN RTX", 24576, 75, 130.5, _GEN3, _GEN3),
+    ("Quadro RTX 8000", 49152, 75, 130.5, _GEN3, _GEN3),
+    ("RTX 3060", 12288, 86, 25.6, _GEN4, 0),
+    ("RTX 3080", 10240, 86, 59.5, _GEN4, 0),
+    ("RTX 3090", 24576, 86, 71, _GEN4, 0),
+    ("RTX 4060 Ti 16", 16380, 89, 44, _GEN4 / 2, 0),
+    ("RTX 4070 Ti Super", 16376, 89, 88, _GEN4, 0),
+    ("RTX 4080", 16376, 89, 97.5, _GEN4, 0),
+    ("RTX 4090", 24564, 89, 165.2, _GEN4, 0),
+    ("RTX 5070 Ti", 16303, 120, 88, _GEN5, 0),
+    ("RTX 5080", 16303, 120, 112.6, _GEN5, 0),
+    ("RTX 5090", 32607, 120, 209.5, _GEN5, 0),
+    ("RTX A6000", 49140, 86, 154.8, _GEN4, _GEN4),
+    ("RTX 6000 Ada", 49140, 89, 364.2, _GEN4, _GEN4),
+    ("RTX PRO 6000", 97887, 120, 503.8, _GEN5, _GEN5),
+    ("A10", 23028, 86, 125, _GEN4, _GEN4),
+    ("A40", 46068, 86, 149.7, _GEN4, _GEN4),
+    ("A100-40", 40960, 80, 312, _GEN4, _NVLINK3),
+    ("A100-80", 81920, 80, 312, _GEN4, _NVLINK3),
+    ("L4", 23034, 89, 121, _GEN4, _GEN4),
+    ("L40S", 46068, 89, 362, _GEN4, _GEN4),
+    ("H100", 81559, 90, 989, _GEN5, _NVLINK4),
+    ("H20", 97871, 90, 148, _GEN5, _NVLINK4),
+    ("H200", 143771, 90, 989, _GEN5, _NVLINK4),
+    ("B200", 183359, 100, 2250, _GEN5, _NVLINK5),
 )
 _ALIASES = {"a6000": "rtxa6000", "rtx6000ada": "rtx6000ada", "a100": "a100-80", "v100": "v100-16"}
 
@@ -221,3 +227,28 @@ def _described(path: Path, option: str) -> GpuModel:
         raise ConfigError(f"{option} {path}: {error}. Write such as {example}") from None
     figures = given.model_dump(exclude={"name", "memory", "compute_capability", "measured"})
     return GpuModel(given.name, given.memory, round(10 * given.compute_capability), **figures)
+
+
+# -- GPUs of no row in the table: nothing was measured of them -----------------------------------------------------------
+
+
+def gpu_by_properties(name: str, memory_bytes: int, capability: int, multiprocessors: int, clock_hz: float) -> GpuModel:
+    """Of `capability` 89 for 8.9. `clock_hz`: the highest of its multiprocessors, 0 where the driver does not say it. That it reads the
+    memory of others is not assumed.
+    """
+    per_clock = _PER_CLOCK[max(first for first in _PER_CLOCK if first <= capability)]
+    if capability >= _GEFORCE_FROM and "geforce" in name.lower():
+        per_clock //= 2
+    link = _GEN3 if capability < 80 else _GEN4 if capability < 90 else _GEN5
+    return GpuModel(name, memory_bytes, capability, per_clock * multiprocessors * (clock_hz or _USUAL_HZ) / 1e12, link)
+
+
+def gpu_by_name_alone(name: str) -> GpuModel:
+    """In the geometric middle between the slowest and the fastest of the table: at most 9 times off for any of these, until workers have
+    measured.
+    """
+    ordered = sorted(in_table(), key=lambda gpu: gpu.flops)
+    slowest, fastest = ordered[0], ordered[-1]
+    middle = math.sqrt(slowest.flops * fastest.flops)
+    typical = min(ordered, key=lambda gpu: abs(math.log(gpu.flops / middle)))
+    return GpuModel(name, typical.memory_bytes, typical.capability, typical.tflops * middle / typical.flops, typical.link_gb_per_second)

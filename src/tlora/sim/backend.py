@@ -29,8 +29,7 @@ from tlora.protocol import (
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import fastest_step_seconds
 from tlora.sim.conditions import Conditions
-from tlora.sim.elastic import change_gpus, use_new_gpus
-from tlora.sim.flow import GroupFlow, begin, enter, leave, plan_ahead, settle
+from tlora.sim.flow import GroupFlow, begin, change_gpus, enter, leave, plan_ahead, settle, use_new_gpus
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.records import FinalState, GroupSpan, Sample

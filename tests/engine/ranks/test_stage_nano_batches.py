@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.cases import in_every_run
 from tests.engine.ranks.test_stage_pipeline import Pipeline, base, of, state_of
 from tests.group.test_engine_reports import dataset, spec
-from tlora.batching.slice_count import SliceCount
+from tlora.batching.nano_batches import SliceCount
 from tlora.data.dataset import Dataset
 from tlora.group import nano_batching
 from tlora.group.engine import Engine
