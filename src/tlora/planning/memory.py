@@ -79,7 +79,7 @@ def measure(
         moving += widest * (element + sums) * max(rank, ROW_ALIGNMENT) // _CHUNK
     recurrence = _recurrence_bytes(model) if device.type == "cuda" and model.base.recurrent else 0
     kept = (many - few) / _PROBE_TOKENS
-    scratch = chunk_bytes(model.base.head, device) + _scratch_bytes(model, device, adapts_experts)
+    scratch = chunk_bytes(model.base.head, device) + max(_linear_scratch(model), _expert_scratch(model, device, adapts_experts))
     phase = Phase(scratch, kept + moving + recurrence, 0.0, kept / max(1, layers), RULE_CHUNK * recurrence, RULE_CHUNK)
     counted = (weights, features) if device.type == "cuda" else (0, 0)  # on a CPU a token costs the same in any micro-batch
     return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
@@ -129,10 +129,12 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     """Bytes of a micro-batch on compiled layers, from the linears' widths.
 
     A layer keeps the output of each linear (of those that end a block, the residual that they are added to), attention's output and
-    log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward. Two phases: head and loss hold a chunk of
-    logits, the hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the
-    gradients of that and of its factors), and five of its hidden states. A recurrent layer keeps its convolution's and its rule's output,
-    and in backward makes the rule's states again: a phase of its own, which grows with the number of samples too.
+    log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward, but not those of queries and keys: what they
+    read is kept, and what attention reads. Phases: head and loss hold a chunk of logits, the hidden states and their gradient; a layer's
+    backward four times its widest x (the activation's product, and the gradients of that and of its factors), and five of its hidden
+    states; products over a group of packed weights hold these as they are multiplied, and two of the widest x: the product and its
+    gradient, or the factors' gradients. A recurrent layer keeps its convolution's and its rule's output, and in backward makes the rule's
+    states again: a phase of its own, which grows with the number of samples too.
     """
     ours = adapts_experts or model.deterministic  # whose experts are the kernels' in all passes
     calls = _fitting(model, lambda: find_calls(model.base))
@@ -142,22 +144,24 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
     recurrent = sum(weight_CW.shape[0] for _, weight_CW, *_ in calls.convolutions)
     recurrent += sum(v_TGV.shape[1:].numel() for _, _, v_TGV, *_ in calls.delta_rules)
-    layer = element * (sum(n for _, n in shapes) + recurrent) / layers + attention
+    layer = element * (sum(n for _, n in shapes) + recurrent + calls.normed) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
     experts, again = (element * each for each in _expert_elements(model, device, ours))
     # A recomputed layer's stay, too: x @ A of each row of experts, and where the rows lie, twice in 64 bits for a block of two parameters.
     rows = sum((element * max(rank, ROW_ALIGNMENT) + 8) * size.per_token for size in model.experts.sizes.values()) if ours else 0
     kept = layers * layer + shrunk + experts + rows
     saved = layer - element * hidden + (experts / layers if again else 0)  # a recomputed layer keeps its input
-    backward = element * (4 * max(k for k, _ in shapes) + 5 * hidden) + again / layers
-    scratch = _scratch_bytes(model, device, adapts_experts)
+    widest = element * max(k for k, _ in shapes)
+    backward = 4 * widest + 5 * element * hidden + again / layers
+    linears, own_experts = _linear_scratch(model), _expert_scratch(model, device, adapts_experts)
     found = [
         Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
-        Phase(scratch, kept + backward, saved, kept / layers),
+        Phase(own_experts, kept + backward, saved, kept / layers),
+        *([Phase(linears, kept + backward - 2 * widest, saved, kept / layers)] if linears else []),
     ]
     for each, chunk in {rule_bytes(q, v) for q, _, v, *_ in calls.delta_rules}:  # one for each of 64 tokens, and one for each sample
         token = kept + 5 * element * hidden + each + 2 * chunk / RULE_CHUNK
-        found.append(Phase(scratch, token, saved, kept / layers, chunk, RULE_CHUNK))
+        found.append(Phase(max(linears, own_experts), token, saved, kept / layers, chunk, RULE_CHUNK))
     return tuple(found)
 
 
@@ -183,13 +187,15 @@ def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> 
     return (rows - copies, rows) if kernels else (rows, 0)
 
 
-def _scratch_bytes(model: SuperModel, device: torch.device, adapts_experts: bool) -> int:
-    """What products over one group of linears (gate and up are the widest, two), or over one expert, or a layer's by kernels, need beyond
-    the weights that are held.
-    """
-    linears = 2 * max((w.scratch_bytes for w in _weights(model)), default=0)
+def _linear_scratch(model: SuperModel) -> int:
+    """What products over one group of linears (gate and up are the widest, two) need beyond the weights that are held."""
+    return 2 * max((w.scratch_bytes for w in _weights(model)), default=0)
+
+
+def _expert_scratch(model: SuperModel, device: torch.device, adapts_experts: bool) -> int:
+    """What products over one expert, or a layer's by kernels, need beyond the weights that are held."""
     kernels = adapts_experts and model.experts.fit_kernels(device)
-    return max(linears, *(held.scratch_bytes(kernels) for held in held_experts(model.model)), 0)
+    return max((held.scratch_bytes(kernels) for held in held_experts(model.model)), default=0)
 
 
 def _weights(model: SuperModel) -> list[FrozenWeight]:

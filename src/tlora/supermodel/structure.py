@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -94,11 +94,14 @@ def _count_readers(result: Tensor) -> Counter[object]:
 
 @dataclass(frozen=True)
 class PassCalls:
-    """The arguments of each call of `packed_attention`, `packed_delta_rule` and `packed_convolution`, layer by layer."""
+    """The arguments of each call of `packed_attention`, `packed_delta_rule` and `packed_convolution`, layer by layer. `normed`: elements of
+    a token that norms read on the way from linears to attention, of all layers: those of queries and keys.
+    """
 
     attentions: list[tuple[Any, ...]] = field(default_factory=list)
     delta_rules: list[tuple[Any, ...]] = field(default_factory=list)
     convolutions: list[tuple[Any, ...]] = field(default_factory=list)
+    normed: int = 0
 
 
 def find_calls(base: Base) -> PassCalls:
@@ -119,6 +122,36 @@ def find_calls(base: Base) -> PassCalls:
                 of_kind.append(args)
             return func(*args, **(kwargs or {}))
 
-    with torch.no_grad(), Watch():
-        run_two_tokens(base, torch.tensor(0))
-    return calls
+    read = dict[object, int]()  # by what a norm gave, elements of what it read
+
+    def note(_norm: nn.Module, args: tuple[Any, ...], y: object) -> None:
+        if isinstance(y, Tensor) and y.shape == args[0].shape:
+            read[y.untyped_storage()._cdata] = y.numel() // 2
+            kept_alive.append(y)
+
+    def leave_out(_linear: nn.Module, args: tuple[Any, ...]) -> None:
+        """A norm whose output a linear reads is made again in backward."""
+        read.pop(args[0].untyped_storage()._cdata, None)
+
+    kept_alive = list[Tensor]()  # or a freed one's storage would come again
+    hooks = [norm.register_forward_hook(note) for norm in _norms_beside_linears(base)]
+    hooks += [module.register_forward_pre_hook(leave_out) for module in base.model.modules() if isinstance(module, LoraLinear)]
+    try:
+        with torch.no_grad(), Watch():
+            run_two_tokens(base, torch.tensor(0))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return replace(calls, normed=sum(read.values()))
+
+
+def _norms_beside_linears(base: Base) -> list[nn.Module]:
+    """Modules with weights in the same blocks as linears, but in those of recurrences."""
+    linears = {name.rpartition(".")[0] for name, module in base.model.named_modules() if isinstance(module, LoraLinear)}
+    recurrences = tuple(f"{layer}." for layer in base.recurrent)
+    return [
+        module
+        for name, module in base.model.named_modules()
+        if name.rpartition(".")[0] in linears and not name.startswith(recurrences)
+        if not isinstance(module, LoraLinear | BaseLinear) and "weight" in dict(module.named_parameters(recurse=False))
+    ]
