@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.cluster.fake_workers import local_backend
 from tests.cluster.test_local import job, submitted
 from tests.scheduler.mirror import made_spec
+from tlora import durable
 from tlora.cluster.hosts import STRIDE, node_events
 from tlora.cluster.kept_kind import KeptKind, processor_here, processor_of
 from tlora.cluster.listeners import Peer
@@ -84,14 +86,31 @@ def test_processors_of_two_kinds_are_two_kinds(tmp_path: Path) -> None:
 def test_processors_of_one_design_that_can_do_different_things_are_two_kinds(tmp_path: Path) -> None:
     """As where a virtual machine has no AVX-512: its products have other last bits. What is not of vectors does not count."""
     intel = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\nflags : fpu {} avx2 fma\n\nprocessor : 1\nmodel : 7"
-    whole, less, other = (processor_of(intel.format(flags)) for flags in ("sse2 avx512f md_clear smep", "sse2", "ibrs avx512f sse2"))
-    assert whole == other == "GenuineIntel 6 143 with avx2 avx512f fma sse2" and less == "GenuineIntel 6 143 with avx2 fma sse2"
-    assert processor_of("CPU implementer : 0x41\nFeatures : fp asimd sve crc32\nCPU part : 0xd40") == "0x41 0xd40 with asimd sve"
+    whole, less, other = (processor_of(intel.format(flags)) for flags in ("sse2 avx512f smep sme_coherent", "sse2", "ibrs avx512f sse2"))
+    assert whole == other == "GenuineIntel 6 143, with avx2 avx512f fma sse2" and less == "GenuineIntel 6 143, with avx2 fma sse2"
+    assert processor_of("CPU implementer : 0x41\nFeatures : fp asimd sme crc32\nCPU part : 0xd40") == "0x41 0xd40, with asimd sme"
     assert processor_of("") == ""
     kept = KeptKind(tmp_path, whole, print)
     told = kept.why_not(labels("cpu", processor=less))
     assert told.startswith("has GenuineIntel 6 143 without avx512f, and this cluster"), told
     assert "keeps its jobs on GenuineIntel 6 143 with avx512f, for" in told and not kept.why_not(labels("cpu", processor=other))
+
+
+def test_a_processor_that_is_known_by_its_design_alone_is_taken_by_it(tmp_path: Path) -> None:
+    """A store of an earlier version has no more of it, and takes what it lacks from the first host that comes."""
+    durable.write_file(tmp_path / "kind.json", json.dumps({"kind": "GenuineIntel 6 143"}))
+    whole, less, other = "GenuineIntel 6 143, with avx2 fma", "GenuineIntel 6 143, with fma", "GenuineIntel 6 85, with avx2 fma"
+    notes: list[str] = []
+    kept = KeptKind(tmp_path, "", notes.append)
+    assert not kept.why_not(labels("cpu", processor=whole)) and kept.why_not(labels("cpu", processor=other))
+    kept.settle(whole)
+    assert kept.name == KeptKind(tmp_path, whole, notes.append).name == whole and not notes
+    assert kept.why_not(labels("cpu", processor=less)) and not kept.why_not(labels("cpu", processor="GenuineIntel 6 143"))
+    kept.settle("GenuineIntel 6 143")
+    assert kept.name == whole
+    (new := tmp_path / "new").mkdir()
+    in_one_name = "GeForce RTX 2080 with Max-Q Design"
+    assert KeptKind(new, in_one_name, notes.append).why_not(labels("GeForce RTX 2080"))
 
 
 def test_the_kind_on_which_jobs_began_decides_after_a_restart(tmp_path: Path) -> None:

@@ -20,9 +20,11 @@ from tlora.worker_protocol import HostLabels
 
 FILE = "kind.json"
 _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")  # of /proc/cpuinfo: what libraries choose kernels by,
-_FLAGS = ("flags", "Features")  # with those of these that are of vectors: a virtual machine may lack some of its processor's
-_OF_VECTORS = re.compile(r"(s?sse|avx|amx|fma|f16c|gfni|vaes|vpclmul|asimd|fphp|sve|sme(?!p)|bf16|i8mm|fcma|ebf16)")
-_WITH = " with "
+_OF_VECTORS = {  # with those of its flags: a virtual machine may lack some of its processor's. On x86 sme is no matter of vectors
+    "flags": re.compile(r"s?sse|avx|amx|fma|f16c|gfni|vaes|vpclmul"),
+    "Features": re.compile(r"asimd|fphp|sve|sme|bf16|i8mm|fcma|ebf16"),
+}
+_WITH = ", with "  # which is in no name of a GPU
 
 
 class KeptKind:
@@ -33,14 +35,14 @@ class KeptKind:
         self._path, self._note = directory / FILE, note
         self.name = _read(self._path)
         if own:
-            if self.name not in ("", own):
+            if self.name and not _are_one(self.name, own):
                 note(f"{FILE}: jobs here began on {self.name} and go on on {own}: they will not have the bytes of a cluster of one kind")
                 self.name = ""
             self.settle(own)
 
     def settle(self, kind: str) -> None:
         """A host that has come to stay has GPUs of that kind."""
-        if self.name:
+        if self.name and (_WITH in self.name or _WITH not in kind or not _are_one(self.name, kind)):
             return
         self.name = kind
         try:
@@ -57,7 +59,7 @@ class KeptKind:
         """Why that host may not train here; "" if it may."""
         kinds = kinds_of(host)
         kept = self.name or next(iter(kinds), "")
-        other = next((kind for kind in kinds if kind != kept), None)
+        other = next((kind for kind in kinds if not _are_one(kind, kept)), None)
         if other is None:
             return ""
         told = f"has {_beside(other, kept)}, and this cluster is deterministic: it keeps its jobs on {_beside(kept, other)}"
@@ -83,8 +85,15 @@ def processor_of(told: str) -> str:
     lines = told.partition("\n\n")[0].splitlines()
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     design = " ".join([found[key] for key in _IDENTITY if key in found])
-    flags = {flag for key in _FLAGS for flag in found.get(key, "").split() if _OF_VECTORS.match(flag)}
+    flags = {flag for key, of_vectors in _OF_VECTORS.items() for flag in found.get(key, "").split() if of_vectors.match(flag)}
     return design + _WITH + " ".join(sorted(flags)) if flags else design
+
+
+def _are_one(kind: str, other: str) -> bool:
+    """Of processors one of which is known by its design alone, as earlier versions knew them, that is compared."""
+    if _WITH in kind and _WITH in other:
+        return kind == other
+    return kind.partition(_WITH)[0] == other.partition(_WITH)[0]
 
 
 def _beside(kind: str, other: str) -> str:

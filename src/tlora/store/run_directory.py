@@ -259,7 +259,7 @@ def check_tiles(run: RunSpec, tiles: str | None) -> str | None:
         return None
     if run.deterministic:
         what = f"tiles {before} of the GPU kernels, which are {tiles} by now (`tlora tune`, another version, another GPU)"
-        raise ConfigError(f"resume: this deterministic run began with {what}. Put the earlier table back, or use a new output_dir")
+        raise ConfigError(f"resume: this deterministic run began with {what}. Put that table or version back, or use a new output_dir")
     return f"the GPU kernels' tiles were {before} and are {tiles} by now: from here on results differ by rounding"
 
 
