@@ -316,17 +316,20 @@ def test_one_small_gpu_is_told_of_more(run: RunSpec) -> None:
 
 
 def test_a_job_counts_as_the_adapter_that_it_goes_on_from(mixture: Path, tmp_path: Path) -> None:
-    """Before its data are read: that one's rank, and experts that it adapts. What cannot be read is refused in its turn."""
+    """Before its data are read: that one's rank, and experts that it adapts. What cannot be read is refused in its turn; of a job that goes
+    on from a checkpoint, and whose first adapter is gone, the order has the shape.
+    """
     shape: dict[str, Any] = {"r": 32, "target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
     (adapter := tmp_path / "adapter").mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | shape))
     bad, small = job("bad", "-", adapter_path=str(tmp_path)), job("small", "-", target_modules=["q_proj"])
+    gone = job("a", "-", adapter_path=str(tmp_path / "gone"), **shape)
     model, device, stage = SuperModel(outline(str(mixture))), torch.device("cuda"), LayerRange(2, 4, 4)
     found: list[list[MemoryModel]] = []
     with as_if_on(H100.name, H100.capability):
-        for own in ([job("a", "-", adapter_path=str(adapter)), bad], [job("a", "-", **shape)], [bad]):
+        for own in ([job("a", "-", adapter_path=str(adapter)), bad], [gone, bad], [job("a", "-", **shape)], [bad]):
             run = run_spec(mixture, tmp_path / "out", [*own, small])
             found.append([memory_in_parts(run, model, device, 1000), memory_of_stage(run, model, device, stage)])
-    going_on, ordered, without = found
-    assert going_on == ordered
+    going_on, resumed, ordered, without = found
+    assert going_on == resumed == ordered
     assert all(each.phases[-1].bytes_per_token > less.phases[-1].bytes_per_token for each, less in zip(ordered, without, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -107,11 +106,15 @@ def adapter_shape(spec: JobSpec) -> LoraShape:
 
 
 def largest_adapter(jobs: Sequence[JobSpec]) -> tuple[int, bool]:
-    """The largest rank of the adapters of `jobs`, and whether any adapts experts. One that cannot be read is refused in its turn."""
+    """The largest rank of the adapters of `jobs`, and whether any adapts experts. One that cannot be read counts as its job's order says:
+    it is refused in its turn, or the job goes on from a checkpoint whose shape the order has by now.
+    """
     shapes: list[LoraShape] = []
     for spec in jobs:
-        with suppress(ModelError):
+        try:
             shapes.append(adapter_shape(spec))
+        except ModelError:
+            shapes.append(spec)
     return max((shape.largest_rank for shape in shapes), default=1), any(shape.target_parameters for shape in shapes)
 
 
