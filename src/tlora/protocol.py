@@ -135,7 +135,7 @@ class JobSubmitted:
 class GpusAsked:
     """A job that has begun nowhere asks for so many GPUs from now on: the rest of its replicas take turns.
 
-    The host for which that is comes after the last of them.
+    The host for which that is comes after the last of them, or a Tick where fewer can come than before.
     """
 
     job_id: str

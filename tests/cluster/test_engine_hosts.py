@@ -35,6 +35,7 @@ from tlora.protocol import (
     RejectJob,
     StartGroup,
     StopGroup,
+    Tick,
 )
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
@@ -105,6 +106,15 @@ def test_a_job_that_waits_for_another_kind_of_gpu_is_no_demand_for_more_of_the_s
     for name in hopeless:
         demand.see(JobRequest(name, "hold"))
     assert not demand.lacks_another(lacks), "nobody waits for it"
+
+
+def test_a_job_that_asks_for_fewer_gpus_starts_with_the_next_tick() -> None:
+    """As when an engine cannot bring the host for which it waited."""
+    scheduler = Scheduler(LIVE_POLICIES["residual_capacity"](), costs(), on_wait=lambda _name, _why: None)
+    scheduler.handle(NodeAdded("a", (1000, 1001)), 1.0)
+    assert scheduler.handle(small("wide", gpus=4), 1.0) == [] and "wide" in scheduler.state.parked
+    assert scheduler.handle(GpusAsked("wide", 2), 2.0) == []
+    assert [action.group.gpus for action in scheduler.handle(Tick(), 3.0) if isinstance(action, StartGroup)] == [(1000, 1001)]
 
 
 @pytest.fixture

@@ -92,3 +92,16 @@ def test_a_job_asks_for_what_an_engine_can_bring() -> None:
     can_bring = 4
     assert groups.admit(submitted(8)).gpus == 4 and groups.admit(submitted(3)).gpus == 3
     assert said[1:] == ["a: some of its 8 replicas run in turn: 4 GPUs are there as it arrives"]
+
+
+def test_a_job_that_waits_for_what_an_engine_no_longer_brings_asks_anew() -> None:
+    """It waited for hosts from which no worker comes, beside one that it could train on."""
+    nodes, can_bring = Nodes(), 8
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", lambda _line: None, lambda: can_bring, hosts_may_come=True)
+    nodes.see([first := NodeAdded("b", (1000, 1001, 1002, 1003))])
+    assert groups.admit(submitted(8)).gpus == 8
+    assert groups.ask_anew([first], {"a"}, []) == groups.ask_anew([], {"a"}, []) == []
+    can_bring = 4
+    assert groups.ask_anew([], {"a"}, []) == [GpusAsked("a", 4)] and groups.ask_anew([], {"a"}, []) == []
+    can_bring = 8
+    assert groups.ask_anew([], {"a"}, []) == [GpusAsked("a", 8)]

@@ -75,14 +75,39 @@ def test_before_a_host_was_seen_a_wide_job_asks_for_hosts() -> None:
     assert choose_hosts({}, [], {}, Demand(waiting={4: 1}), HostLimits(max_hosts=2), 0.0).request == 2
 
 
+@pytest.mark.parametrize(
+    ("late", "demand", "limits", "expected"),
+    [
+        ("b", Demand(waiting={1: 1}), HostLimits(), (("a",), ("b",), None)),  # another covers it
+        ("b", Demand(waiting={1: 9}), HostLimits(), (("a", "c", "b"), (), None)),  # all are needed
+        ("b", Demand(waiting={4: 1}), HostLimits(), (("a", "c", "b"), (), None)),  # it alone has room
+        ("b", Demand(), HostLimits(), ((), ("b",), None)),
+        ("b", Demand(waiting={1: 1}), HostLimits(max_hosts=1), (("a",), ("b",), 1)),
+        ("b", Demand(waiting={1: 1}), HostLimits(max_hosts=4), (("a",), ("b",), 2)),  # it is one of those that are asked for
+        ("b", Demand(frozenset("a"), {1: 4}), HostLimits(max_hosts=4), (("a", "c", "b"), (), 3)),
+        ("b", Demand(frozenset("a")), HostLimits(max_hosts=4), (("a",), ("b",), 1)),  # none has to come
+        ("b", Demand(), HostLimits(min_hosts=1, max_hosts=4), (("a",), ("b",), 2)),
+        ("abc", Demand(waiting={1: 4}), HostLimits(max_hosts=9), (("b", "a"), (), 4)),  # two GPUs of each are held
+    ],
+)
+def test_late_hosts_are_taken_last_and_count_among_those_that_are_asked_for(
+    late: str, demand: Demand, limits: HostLimits, expected: tuple[tuple[str, ...], tuple[str, ...], int | None]
+) -> None:
+    kept = [*sorted(demand.busy), "b"]
+    choice = choose_hosts(hosts(a=2, b=4, c=1), kept, {}, demand, limits, 0.0, late=dict.fromkeys(late, 2))
+    assert (choice.keep, choice.drain, choice.request) == expected
+
+
 @dataclass
 class Engine:
-    """Hosts are what the test says; agents start at once."""
+    """Hosts are what the test says; agents start at once. Those of `occupied` hosts wait for GPUs, and those of `spent` have drained."""
 
     name: str = "the engine"
     live: dict[str, EngineHost] = field(default_factory=dict[str, EngineHost])
     ended: dict[str, tuple[WorkerEnd, ...]] = field(default_factory=dict[str, tuple[WorkerEnd, ...]])
     agents: set[str] = field(default_factory=set[str])
+    occupied: set[str] = field(default_factory=set[str])
+    spent: set[str] = field(default_factory=set[str])
     lost: str = ""
     heard: list[HostsWanted] = field(default_factory=list[HostsWanted])
     closed: bool = False
@@ -92,7 +117,10 @@ class Engine:
             raise EngineLostError(self.lost)
         self.heard.append(wanted)
         self.agents = ((self.agents | set(wanted.keep)) - set(wanted.drain)) & set(self.live)
-        reports = tuple(AgentReport(name, self.live[name].places, self.ended.get(name, ())) for name in sorted(self.agents))
+        self.spent &= self.agents
+        heard = sorted(self.agents - self.occupied)
+        running = {name: 0 if name in self.spent else self.live[name].places for name in heard}
+        reports = tuple(AgentReport(name, running[name], self.ended.get(name, ())) for name in heard)
         seen = HostsSeen(tuple(self.live.values()), reports)
         assert ENGINE_MESSAGES.decode(ENGINE_MESSAGES.encode(seen)) == seen  # as over a driver's line
         return seen
@@ -156,21 +184,109 @@ def test_for_a_job_that_lacks_another_kind_of_gpu_each_host_is_tried_once() -> N
     assert engine.agents == {"d"}, "but what has come since is"
 
 
+def test_for_a_job_that_lacks_another_kind_a_host_with_part_of_its_workers_is_known_in_the_end() -> None:
+    """It trains other jobs, so that it is never given back: the next was not tried as long as one worker was missing."""
+    engine = Engine(live=hosts(a=4, b=1))
+    kept = Kept(engine)
+    kept.step(Demand(waiting={1: 1}))
+    kept.step(Demand(waiting={1: 1}))
+    lacking = Demand(frozenset("a"), lacks_another=True, workers={"a": (1, 2, 3)})
+    for seconds in (1.0, 590.0):
+        kept.step(lacking, seconds=seconds)
+    assert engine.agents == {"a"}
+    kept.step(seconds=20.0)
+    assert engine.agents == {"a", "b"}
+
+
+def late_host(engine: Engine, demand: Demand, **limits: float) -> Kept:
+    """Workers have not come from a host in ten minutes."""
+    kept = Kept(engine, **limits)
+    for seconds in (1.0, 1.0, 1.0, 590.0, 20.0, 1.0):
+        kept.step(demand, seconds=seconds)
+    return kept
+
+
 def test_a_host_from_which_no_worker_comes_is_none_that_covers_what_waits() -> None:
     """It starts none, or a deterministic cluster refuses its kind: the job waited for it, and the next host was not taken."""
     engine = Engine(live=hosts(a=1, b=1))
-    kept = Kept(engine, idle_seconds=10.0)
-    for seconds in (1.0, 1.0, 1.0, 590.0, 20.0, 1.0):
-        kept.step(Demand(waiting={1: 1}), seconds=seconds)
-    assert engine.agents == {"b"} and "no worker of host a has come in 600 s: it is given back, and not taken again" in kept.notes
+    kept = late_host(engine, Demand(waiting={1: 1}))
+    assert engine.agents == {"b"} and "no worker of host a has come in 600 s: other hosts are taken before it" in kept.notes
     for seconds in (590.0, 590.0):
         kept.step(Demand(waiting={1: 1}, workers={"b": (7,)}), seconds=seconds)
+    assert engine.agents == {"b"} and kept.keeper.most_gpus == 1
+    kept.step(Demand(waiting={2: 1}, workers={"b": (7,)}))
+    assert engine.agents == {"a", "b"}, "what the others do not suffice for"
+    kept.step(Demand(waiting={1: 1}, workers={"b": (7,)}))
     assert engine.agents == {"b"}
     del engine.live["a"]
     kept.step()
     engine.live |= hosts(a=1)
-    kept.step(), kept.step(Demand(waiting={2: 1}, workers={"b": (7,)}))
-    assert engine.agents == {"a", "b"}, "it is another one by now"
+    kept.step()
+    assert kept.keeper.most_gpus == 2, "it is another one by now"
+
+
+def test_a_host_whose_gpus_others_hold_is_used_when_they_are_free() -> None:
+    """Ray reports its GPUs as there; its agent waits for them."""
+    engine = Engine(live=hosts(a=2), occupied={"a"})
+    kept = late_host(engine, Demand(waiting={1: 1}))
+    kept.step(seconds=5000.0), kept.step(seconds=5000.0)
+    assert engine.agents == {"a"} and all("a" not in wanted.drain for wanted in engine.heard), "there is no other"
+    assert len(kept.notes) == 2 and kept.keeper.most_gpus == 2, "it may come still"
+    engine.live |= hosts(b=1)
+    kept.step(), kept.step()
+    assert engine.agents == {"b"} and kept.keeper.most_gpus == 1
+    kept.step(Demand(frozenset("b"), {1: 1}, workers={"b": (7,)}))
+    assert engine.agents == {"a", "b"}
+    engine.occupied.clear()
+    kept.step(Demand(frozenset("b"), {1: 1}, workers={"a": (1, 2), "b": (7,)}))
+    assert engine.agents == {"a", "b"} and kept.keeper.most_gpus == 3, "it is late no more"
+
+
+def test_hosts_whose_gpus_others_hold_are_all_waited_for() -> None:
+    engine = Engine(live=hosts(a=1, b=1), occupied={"a", "b"})
+    kept = late_host(engine, Demand(waiting={1: 1}))
+    kept.step(seconds=600.0), kept.step(seconds=600.0)
+    assert engine.agents == {"a", "b"}
+    engine.occupied = {"b"}
+    for _ in range(3):
+        kept.step(Demand(waiting={1: 1}, workers={"a": (1,)}))
+    assert engine.agents == {"a"}
+
+
+def test_a_late_host_that_was_given_back_is_as_others_after_a_while() -> None:
+    engine = Engine(live=hosts(a=1, b=1))
+    kept = late_host(engine, Demand(waiting={1: 1}))
+    working = Demand(frozenset("b"), workers={"b": (7,)})
+    kept.step(working, seconds=3500.0)
+    assert kept.keeper.most_gpus == 1
+    kept.step(seconds=200.0)
+    assert kept.keeper.most_gpus == 2
+    for seconds, gpus in ((1.0, 2), (1.0, 2), (1190.0, 2), (20.0, 1)):
+        kept.step(Demand(frozenset("b"), {1: 1}, workers={"b": (7,)}), seconds=seconds)
+        assert engine.agents == {"a", "b"} and kept.keeper.most_gpus == gpus, "it has twice the time"
+
+
+def test_an_engine_is_asked_for_a_host_beside_one_that_is_late() -> None:
+    """It takes the late host, which it has, for the one that is asked for."""
+    kept = late_host(engine := Engine(live=hosts(a=4)), Demand(waiting={1: 1}), max_hosts=4)
+    assert (engine.heard[-1].request, engine.heard[-1].request_places) == (2, 4)
+    engine.live |= hosts(b=4)
+    kept.step(), kept.step()
+    assert engine.agents == {"b"} and kept.keeper.most_gpus == 12, "three beside it"
+
+
+def test_an_agent_that_has_drained_makes_room_for_another() -> None:
+    """Its host was given back and taken again meanwhile, or its GPUs came free only then: it starts no worker any more."""
+    engine = Engine(live=hosts(a=1))
+    kept = Kept(engine)
+    kept.step(Demand(waiting={1: 1}))
+    kept.step()
+    engine.spent = {"a"}
+    kept.step()
+    kept.step()
+    assert not engine.agents and not engine.spent
+    kept.step()
+    assert engine.agents == {"a"} and "a" not in engine.heard[-1].drain
 
 
 def test_a_job_may_ask_for_what_its_hosts_have_and_may_get() -> None:

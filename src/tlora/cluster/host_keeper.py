@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from tlora.cluster.engine_hosts import Demand, Prove
 from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
@@ -19,7 +21,8 @@ SYNC_SECONDS = 1.0
 _LEAVE_SECONDS = 30.0  # for agents to end
 _LOOK_SECONDS = 0.5
 _AGAIN_SECONDS = 10.0  # before a lost engine is tried again
-_BARREN_SECONDS = 600.0  # without a worker, after which a host counts for nothing: it starts none, or they are refused
+_LATE_SECONDS = 600.0  # without a worker, after which a host is late: others have its GPUs, it starts slowly, or its workers are refused
+_FORGIVEN_SECONDS = 3600.0  # after a late host was given back, it is as any other
 _MOURNED_SECONDS = 600.0  # for which a dead host's workers are declared dead: one whose line stands is not, until that ends too
 
 
@@ -51,33 +54,37 @@ def choose_hosts(
     limits: HostLimits,
     now: float,
     tried: Collection[str] = (),
+    late: Mapping[str, int] = MappingProxyType({}),
 ) -> Choice:
     """`kept` have workers, `idle_since` is when those of them that are idle became so, on the clock of `now`. What `tried` have is known.
+    From those of `live` that are `late` no worker has come for long; of each, the GPUs that an agent of ours holds.
 
-    What waits is covered by idle hosts first, then by further ones, the largest first. A job that all hosts together cannot hold counts for
-    nothing. For one that lacks another kind of GPU each host is tried once, one after the other.
+    What waits is covered by idle hosts first, then by further ones, the largest first, and by late ones last, which stay as long as others
+    do not suffice. A job that all hosts together cannot hold counts for nothing. For one that lacks another kind of GPU each host is tried
+    once, one after the other. An engine takes late hosts for some of those that it is asked for.
     """
-    keep = [name for name in kept if name in live]
+    keep = [name for name in kept if name in live and name not in late]
     most = len(live) if limits.max_hosts is None else limits.max_hosts
     waiting = _what_may_run(live, demand, limits)
     uncovered = waiting - sum(live[name].places for name in keep if name not in demand.busy)
-    further = sorted(live.keys() - set(keep), key=lambda name: (-live[name].places, name))
+    further = sorted(live.keys() - set(keep), key=lambda name: (name in late, name not in kept, -live[name].places, name))
     for name in further:
         if len(keep) >= most or (uncovered <= 0 and len(keep) >= limits.min_hosts):
             break
         keep.append(name)
-        uncovered -= live[name].places
-    if demand.lacks_another and len(keep) < most and set(keep) <= set(tried):
-        keep += [name for name in further if name not in keep and name not in tried][:1]
-    drain: list[str] = []
+        uncovered -= late.get(name, live[name].places)
+    known = {*tried, *late}
+    if demand.lacks_another and len(keep) < most and set(keep) <= known:
+        keep += [name for name in further if name not in keep and name not in known][:1]
+    drain = [name for name in kept if name in live and name not in keep]
     if not waiting:
         idle = [name for name in keep if name in idle_since and now - idle_since[name] >= limits.idle_seconds]
-        drain = idle[: max(0, len(keep) - limits.min_hosts)]
+        drain += idle[: max(0, len(keep) - limits.min_hosts)]
     request = None
     if limits.max_hosts is not None:
         places = max((host.places for host in live.values()), default=1)
-        needed = len(demand.busy) + math.ceil(waiting / places)
-        request = min(limits.max_hosts, max(limits.min_hosts, needed))
+        needed = max(limits.min_hosts, len(demand.busy) + math.ceil(waiting / places))
+        request = min(limits.max_hosts, needed + (len(late) if needed > len(demand.busy) else 0))
     return Choice(tuple(name for name in keep if name not in drain), tuple(drain), request)
 
 
@@ -99,9 +106,13 @@ class HostKeeper:
         self._live: dict[str, EngineHost] = {}
         self._kept: list[str] = []
         self._idle_since: dict[str, float] = {}
-        self._tried: set[str] = set()  # hosts of which all workers have come, or which were given back
-        self._waited_for: dict[str, float] = {}  # hosts with an agent, and since when without a worker
-        self._barren: set[str] = set()  # hosts from which no worker has come in `_BARREN_SECONDS`
+        self._tried: set[str] = set()  # hosts of which all workers have come, or have had their time, or which were given back
+        self._taken: dict[str, float] = {}  # hosts that are kept, and since when
+        self._waited_for: dict[str, float] = {}  # hosts that are kept, and since when without a worker
+        self._late: dict[str, float] = {}  # hosts from which no worker has come in time, and until when they were kept
+        self._times_late: Counter[str] = Counter()  # since a worker came: each time a host gets twice the time, as it may start slowly
+        self._running: list[str] = []  # hosts with an agent that starts workers
+        self._spent: tuple[str, ...] = ()  # hosts whose agents start no worker any more: they were given back, and may be taken again
         self._dead: dict[str, float] = {}  # hosts, and when they were found missing
         self._proven: set[tuple[str, int, str]] = set()
         self._requested: int | None = None
@@ -112,9 +123,15 @@ class HostKeeper:
 
     @property
     def most_gpus(self) -> int:
-        """That the hosts which may be taken have: all that are there, or `max_hosts` as wide as the widest of them. 0: none was seen."""
-        places = [host.places for host in self._live.values()]
-        return sum(places) if self._limits.max_hosts is None else max(places, default=0) * self._limits.max_hosts
+        """That the hosts which may be taken have: all that are there, or `max_hosts` as wide as the widest of them. Late ones count only
+        where all are late. 0: none was seen.
+        """
+        live, most = self._live, self._limits.max_hosts
+        timely = [host.places for name, host in live.items() if name not in self._late]
+        places = timely or [host.places for host in live.values()]
+        if most is None:
+            return sum(places)
+        return max(places, default=0) * min(most, max(len(places), most - (len(live) - len(timely))))
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="hosts", daemon=True)
@@ -164,12 +181,12 @@ class HostKeeper:
         demand = self._demand
         self._mark_idle(demand, now)
         self._judge(demand, now)
-        live = {name: host for name, host in self._live.items() if name not in self._barren}
-        choice = choose_hosts(live, self._kept, self._idle_since, demand, self._limits, now, self._tried)
-        choice = replace(choice, drain=(*choice.drain, *(name for name in self._kept if name in self._barren)))
+        late = {name: self._live[name].places if name in self._running else 0 for name in self._late}
+        choice = choose_hosts(self._live, self._kept, self._idle_since, demand, self._limits, now, self._tried, late)
         try:
             places = max((host.places for host in self._live.values()), default=1)
-            seen = self._engine.sync(HostsWanted(self._order, choice.keep, choice.drain, choice.request, places, dict(demand.workers)))
+            drain = tuple(dict.fromkeys((*choice.drain, *self._spent)))
+            seen = self._engine.sync(HostsWanted(self._order, choice.keep, drain, choice.request, places, dict(demand.workers)))
         except EngineLostError as error:
             self._lose(str(error))
             return
@@ -178,7 +195,9 @@ class HostKeeper:
             self._note(f"{self._engine.name} is there again")
         self._tell(choice, seen)
         self._tried.update(choice.drain)
-        self._kept = [*choice.keep, *(report.host for report in seen.agents if report.host not in choice.keep and report.running)]
+        self._running = [report.host for report in seen.agents if report.running]
+        self._kept = [*choice.keep, *(name for name in self._running if name not in choice.keep)]
+        self._spent = tuple(report.host for report in seen.agents if not report.running)
         self._see(seen, now)
 
     def _lose(self, why: str) -> None:
@@ -186,24 +205,35 @@ class HostKeeper:
         if not self._lost:
             self._note(f"{self._engine.name} cannot be reached: {why}. Its workers save their jobs; it is tried again")
         self._lost = True
-        self._live, self._kept, self._dead = {}, [], {}
+        self._live, self._kept, self._dead, self._spent = {}, [], {}, ()
+        self._running.clear()
+        self._times_late.clear()
         self._tried.clear()
-        self._barren.clear()
+        self._late.clear()
         self._idle_since.clear()
 
     def _judge(self, demand: Demand, now: float) -> None:
-        """Which hosts have come with all of their GPUs, and which bring none."""
+        """Which hosts have come with all of their GPUs that can be hoped for, and which bring none."""
+        for name, since in list(self._late.items()):
+            if demand.workers.get(name) or (name not in self._kept and now - since >= _FORGIVEN_SECONDS):
+                del self._late[name]
+                self._tried.discard(name)
         for name in [name for name in self._kept if name in self._live]:
             come = len(demand.workers.get(name, ()))
-            if come >= self._live[name].places:
+            if come >= self._live[name].places or now - self._taken.setdefault(name, now) >= _LATE_SECONDS:
                 self._tried.add(name)
             if come or name in demand.busy:
                 self._waited_for[name] = now
-            elif now - self._waited_for.setdefault(name, now) >= _BARREN_SECONDS and name not in self._barren:
-                self._barren.add(name)
-                self._note(f"no worker of host {name} has come in {_BARREN_SECONDS:g} s: it is given back, and not taken again")
-        for name in self._waited_for.keys() - set(self._kept):
-            del self._waited_for[name]
+                self._times_late.pop(name, None)
+            elif name in self._late:
+                self._late[name] = now
+            elif now - self._waited_for.setdefault(name, now) >= (patience := _LATE_SECONDS * 2 ** self._times_late[name]):
+                self._late[name] = now
+                self._times_late[name] += 1
+                self._note(f"no worker of host {name} has come in {patience:g} s: other hosts are taken before it")
+        for since in (self._taken, self._waited_for):
+            for name in since.keys() - set(self._kept):
+                del since[name]
 
     def _mark_idle(self, demand: Demand, now: float) -> None:
         for name in self._kept:
@@ -219,7 +249,7 @@ class HostKeeper:
             self._requested = choice.request
             self._note(f"{self._engine.name} was asked for {choice.request} hosts; there are {len(seen.hosts)}")
         for name in choice.drain:
-            if name in self._kept and name not in self._barren:
+            if name in self._kept and name not in self._late:
                 self._note(f"host {name} is given back: it was idle for {self._limits.idle_seconds:g} s")
         for problem in seen.problems:
             self._note(f"{self._engine.name}: {problem}")
@@ -234,7 +264,8 @@ class HostKeeper:
             self._dead[name] = now
         self._live = live
         self._tried &= live.keys()
-        self._barren &= live.keys()
+        self._late = {name: since for name, since in self._late.items() if name in live}
+        self._times_late = Counter({name: times for name, times in self._times_late.items() if name in live})
         for report in seen.agents:
             for end in report.ended:
                 key = (report.host, end.pid, end.how)

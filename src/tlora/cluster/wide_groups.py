@@ -28,6 +28,7 @@ class WideGroups:
     ) -> None:
         self._nodes, self._on_one_host, self._layout, self._note = nodes, on_one_host, layout, note
         self._can_bring, self._hosts_may_come = can_bring, hosts_may_come
+        self._could_bring = 0  # when jobs were asked last
         self._orders: dict[str, tuple[JobSubmitted, int]] = {}  # jobs that may ask for other GPUs as hosts come, and for how many they do
         self._least: dict[str, int] = {}  # by base: with fewer GPUs it does not fit, as its jobs say
 
@@ -41,15 +42,20 @@ class WideGroups:
         if not self._hosts_may_come:
             return job
         gpus = self._gpus_for(job, had)
-        if gpus < job.gpus or (job.gpus > job.least_gpus and not self._nodes.num_gpus):
+        if self._may_change(job, gpus):
             self._orders[job.job_id] = job, gpus
         if gpus < job.gpus:
             self._tell(job)
         return replace(job, gpus=gpus)
 
     def ask_anew(self, told: Iterable[Event], open_jobs: Collection[str], groups: Iterable[JobGroup]) -> list[Event]:
-        """What jobs that wait ask for, where one of the events `told` is that a host has come; those of `groups` do not wait."""
-        if not self._orders or not any(isinstance(event, NodeAdded) for event in told):
+        """What jobs that wait ask for, where one of the events `told` is that a host has come, or an engine can bring other GPUs than it
+        could; those of `groups` do not wait.
+        """
+        if not self._orders:
+            return []
+        could_bring, self._could_bring = self._could_bring, self._can_bring()
+        if self._could_bring == could_bring and not any(isinstance(event, NodeAdded) for event in told):
             return []
         self._orders = {name: order for name, order in self._orders.items() if name in open_jobs}
         placed = {name for group in groups for name in group.job_ids}
@@ -65,8 +71,12 @@ class WideGroups:
                 asked.append(GpusAsked(name, gpus))
                 if before == job.gpus:
                     self._tell(job)
-        self._orders = {name: (job, gpus) for name, (job, gpus) in self._orders.items() if gpus < job.gpus}
+        self._orders = {name: (job, gpus) for name, (job, gpus) in self._orders.items() if self._may_change(job, gpus)}
         return asked
+
+    def _may_change(self, job: JobSubmitted, gpus: int) -> bool:
+        """Whether a job that asks for `gpus` may ask for others: more may come for it, or those that it waits for do not come."""
+        return gpus < job.gpus or gpus > max(job.least_gpus, self._nodes.num_gpus)
 
     def _tell(self, job: JobSubmitted) -> None:
         most = max(self._nodes.num_gpus, self._can_bring())

@@ -129,7 +129,7 @@ class Scheduler:
                 return self._submit(event)
             case GpusAsked(job_id, gpus):
                 self._ask_for(job_id, gpus)
-                return [], False  # others may follow; a back end sends a `NodeAdded` after the last
+                return [], False  # others may follow; a back end sends a `NodeAdded` or a Tick after the last
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
             case JobRequest(verb="release"):
