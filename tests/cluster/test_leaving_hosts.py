@@ -197,6 +197,24 @@ def test_a_job_that_came_before_the_first_host_starts_on_fewer_gpus_than_it_orde
         assert said == ["wide: some of its 8 replicas run in turn: 2 GPUs are there as it arrives"]
 
 
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_a_job_that_came_while_the_only_host_drained_starts_there_when_it_is_taken_back(tmp_path: Path, policy: str) -> None:
+    """It went on waiting for as many GPUs as it orders."""
+    with local_backend(tmp_path, listener=object(), gpus=(), tick_seconds=0.02) as backend:
+        scheduler = Scheduler(LIVE_POLICIES[policy](), CostModel(CONSTANTS), on_wait=lambda *_: None)
+        cluster, state = Cluster(backend, scheduler), scheduler.state
+        backend.worker_pool.remote_hosts.events.append(NodeAdded("a", HOSTS["a"], "r1"))
+        cluster.until(lambda: state.pool.num_gpus == 2)
+        backend.drain("a")
+        cluster.until(lambda: not state.pool.num_gpus)
+        backend.submit(submitted("wide", gpus=8), job("wide"))
+        cluster.until(lambda: "wide" in state.jobs)
+        assert state.parked and state.jobs["wide"].spec.gpus == 8
+        backend.drain("a", undo=True)
+        cluster.until(lambda: state.pool.num_gpus == 2)
+        assert not state.parked and [known.group.job_ids for known in state.groups.values()] == [("wide",)]
+
+
 def test_an_unknown_host_is_refused(cluster: Cluster) -> None:
     cluster.until(lambda: len(cluster.scheduler.state.pool.nodes) == 4)
     with pytest.raises(ConfigError, match="unknown host 'd'. There are a, b, c, local"):

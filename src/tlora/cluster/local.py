@@ -350,9 +350,6 @@ class LocalBackend:
     def _pass_time(self) -> None:
         now = self.now()
         self._collect()
-        while not self._drains.empty():
-            host, finish, undo = self._drains.get()
-            self._events.append(self._nodes.take_back(host) if undo else self._nodes.drain(host, finish=finish))
         with self._asking:
             for event in itertools.islice(self._asked.take(now, self._admit, self.reconciler.open.__contains__), _ASKED_AT_ONCE):
                 if isinstance(event, JobRequest) and event.verb == "cancel":
@@ -380,6 +377,9 @@ class LocalBackend:
         self._ended.update(event.job_id for event in self.reconciler.events if isinstance(event, JobFinished | JobFailed))
         hosts, self.worker_pool.remote_hosts.events[:] = list(self.worker_pool.remote_hosts.events), []
         told = self._nodes.see(hosts)
+        while not self._drains.empty():
+            host, finish, undo = self._drains.get()
+            told.append(self._nodes.take_back(host) if undo else self._nodes.drain(host, finish=finish))
         asked = self._wide.ask_anew(told, self.reconciler.open, self.reconciler.groups.values())
         self._events += [*asked, *told, *self.reconciler.events]  # jobs first: they are placed on a node at once
         self.reconciler.events.clear()
