@@ -126,6 +126,18 @@ def test_a_job_that_waits_may_ask_for_fewer_gpus_and_for_more(policy: str) -> No
     assert not state.asked and not state.parked and not state.tenants.open_jobs
 
 
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+@pytest.mark.parametrize("room", [24 * GB, 80 * GB])
+def test_a_job_that_asks_for_the_gpus_of_a_host_that_is_about_to_come_is_judged_with_it(policy: str, room: int) -> None:
+    """It was said to wait for that host, once and for all; what it really waits for later was not said."""
+    for gpus, told in ((3, []), (5, [("wide", "it asks for 5 GPUs and the cluster has 3. Ask for fewer")])):
+        cluster = Cluster(policy)
+        cluster.tell(*host("a", 0), small("runs"), small("wide"))
+        cluster.tell(GpusAsked("wide", gpus), *host("b", 1000, 1001, room=room))
+        assert cluster.scheduler.state.jobs["wide"].spec.gpus == gpus and cluster.told == told
+        assert cluster.parked == {name for name, _ in told}
+
+
 def test_a_job_that_waited_aside_has_its_place_in_the_queue() -> None:
     """In that in which jobs arrived, though it began to wait there after the second."""
     cluster = Cluster("fifo")

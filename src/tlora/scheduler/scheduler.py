@@ -181,6 +181,7 @@ class Scheduler:
         self.state.add_node(event.node, event.rack, event.gpus)
         self._unpark()
         self._park(*(self.state.pending if are_first else ()))
+        self._say_that_they_wait(*self.state.parked)
 
     def _submit(self, spec: JobSubmitted, *, trains: bool = False) -> tuple[list[Action], bool]:
         """One that `trains` already fits on what is there."""
@@ -196,15 +197,15 @@ class Scheduler:
         return [], True
 
     def _ask_for(self, job_id: str, gpus: int) -> None:
-        """Of a job that trains it comes too late."""
+        """Of a job that trains it comes too late. One for which there are too few GPUs is not said to wait before their host has come."""
         job = self.state.jobs.get(job_id)
         if job is None or job.group_id is not None or gpus == job.spec.gpus or not job.spec.least_gpus <= gpus <= MOST_COUNTED:
             return
         self.state.ask_for(job_id, gpus)
         if job_id in self.state.parked:
             self._unpark(job_id)
-        elif job_id in self.state.pending:
-            self._park(job_id)
+        elif self.state.hosts_may_come and job_id in self.state.pending and (lack := lack_of(self.state, job.spec)) is not None:
+            self.state.park(job_id, lack)
 
     def _release(self, job_id: str) -> bool:
         """Whether it was held, by a user."""
@@ -216,14 +217,17 @@ class Scheduler:
 
     def _park(self, *waiting: str) -> None:
         """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""
-        if self._on_wait is None:
-            return
-        for name in waiting:
+        for name in waiting if self.state.hosts_may_come else ():
             if (lack := lack_of(self.state, self.state.jobs[name].spec)) is not None:
                 self.state.park(name, lack)
-                if name not in self._told_to_wait:
-                    self._told_to_wait.add(name)
-                    self._on_wait(name, lack.reason)
+                self._say_that_they_wait(name)
+
+    def _say_that_they_wait(self, *parked: str) -> None:
+        """Once of each."""
+        for name in parked:
+            if self._on_wait is not None and name not in self._told_to_wait:
+                self._told_to_wait.add(name)
+                self._on_wait(name, self.state.parked[name].reason)
 
     def _unpark(self, *names: str) -> None:
         """Those of the jobs that can run on what is there by now; of all without `names`."""
