@@ -15,7 +15,18 @@ import pytest
 
 from tests.cases import in_every_run
 from tlora.errors import ConfigError
-from tlora.protocol import JobProfile, JobSubmitted, NodeAdded, RejectJob, Tick, to_json
+from tlora.protocol import (
+    GpusAsked,
+    JobGroup,
+    JobProfile,
+    JobSubmitted,
+    NodeAdded,
+    ParallelPlan,
+    RejectJob,
+    StartGroup,
+    Tick,
+    to_json,
+)
 from tlora.scheduler.admission import why_unsound
 from tlora.shape.cost import BaseConstants, CostModel
 from tlora.shape.hardware import cost_model
@@ -207,6 +218,17 @@ def test_an_order_that_was_rejected_gives_way_to_the_one_that_was_mended() -> No
     log = [(1.0, bad), (1.0, rejected), (2.0, other), (3.0, good), (3.5, other), (4.0, bad)]
     assert [(job.submit_seconds, job.job) for job in logged_jobs(log, ANCHOR)] == [(2.0, other), (3.0, good)]
     assert [job.job for job in logged_jobs(log[:2], ANCHOR)] == [bad]
+
+
+def test_a_job_of_an_event_log_is_replayed_on_the_gpus_that_it_asked_for_last_before_it_began() -> None:
+    """It was replayed on all that it ordered before the first host, of which there may be too few."""
+    wide = JobSubmitted("wide", "llama-3-8b", 8, JobProfile(2000.0, 30, 512, 1000))
+    start = StartGroup(JobGroup("g0", "llama-3-8b", (0, 1), ParallelPlan(2, 1024), ("wide",), (1.0,)))
+    log = [(1.0, wide), (2.0, GpusAsked("wide", 1)), (3.0, GpusAsked("wide", 2)), (3.0, start), (9.0, wide), (9.5, GpusAsked("wide", 4))]
+    (mapped,) = logged_jobs([(0.5, GpusAsked("wide", 3)), *log], ANCHOR)
+    assert mapped.job == replace(wide, gpus=2) and mapped.submit_seconds == 1.0
+    (known,) = logged_jobs([(1.0, mapped.job)], ANCHOR)
+    assert mapped == known, "as one that ordered so many"
 
 
 SOUND = JobSubmitted("b", "llama-3-8b", 1, JobProfile(2000.0, 30, 512, 1000))

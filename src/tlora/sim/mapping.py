@@ -15,7 +15,7 @@ from statistics import NormalDist
 from typing import Literal, TypeVar
 
 from tlora.errors import ConfigError
-from tlora.protocol import Action, Event, JobProfile, JobSubmitted, RejectJob
+from tlora.protocol import Action, ChangeGroup, Event, GpusAsked, JobProfile, JobSubmitted, RejectJob, StartGroup
 from tlora.scheduler.admission import MOST_COUNTED, why_unsound
 from tlora.scheduler.predictions import most_useful_gpus
 from tlora.shape.cost import CostModel
@@ -116,7 +116,8 @@ def mapped_jobs(trace: Trace, anchor: CostModel, seed: int, gpus_per_node: int =
 
 
 def logged_jobs(log: Iterable[tuple[float, Event | Action]], anchor: CostModel, gpus_per_node: int = 8) -> list[MappedJob]:
-    """The jobs that an event log tells of, as they were submitted and when. Their recorded time is that of their steps by `anchor`.
+    """The jobs that an event log tells of, as they were submitted and when. Their recorded time is that of their steps by `anchor`. One
+    that asked for other GPUs before it began is replayed on those that it asked for last.
 
     One that was submitted twice is one, as of the first time: after a restart all are submitted again, and go on. Only an order that was
     rejected gives way to a later one. A job that cannot be priced comes without steps and takes no time: the scheduler rejects it again.
@@ -190,10 +191,16 @@ def _length_histogram(mean_tokens: int) -> tuple[int, ...]:
 
 def _orders(log: Iterable[tuple[float, Event | Action]]) -> list[tuple[float, JobSubmitted]]:
     submissions: dict[str, tuple[float, JobSubmitted]] = {}
-    rejected: set[str] = set()
+    rejected, begun = set[str](), set[str]()
     for seconds, entry in log:
         if isinstance(entry, RejectJob):
             rejected.add(entry.job_id)
+        elif isinstance(entry, StartGroup | ChangeGroup):
+            begun.update(entry.group.job_ids)
+        elif isinstance(entry, GpusAsked):
+            if entry.job_id in submissions and entry.job_id not in begun:
+                at, order = submissions[entry.job_id]
+                submissions[entry.job_id] = at, replace(order, gpus=entry.gpus)
         elif isinstance(entry, JobSubmitted) and (entry.job_id not in submissions or entry.job_id in rejected):
             rejected.discard(entry.job_id)
             submissions.pop(entry.job_id, None)  # the new one stands where its time is
