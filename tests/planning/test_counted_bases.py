@@ -70,11 +70,14 @@ def test_short_samples_of_a_hybrid_take_chunks_of_their_own(dtype: str, tmp_path
     Qwen3_5TextConfig(**SHAPE, head_dim=16, linear_num_key_heads=8, linear_num_value_heads=16).save_pretrained(tmp_path)
     memory = measure(SuperModel(outline(str(tmp_path), dtype)), 0, GPU)
 
-    def counted(length: int) -> MemoryModel:
-        data: Any = SimpleNamespace(train=SimpleNamespace(longest_sequences=np.full(50, length)), eval=None)
-        return counting_jobs(memory, [PlannedJob(JobSpec.model_validate({"name": "a", "data": "d"}), data)], deterministic=False)
+    def counted(*lengths: int, longest: int = 640) -> MemoryModel:
+        samples = np.repeat(lengths, 50)
+        data: Any = SimpleNamespace(train=SimpleNamespace(lengths=samples, longest_sequences=samples), eval=None)
+        return counting_jobs(memory, [PlannedJob(JobSpec.model_validate({"name": "a", "data": "d"}), data, longest)], deterministic=False)
 
     long, short = counted(640), counted(16)
+    assert counted(640, 16, longest=16) == short != counted(640, 16), "a smaller GPU gets these alone"
+    assert counted(640, longest=16).samples_per_token == 0, "none comes here"
     assert long.activation_bytes(8192) == memory.activation_bytes(8192)
     more = max(phase.sample_bytes for phase in memory.phases) * 8192 * (1 / 16 - 1 / 64)
     assert more > 0 and short.activation_bytes(8192) >= memory.phases[-1].at(8192, 0) + more - 1

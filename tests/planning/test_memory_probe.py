@@ -151,10 +151,11 @@ def test_what_was_measured_is_found_again(tmp_path: Path, monkeypatch: pytest.Mo
         assert recall(key) is None, broken
 
 
-def test_another_base_rank_or_mode_has_another_key() -> None:
+def test_another_base_rank_mode_or_format_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cpu = make_shared(), torch.device("cpu")
     key = probe_key(model, SPECS, False, cpu)
     assert key == probe_key(make_shared(seed=1), SPECS[::-1], False, cpu), "weights and order do not matter"
     wider = SuperModel(make_base(make_model(intermediate_size=112), "llama"))
     others = {probe_key(model, SPECS[:1], False, cpu), probe_key(model, SPECS, True, cpu), probe_key(wider, SPECS, False, cpu)}
-    assert len(others | {key}) == 4
+    monkeypatch.setattr(memory_probe, "_FORMAT", 0)
+    assert len(others | {key, probe_key(model, SPECS, False, cpu)}) == 5

@@ -65,9 +65,9 @@ def multiply_adds(job: SizedJob, weights: int, width: int) -> float:
 
 
 def counting_jobs(memory: MemoryModel, jobs: Sequence[SizedJob], deterministic: bool) -> MemoryModel:
-    """`memory` for a run of `jobs`: with the references that they bring, their replicas, and how short their samples are. The mailbox is
-    that of the jobs that span ranks. In a deterministic run the token budget must not follow from that: it is counted as with the fewest
-    ranks that need one, for all jobs of several replicas, beside one another.
+    """`memory` for a run of `jobs`: with the references that they bring, their replicas, and how short the samples are that come here. The
+    mailbox is that of the jobs that span ranks. In a deterministic run the token budget must not follow from that: it is counted as with
+    the fewest ranks that need one, for all jobs of several replicas, beside one another.
     """
     layouts = {job.spec.name: job.layout for job in jobs if job.layout is not None and job.replicas > 1}
     sizes = {name: layout.numel for name, layout in layouts.items()}
@@ -79,7 +79,8 @@ def counting_jobs(memory: MemoryModel, jobs: Sequence[SizedJob], deterministic: 
         _, mailbox = lay_out_regions(spans, sizes, memory.sum_bytes)
     compared = frozenset(job.layout for job in jobs if job.layout is not None and job.compares_with_start)
     counts = any(phase.sample_bytes for phase in memory.phases)
-    sequences = [job.data.train.longest_sequences for job in jobs if counts and job.data is not None and not job.problems]
+    trained = [(job.data.train, job.longest) for job in jobs if counts and job.data is not None and not job.problems]
+    sequences = [train.longest_sequences[train.lengths <= longest] for train, longest in trained]
     samples = max((len(own) / max(1, int(own.sum())) for own in sequences), default=0.0)
     spanning = frozenset(layouts.values())
     return replace(memory, spanning=spanning, compared=compared, mailbox_bytes=mailbox, samples_per_token=samples)

@@ -206,6 +206,8 @@ def _storage_bytes(model: SuperModel) -> int:
 
 # -- what was measured, for `tlora check` ------------------------------------------------------------------------------
 
+_FORMAT = 1  # of what is kept; what was kept in another is measured anew. From 1 on it has what one more sample takes
+
 
 def remember(key: str, memory: MemoryModel) -> None:
     """Keep what was measured, which is not what is known of the run's jobs. A directory that cannot be written costs
@@ -231,14 +233,14 @@ def _file_of(key: str) -> Path:
 
 def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, device: torch.device) -> str:
     """Of all that the measured bytes depend on: the base's shape and form, device, versions, the ranks of the largest two adapters, and of
-    the largest at experts.
+    the largest at experts; and of the format in which they are kept.
     """
     sizes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.model.named_parameters()]
     ranks = sorted((spec.largest_rank for spec in specs), reverse=True)[:2]
     at_experts = max(((spec.largest_rank, spec.expert_rank) for spec in specs if spec.target_parameters), default=None)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     kernels = model.kernels_on(device, deterministic)
-    facts: tuple[object, ...] = (sizes, ranks, at_experts, deterministic, name, kernels, torch.__version__, __version__)
+    facts: tuple[object, ...] = (_FORMAT, sizes, ranks, at_experts, deterministic, name, kernels, torch.__version__, __version__)
     facts += (model.base.layers.held_bytes,) if model.base.layers is not None else ()  # of a shared base, fewer the more share it
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
