@@ -112,6 +112,7 @@ class HostKeeper:
         self._late: dict[str, float] = {}  # hosts from which no worker has come in time, and until when they were kept
         self._times_late: Counter[str] = Counter()  # since a worker came: each time a host gets twice the time, as it may start slowly
         self._running: list[str] = []  # hosts with an agent that starts workers
+        self._leaving: tuple[str, ...] = ()  # hosts that are being given back
         self._spent: tuple[str, ...] = ()  # hosts whose agents start no worker any more: they were given back, and may be taken again
         self._dead: dict[str, float] = {}  # hosts, and when they were found missing
         self._proven: set[tuple[str, int, str]] = set()
@@ -249,8 +250,9 @@ class HostKeeper:
             self._requested = choice.request
             self._note(f"{self._engine.name} was asked for {choice.request} hosts; there are {len(seen.hosts)}")
         for name in choice.drain:
-            if name in self._kept and name not in self._late:
+            if name in self._kept and name not in self._late and name not in self._leaving:
                 self._note(f"host {name} is given back: it was idle for {self._limits.idle_seconds:g} s")
+        self._leaving = choice.drain
         for problem in seen.problems:
             self._note(f"{self._engine.name}: {problem}")
 
