@@ -133,13 +133,15 @@ class JobSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class GpusAsked:
-    """A job that has begun nowhere asks for so many GPUs from now on: the rest of its replicas take turns.
+    """A job that has begun nowhere asks for so many GPUs from now on: the rest of its replicas take turns, or its base needs so many of
+    the GPUs that have come. `least_gpus`: as `JobSubmitted` has it, by these GPUs; None: as before.
 
     The host for which that is comes after the last of them, or a Tick where fewer can come than before.
     """
 
     job_id: str
     gpus: int
+    least_gpus: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from tlora.protocol import (
     ParallelPlan,
     RejectJob,
     StartGroup,
+    Tick,
 )
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
@@ -136,6 +137,19 @@ def test_a_job_that_asks_for_the_gpus_of_a_host_that_is_about_to_come_is_judged_
         cluster.tell(GpusAsked("wide", gpus), *host("b", 1000, 1001, room=room))
         assert cluster.scheduler.state.jobs["wide"].spec.gpus == gpus and cluster.told == told
         assert cluster.parked == {name for name, _ in told}
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_a_job_that_waits_may_need_more_gpus_than_it_did(policy: str) -> None:
+    """What was predicted of it on one is forgotten: it waited on, as that was the most that it could use."""
+    cluster = Cluster(policy)
+    cluster.tell(*host("a", 0, 1), small("runs", gpus=2, tokens=512.0, max_slowdown=1.0))
+    assert cluster.mirror.groups["g0"].gpus == (0, 1)
+    assert cluster.tell(small("one", tokens=512.0, max_slowdown=1.0), Tick()) == ([], [])
+    assert cluster.tell(GpusAsked("one", 2, 3), GpusAsked("one", 2, 0)) == ([], []), "no such thing can be"
+    assert cluster.tell(GpusAsked("one", 2, 2)) == ([], []) and cluster.scheduler.state.jobs["one"].spec.least_gpus == 2
+    placed, _ = cluster.tell(JobFinished("runs"))
+    assert placed == [("one",)] and cluster.mirror.groups["g1"].gpus == (0, 1)
 
 
 def test_a_job_that_waited_aside_has_its_place_in_the_queue() -> None:

@@ -31,7 +31,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.scheduler.job import Lack
+from tlora.scheduler.state import ClusterState
 from tlora.service.backend_factory import BackendFactory
 from tlora.service.intake import parse_request
 from tlora.service.machine import Devices
@@ -103,8 +103,8 @@ class FakeCluster:
             raise ConfigError(f"unknown host {host!r}. There are local")
         self._inbox.put(self._node if undo else NodeDraining(host, finish))
 
-    def follow_lacks(self, lacks: Callable[[], Mapping[str, Lack]]) -> None:
-        del lacks
+    def follow(self, state: ClusterState) -> None:
+        del state
 
     def expect(self, base_model: str, spec: JobSpec) -> None:
         self.asked.append(("expect", base_model))

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
@@ -47,7 +47,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.scheduler.job import Lack
+from tlora.scheduler.state import ClusterState
 from tlora.worker_protocol import Load, settings_of
 
 STOP_SECONDS = 25.0  # for a worker to checkpoint its jobs and exit
@@ -102,6 +102,7 @@ class LocalBackend:
         self._engine_hosts = EngineHosts(there, open_keeper)
         wide = self._nodes, hosts.hosts.on_one_host, machine.layout, note, lambda: self._engine_hosts.can_bring
         self._wide = WideGroups(*wide, hosts_may_come=self._hosts_may_come)
+        self._wide.find_memory(self._events)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
         self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, host_of=hosts.hosts.host_of)
         self.reconciler.crash_attribution.recall(workers, note)
@@ -161,9 +162,9 @@ class LocalBackend:
         self._stopped = True
         self.worker_pool.wake()
 
-    def follow_lacks(self, lacks: Callable[[], Mapping[str, Lack]]) -> None:
-        """An engine brings hosts for jobs that wait; `lacks` says of those that the scheduler has put aside what they wait for."""
-        self._engine_hosts.lacks = lacks
+    def follow(self, state: ClusterState) -> None:
+        """Of the scheduler, which says what jobs that it has put aside lack, for an engine brings hosts for them, and what bases take."""
+        self._engine_hosts.lacks, self._wide.cost = lambda: state.parked, state.cost
 
     @property
     def unfinished(self) -> int:
@@ -380,7 +381,7 @@ class LocalBackend:
         while not self._drains.empty():
             host, finish, undo = self._drains.get()
             told.append(self._nodes.take_back(host) if undo else self._nodes.drain(host, finish=finish))
-        asked = self._wide.ask_anew(told, self.reconciler.open, self.reconciler.groups.values())
+        asked = self._wide.ask_anew([*told, *self.reconciler.events], self.reconciler.open, self.reconciler.groups.values())
         self._events += [*asked, *told, *self.reconciler.events]  # jobs first: they are placed on a node at once
         self.reconciler.events.clear()
 

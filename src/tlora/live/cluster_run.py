@@ -201,7 +201,7 @@ class _Run:
             log.write(backend.now(), BaseAdded(_BASE, int(self._base.num_bytes)))
             learned = LearnedCosts(self._out / "workers", self._watcher.note)
             of = learned_of(self._run.base_model, self._places[0].partition(":")[0], self._run.recompute)
-            backend.follow_lacks(lambda: scheduler.state.parked)
+            backend.follow(scheduler.state)
             learned.teach(scheduler.state.cost, _BASE, of, backend.now())
             scheduler.state.kinds.begin = lambda kind, cost: learned.teach_kind(kind, cost, backend.now())
             least = self._least_gpus()
@@ -259,6 +259,8 @@ class _Run:
             return 1
         if cut:
             check_stages(self._base, torch.device(self._places[0]))
+        if self._open_keeper is not None and self._hosts_may_come and self._run.memory_limit == "auto":
+            return LEAST_STAGES if cut else 1  # the back end counts by the hosts' memory, as they come
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
         count = least_gpus(self._memory.bytes_by_gpus[: self._most_gpus], limit)
         if count is not None and count > 1:

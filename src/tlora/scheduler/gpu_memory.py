@@ -10,11 +10,12 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.job import Job
 from tlora.shape.cost import CostModel
+from tlora.shape.memory import least_gpus
 
 _ALIKE = 0.01  # of the least, which is what a GPU leaves unused at most
 
@@ -105,6 +106,23 @@ class GpuMemory:
         """Whether it could run on enough GPUs of the largest room that is known."""
         return not self.rooms or least_bytes(cost, spec, self.rooms[-1]) <= self.rooms[-1]
 
+    def least_gpus(self, cost: CostModel, spec: JobSubmitted) -> int:
+        """The fewest GPUs that hold its base in parts, and the job, where no GPU that is known does so as it is submitted: of the largest
+        of which there are as many, else of the largest. As submitted where none helps.
+        """
+        counted = cost.memory.get(spec.base_model)
+        if counted is None or self.holds(cost, spec):
+            return spec.least_gpus
+        wanted = 0
+        for room in reversed(self.rooms):
+            first, last = least_gpus(counted.bytes_by_gpus, room), len(counted.bytes_by_gpus)
+            tried = range(max(first or last + 1, spec.least_gpus + 1), last + 1)
+            found = next((gpus for gpus in tried if least_bytes(cost, replace(spec, least_gpus=gpus), room) <= room), 0)
+            if 0 < found <= self.num_roomy(room):
+                return found
+            wanted = wanted or found
+        return wanted or spec.least_gpus
+
     def why_too_large(self, cost: CostModel, spec: JobSubmitted, most_gpus: int) -> str | None:
         """Why too few GPUs have room for the job, if so."""
         if self.least_room(cost, spec, most_gpus) < math.inf:
@@ -116,9 +134,12 @@ class GpuMemory:
             f"{needed / 2**30:.2f} GiB"
         )
         if needed > most:
-            return f"{takes}, and at most {most / 2**30:.2f} GiB may be used of a GPU here. Cut its samples or its rank"
+            is_base = cost.least_bytes(spec.base_model, 0, 0, spec.least_gpus, most) > most
+            remedy = "Train it over a smaller base, or add larger GPUs" if is_base else "Cut its samples or its rank"
+            return f"{takes}, and at most {most / 2**30:.2f} GiB may be used of a GPU here. {remedy}"
         roomy = self.num_roomy(needed)
-        return f"{takes} on each of {spec.gpus} GPUs, and {roomy} of those here {'has' if roomy == 1 else 'have'} so much. Ask for {roomy}"
+        remedy = "Train it over a smaller base, or add GPUs" if spec.gpus == spec.least_gpus > 1 else f"Ask for {roomy}"
+        return f"{takes} on each of {spec.gpus} GPUs, and {roomy} of those here {'has' if roomy == 1 else 'have'} so much. {remedy}"
 
 
 def least_bytes(cost: CostModel, spec: JobSubmitted, room_bytes: float) -> float:

@@ -79,7 +79,7 @@ class Predictions:
         self._sizes: list[int] = []
         self._known: dict[tuple[object, int, int, float | None, str], Prediction | None] = {}
         self._choices: dict[object, Choice] = {}
-        self._most: dict[int, int] = {}  # by a job's number; costs do not matter to it
+        self._most: dict[tuple[int, int], int] = {}  # by a job's number and the GPUs that it asks for; costs do not matter to it
 
     def follow(self, state: ClusterState) -> None:
         """To be called before a decision asks."""
@@ -140,9 +140,10 @@ class Predictions:
         return self._most_useful(jobs[0]) if len(jobs) == 1 else sum([self._most_useful(job) for job in jobs])
 
     def _most_useful(self, job: Job) -> int:
-        most = self._most.get(job.number)
+        key = job.number, job.spec.gpus
+        most = self._most.get(key)
         if most is None:
-            most = self._most[job.number] = most_useful_gpus(job.spec, self._least_replica_tokens)
+            most = self._most[key] = most_useful_gpus(job.spec, self._least_replica_tokens)
         return most
 
 

@@ -127,8 +127,8 @@ class Scheduler:
                 return [], False
             case JobSubmitted():
                 return self._submit(event)
-            case GpusAsked(job_id, gpus):
-                self._ask_for(job_id, gpus)
+            case GpusAsked(job_id, gpus, least_gpus):
+                self._ask_for(job_id, gpus, least_gpus)
                 return [], False  # others may follow; a back end sends a `NodeAdded` or a Tick after the last
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
@@ -196,12 +196,11 @@ class Scheduler:
             self._park(spec.job_id)
         return [], True
 
-    def _ask_for(self, job_id: str, gpus: int) -> None:
+    def _ask_for(self, job_id: str, gpus: int, least_gpus: int | None) -> None:
         """Of a job that trains it comes too late. One for which there are too few GPUs is not said to wait before their host has come."""
         job = self.state.jobs.get(job_id)
-        if job is None or job.group_id is not None or gpus == job.spec.gpus or not job.spec.least_gpus <= gpus <= MOST_COUNTED:
+        if job is None or job.group_id is not None or gpus > MOST_COUNTED or not self.state.ask_for(job_id, gpus, least_gpus):
             return
-        self.state.ask_for(job_id, gpus)
         if job_id in self.state.parked:
             self._unpark(job_id)
         elif self.state.hosts_may_come and job_id in self.state.pending and (lack := lack_of(self.state, job.spec)) is not None:

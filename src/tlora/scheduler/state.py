@@ -160,17 +160,24 @@ class ClusterState:
             del self.asked[job.spec.gpus]
         (self.tenants.add_job if by > 0 else self.tenants.drop_job)(job.spec.tenant)
 
-    def ask_for(self, job_id: str, gpus: int) -> None:
-        """A job that has no group asks for so many GPUs from now on."""
+    def ask_for(self, job_id: str, gpus: int, least_gpus: int | None) -> bool:
+        """A job that has no group asks for so many GPUs from now on, as in `GpusAsked`; what was predicted of it is forgotten. Whether that
+        is another number, and can be.
+        """
         job, waits = self.jobs[job_id], job_id in self.pending
+        least = job.spec.least_gpus if least_gpus is None else least_gpus
+        if (gpus, least) == (job.spec.gpus, job.spec.least_gpus) or not 1 <= least <= gpus:
+            return False
         if waits:
             self._unqueue(job)
             self._count(job, -1)
-        job.spec = replace(job.spec, gpus=gpus)
+        job.spec = replace(job.spec, gpus=gpus, least_gpus=least)
+        self.cost.times_corrected += 1
         self._measure_alone(job)
         if waits:
             self._count(job, 1)
             self._wait(job_id)
+        return True
 
     def end_job(self, job_id: str) -> None:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""

@@ -323,7 +323,7 @@ class Controller:
             on_wait = _warn_of_waiting if self._config.hosts_may_come or self._config.backend == "ray" else None
             begins = CostModel({}, speed=self._backend_factory.places.speed)
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._see_fault, self._usage.tenants, on_wait)
-            cluster.follow_lacks(lambda: scheduler.state.parked)
+            cluster.follow(scheduler.state)
             try:
                 self._events.begin(cluster.began_at_seconds)
                 self._store.use("what tenants have used", lambda: self._usage.recall(self._engine, cluster.now()))
