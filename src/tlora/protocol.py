@@ -143,6 +143,10 @@ class GpusAsked:
     gpus: int
     least_gpus: int | None = None
 
+    def change(self, order: JobSubmitted) -> JobSubmitted:
+        """The job as it asks from now on."""
+        return replace(order, gpus=self.gpus, least_gpus=order.least_gpus if self.least_gpus is None else self.least_gpus)
+
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:

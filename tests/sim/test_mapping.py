@@ -229,6 +229,8 @@ def test_a_job_of_an_event_log_is_replayed_on_the_gpus_that_it_asked_for_last_be
     assert mapped.job == replace(wide, gpus=2) and mapped.submit_seconds == 1.0
     (known,) = logged_jobs([(1.0, mapped.job)], ANCHOR)
     assert mapped == known, "as one that ordered so many"
+    (cut,) = logged_jobs([(1.0, wide), (2.0, GpusAsked("wide", 2, 2))], ANCHOR)
+    assert cut.job == replace(wide, gpus=2, least_gpus=2), "as one whose base needs so many"
 
 
 SOUND = JobSubmitted("b", "llama-3-8b", 1, JobProfile(2000.0, 30, 512, 1000))

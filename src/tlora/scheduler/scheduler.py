@@ -127,8 +127,8 @@ class Scheduler:
                 return [], False
             case JobSubmitted():
                 return self._submit(event)
-            case GpusAsked(job_id, gpus, least_gpus):
-                self._ask_for(job_id, gpus, least_gpus)
+            case GpusAsked():
+                self._ask_for(event)
                 return [], False  # others may follow; a back end sends a `NodeAdded` or a Tick after the last
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
@@ -196,10 +196,11 @@ class Scheduler:
             self._park(spec.job_id)
         return [], True
 
-    def _ask_for(self, job_id: str, gpus: int, least_gpus: int | None) -> None:
+    def _ask_for(self, event: GpusAsked) -> None:
         """Of a job that trains it comes too late. One for which there are too few GPUs is not said to wait before their host has come."""
+        job_id = event.job_id
         job = self.state.jobs.get(job_id)
-        if job is None or job.group_id is not None or gpus > MOST_COUNTED or not self.state.ask_for(job_id, gpus, least_gpus):
+        if job is None or job.group_id is not None or event.gpus > MOST_COUNTED or not self.state.ask_for(event):
             return
         if job_id in self.state.parked:
             self._unpark(job_id)

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from tlora.protocol import BaseSpeed, JobGroup, JobSubmitted, StepsDone
+from tlora.protocol import BaseSpeed, GpusAsked, JobGroup, JobSubmitted, StepsDone
 from tlora.scheduler.gpu_kinds import GpuKinds
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.gpu_pool import GpuPool
@@ -160,23 +160,21 @@ class ClusterState:
             del self.asked[job.spec.gpus]
         (self.tenants.add_job if by > 0 else self.tenants.drop_job)(job.spec.tenant)
 
-    def ask_for(self, job_id: str, gpus: int, least_gpus: int | None) -> bool:
-        """A job that has no group asks for so many GPUs from now on, as in `GpusAsked`; what was predicted of it is forgotten. Whether that
-        is another number, and can be.
-        """
-        job, waits = self.jobs[job_id], job_id in self.pending
-        least = job.spec.least_gpus if least_gpus is None else least_gpus
-        if (gpus, least) == (job.spec.gpus, job.spec.least_gpus) or not 1 <= least <= gpus:
+    def ask_for(self, event: GpusAsked) -> bool:
+        """A job that has no group asks for other GPUs; its predictions are forgotten. Whether that is another number, and can be."""
+        job, waits = self.jobs[event.job_id], event.job_id in self.pending
+        spec = event.change(job.spec)
+        if spec == job.spec or not 1 <= spec.least_gpus <= spec.gpus:
             return False
         if waits:
             self._unqueue(job)
             self._count(job, -1)
-        job.spec = replace(job.spec, gpus=gpus, least_gpus=least)
+        job.spec = spec
         self.cost.times_corrected += 1
         self._measure_alone(job)
         if waits:
             self._count(job, 1)
-            self._wait(job_id)
+            self._wait(event.job_id)
         return True
 
     def end_job(self, job_id: str) -> None:

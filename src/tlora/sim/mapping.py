@@ -200,7 +200,7 @@ def _orders(log: Iterable[tuple[float, Event | Action]]) -> list[tuple[float, Jo
         elif isinstance(entry, GpusAsked):
             if entry.job_id in submissions and entry.job_id not in begun:
                 at, order = submissions[entry.job_id]
-                submissions[entry.job_id] = at, replace(order, gpus=entry.gpus)
+                submissions[entry.job_id] = at, entry.change(order)
         elif isinstance(entry, JobSubmitted) and (entry.job_id not in submissions or entry.job_id in rejected):
             rejected.discard(entry.job_id)
             submissions.pop(entry.job_id, None)  # the new one stands where its time is
