@@ -50,7 +50,9 @@ class Server:
             time.sleep(0.01)
         host, port = (self.directory / "address").read_text().strip().removeprefix("http://").split(":")
         self.host, self.port, self.key = host, int(port), (self.directory / "first-key").read_text().strip()
-        while asyncio.run(self.ask("GET", "/readyz"))[0] != 200:
+        while (found := asyncio.run(self.ask("GET", "/readyz")))[0] != 200:
+            assert self.process.poll() is None, "the server ended"
+            assert b"ended" not in found[1], found[1].decode()
             time.sleep(0.02)
         return time.monotonic() - began
 

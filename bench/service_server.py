@@ -8,24 +8,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tlora.cluster.reconciler import LocalJob
-from tlora.job import JobSpec
-from tlora.protocol import Action, Event, JobRequest, JobSubmitted
-from tlora.scheduler.job import Lack
+from tlora.protocol import Event
 from tlora.service import server
-from tlora.service.backend_factory import BackendFactory
+from tlora.service.backend_factory import BackendFactory, Cluster
 from tlora.service.config import read_config
 from tlora.service.intake import IntakeSettings, parse_request
 from tlora.service.machine import Devices
 
 
-class IdleCluster:
-    """Takes jobs and never runs them."""
+class IdleCluster(Cluster):
+    """Takes jobs and never runs them. What it does not say does nothing, as in the protocol."""
+
+    began_at_seconds = 0.0
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-
-    began_at_seconds = 0.0
 
     def now(self) -> float:
         return 0.0
@@ -33,24 +30,6 @@ class IdleCluster:
     def poll(self) -> list[Event]:
         self._stopped.wait()
         return []
-
-    def execute(self, action: Action) -> None:
-        pass
-
-    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None:
-        pass
-
-    def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
-        pass
-
-    def follow_lacks(self, lacks: Callable[[], Mapping[str, Lack]]) -> None:
-        del lacks
-
-    def expect(self, base_model: str, spec: JobSpec) -> None:
-        pass
-
-    def forget(self, job_id: str) -> None:
-        pass
 
     def stop(self) -> None:
         self._stopped.set()
@@ -83,7 +62,7 @@ class IdleIntake:
 
 
 def _idle_hall(_: object) -> BackendFactory:
-    def make(__: Mapping[str, str]) -> IdleCluster:
+    def make(_: Mapping[str, str]) -> IdleCluster:
         return IdleCluster()
 
     return BackendFactory(Devices("cpu", (0,)), make, IdleIntake)

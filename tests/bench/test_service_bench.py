@@ -9,7 +9,6 @@ import pytest
 from bench import service
 
 
-@pytest.mark.slow
 def test_a_small_run_has_its_figures_and_a_clean_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(service.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", f"{root / 'src'}:{root}")
