@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from triton.testing import do_bench
 
-from bench.machine import facts, write
+from bench.machine import facts, median_milliseconds, write
 from tlora.kernels.device import launched_as
 from tlora.kernels.varlen_attention import (
     Rule,
@@ -110,7 +109,8 @@ def make(lengths: tuple[int, ...], heads: int, kv_heads: int, head_size: int) ->
     fused = torch.randn(tokens, heads + 2 * kv_heads, head_size, device=device, dtype=torch.bfloat16)
     dout = torch.randn(tokens, heads, head_size, device=device, dtype=torch.bfloat16)
     starts = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-    return Problem(lengths, *fused.split([heads, kv_heads, kv_heads], 1), dout, list_tiles(lengths, device), starts)
+    q, k, v = fused.split([heads, kv_heads, kv_heads], 1)
+    return Problem(lengths, q, k, v, dout, list_tiles(lengths, device), starts)
 
 
 Step = Callable[[], Any]
@@ -123,7 +123,7 @@ def ours(p: Problem) -> tuple[Step, Callable[[Any], Step]]:
     inputs = (p.q_THD, p.k_TGD, p.v_TGD)
     return (
         lambda: varlen_attention_forward(*inputs, p.plan, p.scale),
-        lambda done: lambda: varlen_attention_backward(p.dout_THD, *inputs, *done, p.plan, p.scale),
+        lambda done: lambda: varlen_attention_backward(p.dout_THD, *inputs, *done, plan=p.plan, scale=p.scale),
     )
 
 
@@ -138,9 +138,9 @@ def sdpa(backend: SDPBackend) -> Way:
             raise NotImplementedError("equal lengths only")
         q, k, v, dout = (t.unflatten(0, (len(p.lengths), -1)).transpose(1, 2) for t in (p.q_THD, p.k_TGD, p.v_TGD, p.dout_THD))
 
-        def forward(*qkv: Tensor) -> Tensor:
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         return by_autograd(forward, (q, k, v), dout)
 
@@ -172,7 +172,7 @@ WAYS: dict[str, Way] = {
 
 
 def milliseconds(step: Step) -> float:
-    return float(do_bench(step, warmup=10, rep=40, return_mode="median"))
+    return median_milliseconds(step, warmup=10, rep=40)
 
 
 def first_call(step: Step) -> tuple[Any, float]:
@@ -258,7 +258,7 @@ def try_tiles(problems: Mapping[str, Problem], head_size: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)

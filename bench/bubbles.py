@@ -125,7 +125,7 @@ def open_arms(setting: Setting, data: Dataset, jobs: int, micro_batches: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps of an arm in a round, of all its jobs together")
     parser.add_argument("--jobs", type=int, default=3, help="of the stream")

@@ -34,7 +34,7 @@ from tlora.data.dataset import Dataset, Sample, Writer
 from tlora.engine.driver import Records
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
-from tlora.job import JobSpec
+from tlora.job import DataConfig, JobSpec
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.multi_lora import LoraWeights, multi_lora_linear
 from tlora.kernels.reference import Segment
@@ -77,7 +77,16 @@ def make_data(directory: Path, index: int, count: int) -> Dataset:
 def make_jobs(directory: Path, steps: int) -> list[tuple[JobSpec, Dataset]]:
     jobs: list[tuple[JobSpec, Dataset]] = []
     for i, (rank, batch) in enumerate(zip(RANKS, BATCHES, strict=True)):
-        spec = JobSpec(name=f"job{i}", data="-", r=rank, lora_alpha=2 * rank, batch_size=batch, max_steps=steps, learning_rate=1e-3, seed=i)
+        spec = JobSpec(
+            name=f"job{i}",
+            data=DataConfig(path="-"),
+            r=rank,
+            lora_alpha=2 * rank,
+            batch_size=batch,
+            max_steps=steps,
+            learning_rate=1e-3,
+            seed=i,
+        )
         jobs.append((spec, make_data(directory, i, 64)))
     return jobs
 
@@ -125,7 +134,7 @@ def run_peft(spec: JobSpec, data: Dataset, directory: Path) -> float:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    peft.save_pretrained(directory / f"peft-{spec.name}")
+    peft.save_pretrained(str(directory / f"peft-{spec.name}"))
     return time.perf_counter() - start
 
 

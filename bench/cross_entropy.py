@@ -126,7 +126,7 @@ def measure(ways: dict[str, Callable[[], None]], repeats: int) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--commit", help="what to call this code where there is no git")
     parser.add_argument("--json", type=Path)

@@ -21,12 +21,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.machine import facts, write
 from bench.shapes import SHAPES, write_base
+
+if TYPE_CHECKING:
+    from tlora.adapters.adamw import StepStats
 
 STEPS, ENDLESS, SIGNAL_AFTER = 2, 100_000, 1  # of each job: until its end, without an end, and before the signal
 _PIECE = bytes(os.urandom(1 << 20)) * 8
@@ -139,9 +142,9 @@ def run_marked(arguments: list[str]) -> None:
 
     stepped, giving = JobRun.stepped, int(os.environ[_MARKS])
 
-    def marked(run: JobRun, *values: Any) -> None:
-        stepped(run, *values)
-        os.write(giving, f"{run.spec.name} {run.progress.step} {time.monotonic()}\n".encode())
+    def marked(self: JobRun, stats: StepStats, loss: float) -> None:
+        stepped(self, stats, loss)
+        os.write(giving, f"{self.spec.name} {self.progress.step} {time.monotonic()}\n".encode())
 
     JobRun.stepped = marked
     sys.argv = ["tlora", *arguments]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, milp
 from scipy.sparse import lil_matrix
 
 
@@ -76,7 +76,7 @@ def _into_bins(lengths: Sequence[int], budget: int, bins: int, seconds: float) -
     sizes = [len(items), bins]
     found = milp(
         np.zeros(size),
-        constraints=LinearConstraint(matrix.tocsr(), np.repeat([1.0, 0.0], sizes), np.repeat([1.0, float(budget)], sizes)),
+        constraints=(matrix.tocsr(), np.repeat([1.0, 0.0], sizes), np.repeat([1.0, float(budget)], sizes)),
         bounds=Bounds(0, 1),
         integrality=np.ones(size),
         options={"time_limit": seconds},
@@ -119,7 +119,7 @@ def most_tokens(batches: Sequence[Sequence[Sequence[int]]], budget: int, bins: i
         gain[item * bins : (item + 1) * bins], whole[item * bins : (item + 1) * bins] = -n, 1
     found = milp(
         gain,
-        constraints=LinearConstraint(matrix.tocsr(), -np.inf, np.array([most for _, most in rows])),
+        constraints=(matrix.tocsr(), -np.inf, np.array([most for _, most in rows])),
         bounds=Bounds(0, 1),
         integrality=whole,
         options={"time_limit": seconds},

@@ -282,7 +282,7 @@ def table(found: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="families, with commas")
     parser.add_argument("--keep", type=Path, help="a file of --json, whose rows stand for the families that are not in --only")
     parser.add_argument("--json", type=Path)

@@ -176,8 +176,8 @@ def run_simulated(machine: LocalMachine, arrivals: Arrivals, policy: str, calibr
     shape = ClusterShape(1, gpus, tick_seconds=machine.tick_seconds)
     result = simulate(mapped, shape, policy_of(policy, calibration, gpus), cost, Conditions(moves=moves))
     found = metrics(replace(result, jobs=[job for job in result.jobs if not is_opener(job.job_id)]))
-    grown = times_grown(sorted(result.spans, key=lambda span: span.start_seconds))
-    return Times(found["mean_jct_seconds"], found["makespan_seconds"], times_grown=grown)
+    spans = sorted(result.spans, key=lambda span: span.start_seconds)
+    return Times(found["mean_jct_seconds"], found["makespan_seconds"], times_grown=times_grown(spans))
 
 
 def choose_load(

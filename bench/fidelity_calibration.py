@@ -229,7 +229,7 @@ def _fitted(
     tokens = _tokens_of_a_micro_batch(saturated, speed, launch + member * (saturated.members - 1), floor)
     where = f"bench.fidelity's calibration, {time.strftime('%Y-%m-%d')}, {len(points)} groups on all GPUs at once"
     weights = sum(file.stat().st_size for file in base.glob("*.safetensors"))
-    source = dict.fromkeys(FITTED, where)
+    source: dict[str, str] = dict.fromkeys(FITTED, where)
     exchange = 0.0
     if wide is not None:
         above = math.sqrt(max(0.0, wide.step_seconds**2 - floor**2))

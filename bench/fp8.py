@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from triton.testing import do_bench
 
 from bench import machine
 from tlora.kernels import fp8, fused_linear, tiles
@@ -91,10 +90,16 @@ def ours_backward(world: World, group: LinearGroup, weights: list[Tensor]) -> Te
     return fused_linear.multiply_back(world.dys, weights, world.shrunk_dy, group, world.tables)
 
 
+def _whole_weight(world: World) -> Tensor:
+    """All linears' weights as one [N, K], as they lie beside each other."""
+    inner = world.x.shape[1]
+    return world.quantised[0].as_strided((len(world.scale_N), inner), (inner, 1), 0)
+
+
 def scaled_mm_forward(world: World, fast: bool) -> list[Tensor]:
     """Quantisation, one product for the whole group as its weights lie beside each other, and the expand of each linear."""
     q_TK, scale_T = fp8.quantize_rows([world.x])
-    weight = world.quantised[0].new_empty(0).set_(world.quantised[0].untyped_storage(), 0, (len(world.scale_N), q_TK.shape[1]))
+    weight = _whole_weight(world)
     y = torch._scaled_mm(q_TK, weight.t(), scale_T[:, None], world.scale_N[None], out_dtype=torch.bfloat16, use_fast_accum=fast)
     ys = list(y.split(world.group.widths, 1))
     for m, y in enumerate(ys):
@@ -104,9 +109,8 @@ def scaled_mm_forward(world: World, fast: bool) -> list[Tensor]:
 
 def scaled_mm_backward(world: World, fast: bool) -> Tensor:
     q_TN, scale_T = fp8.quantize_rows(world.dys, world.scale_N)
-    inner = world.x.shape[1]
-    weight = world.quantised[0].new_empty(0).set_(world.quantised[0].untyped_storage(), 0, (len(world.scale_N), inner))
-    ones = torch.ones(1, inner, device=DEVICE)
+    weight = _whole_weight(world)
+    ones = torch.ones(1, weight.shape[1], device=DEVICE)
     dx = torch._scaled_mm(q_TN, fp8.transpose(weight).t(), scale_T[:, None], ones, out_dtype=torch.bfloat16, use_fast_accum=fast)
     for m in range(len(world.weights)):
         _add_adapters(dx, _blocks(world.shrunk_dy, world, m), world.rows[m][0])
@@ -155,7 +159,7 @@ def error_of(found: Tensor | list[Tensor], true: Tensor) -> float:
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    return float(do_bench(step, warmup=20, rep=100, return_mode="median"))
+    return machine.median_milliseconds(step, warmup=20)
 
 
 def measure(name: str, world: World, tiles: list[str], backward: bool) -> list[dict[str, Any]]:
@@ -208,7 +212,7 @@ def check(world: World) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--tiles", nargs="+", choices=list(TILES), default=list(TILES))

@@ -43,7 +43,7 @@ def losses_of(seed: int, precision: str | None) -> dict[str, tuple[float, float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)

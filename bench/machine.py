@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def write(path: Path | None, found: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def median_milliseconds(step: Callable[[], object], warmup: int = 25, rep: int = 100) -> float:
+    """Of `step` on a GPU, called for about `warmup` and then for `rep` ms."""
+    from triton.testing import do_bench  # a CPU needs no triton
+
+    found = do_bench(step, warmup=warmup, rep=rep, return_mode="median")
+    assert isinstance(found, float), found
+    return found
 
 
 def wait(device: torch.device) -> None:

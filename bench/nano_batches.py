@@ -186,7 +186,7 @@ def measure(job: LoneJob, rounds: int, searches: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--searches", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="two GPUs of this host")

@@ -214,7 +214,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budgets", default="2048,4096,8192")
     parser.add_argument("--micro-batches", type=int, default=240)
     parser.add_argument("--windows", type=int, default=3, help="0: none")

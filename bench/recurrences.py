@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from triton.testing import do_bench
 
-from bench.machine import facts, write
+from bench.machine import facts, median_milliseconds, write
 from tlora.kernels.chunk_layout import list_chunks
 from tlora.kernels.delta_kernels import delta_rule_by_kernels
 from tlora.kernels.delta_rule import CHUNK, gated_delta_rule
@@ -55,10 +54,14 @@ def with_gradients(run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> lis
 def errors(lengths: tuple[int, ...]) -> dict[str, float]:
     """Of the first samples, against fp64; raises where one is above `MOST_ERROR`, or a sample has other bytes in company."""
     tables, tensors = list_chunks(lengths, CHUNK, torch.device("cuda")), inputs(lengths)
-    found = with_gradients(lambda *x: delta_rule_by_kernels(*x, tables, True), tensors)
+    found = with_gradients(lambda *x: delta_rule_by_kernels(*x, tables=tables, normalize=True), tensors)
     first = [x[: lengths[0]].detach().requires_grad_() for x in tensors]
-    own = with_gradients(lambda *x: delta_rule_by_kernels(*x, list_chunks(lengths[:1], CHUNK, torch.device("cuda")), True), first)
-    true = with_gradients(lambda *x: gated_delta_rule(*x, lengths[:1], True), [x.detach().double().requires_grad_() for x in first])
+    own = with_gradients(
+        lambda *x: delta_rule_by_kernels(*x, tables=list_chunks(lengths[:1], CHUNK, torch.device("cuda")), normalize=True), first
+    )
+    true = with_gradients(
+        lambda *x: gated_delta_rule(*x, lengths=lengths[:1], normalize=True), [x.detach().double().requires_grad_() for x in first]
+    )
     names, result = ("out", *NAMES), dict[str, float]()
     for name, packed, alone, exact in zip(names, found, own, true, strict=True):
         assert torch.equal(packed[: lengths[0]], alone), f"{name} of a sample has other bytes in company"
@@ -69,13 +72,13 @@ def errors(lengths: tuple[int, ...]) -> dict[str, float]:
 
 def time_of(run: Callable[..., Tensor], tensors: Sequence[Tensor], detailed: bool) -> dict[str, Any]:
     with torch.no_grad():
-        forward = do_bench(lambda: run(*tensors), return_mode="median")
+        forward = median_milliseconds(lambda: run(*tensors))
     dout = torch.randn_like(run(*tensors))
 
     def both() -> None:
         torch.autograd.grad(run(*tensors), [x for x in tensors if x.requires_grad], dout)
 
-    took = do_bench(both, return_mode="median")
+    took = median_milliseconds(both)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     both()
@@ -105,8 +108,8 @@ def main() -> None:
         x, weight = torch.randn(sum(lengths), channels, device=device), torch.randn(channels, WIDTH, device=device)
         x, weight = x.to(torch.bfloat16).requires_grad_(), weight.to(torch.bfloat16)
         ways: dict[str, tuple[Callable[..., Tensor], list[Tensor], bool]] = {
-            "kernels": (lambda *x, tables=tables: delta_rule_by_kernels(*x, tables, True), tensors, True),
-            "PyTorch's operations": (lambda *x, lengths=lengths: gated_delta_rule(*x, lengths, True), tensors, False),
+            "kernels": (lambda *x, tables=tables: delta_rule_by_kernels(*x, tables=tables, normalize=True), tensors, True),
+            "PyTorch's operations": (lambda *x, lengths=lengths: gated_delta_rule(*x, lengths=lengths, normalize=True), tensors, False),
             "convolution": (
                 lambda x, weight=weight, tables=tables: causal_convolution(x, weight, None, tables.positions, True), [x], True
             ),

@@ -129,7 +129,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs=2, type=int, default=(REPORTED[0], REPORTED[-1]), metavar=("FIRST", "LAST"))
     parser.add_argument("--jobs", type=int, help="instead of as many as a trace has, 1,000 to 2,000")
     parser.add_argument("--commit", help="what to call this code where there is no git")

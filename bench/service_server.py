@@ -8,21 +8,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tlora.protocol import Event
+from tlora.cluster.reconciler import LocalJob
+from tlora.job import JobSpec
+from tlora.protocol import Action, Event, JobRequest, JobSubmitted
+from tlora.scheduler.state import ClusterState
 from tlora.service import server
-from tlora.service.backend_factory import BackendFactory, Cluster
+from tlora.service.backend_factory import BackendFactory, Cluster, ReadsData
 from tlora.service.config import read_config
 from tlora.service.intake import IntakeSettings, parse_request
 from tlora.service.machine import Devices
 
 
 class IdleCluster(Cluster):
-    """Takes jobs and never runs them. What it does not say does nothing, as in the protocol."""
-
-    began_at_seconds = 0.0
+    """Takes jobs and never runs them."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
+        self.more_to_come = lambda: False
+
+    @property
+    def began_at_seconds(self) -> float:
+        return 0.0
 
     def now(self) -> float:
         return 0.0
@@ -31,6 +37,27 @@ class IdleCluster(Cluster):
         self._stopped.wait()
         return []
 
+    def execute(self, action: Action) -> None:
+        pass
+
+    def submit(self, spec: JobSubmitted, job: LocalJob, at_seconds: float | None = None) -> None:
+        pass
+
+    def ask(self, request: JobRequest, at_seconds: float = 0.0) -> None:
+        pass
+
+    def forget(self, job_id: str) -> None:
+        pass
+
+    def expect(self, base_model: str, spec: JobSpec) -> None:
+        pass
+
+    def drain(self, host: str, *, finish: bool = False, undo: bool = False) -> None:
+        pass
+
+    def follow(self, state: ClusterState) -> None:
+        pass
+
     def stop(self) -> None:
         self._stopped.set()
 
@@ -38,13 +65,15 @@ class IdleCluster(Cluster):
         self._stopped.set()
 
 
-class IdleIntake:
+class IdleIntake(ReadsData):
     """Knows every base and answers for no job."""
-
-    pid = None
 
     def __init__(self, _: IntakeSettings, __: Path, on_answer: Callable[[dict[str, Any]], None]) -> None:
         self._answer = on_answer
+
+    @property
+    def pid(self) -> int | None:
+        return None
 
     def start(self) -> None:
         pass

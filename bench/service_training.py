@@ -273,5 +273,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-if __name__ == "__main__":
+def main() -> None:
     measure(read_options())
+
+
+if __name__ == "__main__":
+    main()

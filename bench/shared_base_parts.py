@@ -19,7 +19,7 @@ from bench.shared_base_rank import JOBS, Rank, open_process_group
 from bench.shared_models import share_model
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.objectives import Dpo
-from tlora.sharing.layer_stream import LayerStream
+from tlora.sharing.layer_stream import LayerSource, LayerStream
 from tlora.sharing.layout import lay_out
 from tlora.sharing.peer_memory import PeerMemory, open_peer_memory
 from tlora.sharing.peers import Peers
@@ -222,7 +222,7 @@ def links(rank: Rank) -> None:
     peers.exchange("filled", True)
     target = torch.empty(num_bytes * rank.count, dtype=torch.uint8, device=rank.device)
 
-    def copy_all(source: PeerMemory = memory) -> None:
+    def copy_all(source: LayerSource = memory) -> None:
         for offset in range(1, rank.count + 1):
             peer = (rank.number + offset) % rank.count
             source.read(peer, 0, target[peer * num_bytes : (peer + 1) * num_bytes])

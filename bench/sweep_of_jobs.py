@@ -85,7 +85,7 @@ def compared(gpu: str, base: str, mean_tokens: int, steps: int) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000, help="optimizer steps of each job")
     parser.add_argument("--gpu", default="h200-from-128", help="whose constants")
     parser.add_argument("--commit", help="what to call this code where there is no git")

@@ -104,7 +104,7 @@ def measure(directory: Path, cores: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--cores", default="", help="such as 1,2,4 (default: 1, 2, 4 ... and all that there are)")
     parser.add_argument("--repeats", type=int, default=3)

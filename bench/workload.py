@@ -165,7 +165,7 @@ def describe(jobs: Sequence[Job]) -> list[dict[str, object]]:
             "rank": job.spec.r,
             "batch_size": job.spec.batch_size,
             "samples": len(job.data),
-            "data": Path(job.spec.data.path).name,
+            "data": ", ".join(Path(source.path).name for source in job.spec.data.sources),
             "mean_tokens": round(float(job.data.lengths.mean()), 1),
             "longest_tokens": int(job.data.lengths.max()),
         }
