@@ -38,7 +38,7 @@ _MARKS = "TLORA_BENCH_MARKS"
 
 @dataclass(frozen=True)
 class Shape:
-    """So many equal jobs, and the words of an optimizer step of each."""
+    """So many equal jobs, and the tokens of an optimizer step of each."""
 
     jobs: int
     rank: int
@@ -85,12 +85,12 @@ def disk_seconds(directory: Path, size: int, threads: int) -> float:
 
 
 def write_jobs(directory: Path, base: Path, shape: Shape, steps: int, device: str) -> Path:
-    """A jobs file of equal jobs (`shape`: how many, their rank, the words of a step), each with data of its own."""
+    """A jobs file of equal jobs (`shape`: how many, their rank, the tokens of a step), each with data of its own."""
     orders: list[dict[str, Any]] = []
     for number in range(shape.jobs):
         data = directory / f"data-{number}.jsonl"
-        text = " ".join(["river"] * shape.tokens)
-        data.write_text("".join(json.dumps({"prompt": f"{number} {row}", "completion": text}) + "\n" for row in range(4)))
+        rows = [[10 + number, 10 + row, *[9] * shape.tokens] for row in range(4)]  # ids that every base has
+        data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
         orders.append({"name": f"job-{number}", "data": str(data)})
     shared = {"r": shape.rank, "batch_size": 1, "max_steps": steps, "save_steps": ENDLESS, "learning_rate": 1e-4}
     file = directory / f"jobs-{steps}.yaml"
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-1.7b-layer")
     parser.add_argument("--rank", type=int, default=256)
     parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16, help="words of an optimizer step of each")
+    parser.add_argument("--tokens", type=int, default=16, help="of an optimizer step of each")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--directory", type=Path, help="on the disk that is measured; the temporary directory without it")

@@ -13,6 +13,7 @@ import lzma
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,15 @@ def make_tokenizer(glosses: list[str]) -> PreTrainedTokenizerFast:
     return wrapped
 
 
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
+    """Of the end of a text, and of padding."""
+    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(end, int) and isinstance(padding, int)
+    return end, padding
+
+
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    end, padding = special_ids(tokenizer)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -73,8 +82,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end,
+        pad_token_id=padding,
     )
     torch.manual_seed(SEED)
     return LlamaForCausalLM(config)
@@ -86,7 +95,7 @@ def make_blocks(tokenizer: PreTrainedTokenizerFast, glosses: list[str]) -> np.nd
     A third of the blocks are glosses as they stand. The others hold half as many, and then the same ones again in another order:
     a model this small learns to look back and copy from that within minutes, and from plain text not at all.
     """
-    end, rng = tokenizer.eos_token_id, np.random.default_rng(SEED)
+    (end, _), rng = special_ids(tokenizer), np.random.default_rng(SEED)
     blocks: list[list[int]] = []
     group: list[list[int]] = []
     room = plain_room = SEQUENCE_LENGTH
@@ -137,7 +146,7 @@ def renew_rare_tokens(model: LlamaForCausalLM, counts: np.ndarray) -> int:
     Adam pushes the rows of tokens that never come all the same way, to a norm of 3.4 against 1.1: such tokens cannot be told apart
     any more, and an adapter could not learn to say them (no logit of theirs reaches the others').
     """
-    rows = model.get_input_embeddings().weight
+    rows: Any = model.get_input_embeddings().weight
     rare = torch.from_numpy(counts < RARE_COUNT)
     common = rows[~rare]
     spread = torch.linalg.cholesky(torch.cov(common.T) + 1e-6 * torch.eye(rows.shape[1]))
@@ -163,7 +172,8 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(arguments.output)
     # Stored as bfloat16 (half the bytes in git); config.json says float32, which is what it computes in.
-    model.to(torch.bfloat16).save_pretrained(arguments.output)
+    stored: Any = model
+    stored.to(torch.bfloat16).save_pretrained(arguments.output)
     config_path = arguments.output / "config.json"
     config = json.loads(config_path.read_text())
     config_path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2, sort_keys=True) + "\n")

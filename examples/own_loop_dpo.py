@@ -14,7 +14,7 @@ from tlora import BatchRow, LoraConfig, SuperModel, TrainConfig, collate, save_a
 from tlora.objectives import Dpo
 
 
-def main(base_model: str, out: str, file: str, steps: int = 20, batch_size: int = 4) -> dict[str, float]:
+def main(base_model: str, out: str, file: str, *, steps: int = 20, batch_size: int = 4) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     pairs = [json.loads(line) for line in Path(file).read_text().splitlines()]
 

@@ -41,7 +41,7 @@ class Ipo:
 OBJECTIVES["ipo"] = ObjectiveEntry(f"{__name__}:Ipo", "pairs", ("beta",), forwards_beside=1)  # the one line
 
 
-def main(base_model: str, out: str, file: str, steps: int = 20) -> dict[str, float | None]:
+def main(base_model: str, out: str, file: str, *, steps: int = 20) -> dict[str, float | None]:
     """The last training loss of each job."""
     fields = {"data": file, "learning_rate": 1e-3, "batch_size": 4, "max_steps": steps}
     jobs = [tlora.JobSpec.model_validate({"name": name, "objective": name, **fields}) for name in ("ipo", "dpo")]

@@ -67,7 +67,7 @@ def quantize(weight_NK: Tensor, value_dtype: torch.dtype) -> Int8Weight:
 BASE_PRECISIONS["int8"] = __name__  # the one line
 
 
-def main(base_model: str, out: str, file: str, steps: int = 20) -> float | None:
+def main(base_model: str, out: str, file: str, *, steps: int = 20) -> float | None:
     """The last training loss."""
     fields = {"name": "int8", "data": file, "learning_rate": 1e-3, "batch_size": 4, "max_steps": steps}
     results = tlora.train([tlora.JobSpec.model_validate(fields)], base_model=base_model, output_dir=out, base_precision="int8")

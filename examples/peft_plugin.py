@@ -5,6 +5,7 @@ One line more than without: `accelerate_peft(model)`. The same line serves trans
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -13,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tlora import accelerate_peft
 
 
-def main(base_model: str, out: str, file: str, steps: int = 20, batch_size: int = 4) -> tuple[float, float]:
+def main(base_model: str, out: str, file: str, *, steps: int = 20, batch_size: int = 4) -> tuple[float, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(base_model)
-    base = AutoModelForCausalLM.from_pretrained(base_model).to(device)
+    base: Any = AutoModelForCausalLM.from_pretrained(base_model)
+    base.to(device)
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, config, autocast_adapter_dtype=False)
     print(accelerate_peft(model))  # noqa: T201

@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     forked.ForkingPopen.environment = dict(os.environ)
     if "not soak" not in config.option.markexpr:
         settings.load_profile("soak")
-    if config.getoption("part"):
-        read_part(config.getoption("part"))
+    if part := config.getoption("part"):
+        read_part(part)
     torch.set_num_threads(1)  # small matrices: a second thread costs more than it brings, and other workers want the cores
 
 

@@ -112,15 +112,19 @@ class Network:
         return f"{self._bridge}p{host}"
 
 
+def _claim_number(claim: socket.socket) -> int:
+    for number in range(7, 250):
+        with contextlib.suppress(OSError):
+            claim.bind(f"\0tlora-test-network-{number}")
+            return number
+    raise AssertionError("all numbers of networks are taken")
+
+
 @contextlib.contextmanager
 def network(hosts: int = 1) -> Generator[Network]:
     """One that no other process of the tests has."""
     with socket.socket(socket.AF_UNIX) as claim:
-        for number in range(7, 250):
-            with contextlib.suppress(OSError):
-                claim.bind(f"\0tlora-test-network-{number}")
-                break
-        made = Network(number, hosts)
+        made = Network(_claim_number(claim), hosts)
         made.remove()  # what a killed test has left
         try:
             made.make()

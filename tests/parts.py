@@ -70,9 +70,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("part"):
+    if not (text := config.getoption("part")):
         return
-    part, count = read_part(config.getoption("part"))
+    part, count = read_part(text)
     parts = parts_of([item.nodeid for item in items], count)
     config.hook.pytest_deselected(items=[item for item, its in zip(items, parts, strict=True) if its != part])
     items[:] = [item for item, its in zip(items, parts, strict=True) if its == part]

@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-WINDOW = {"sliding_window": 7}
+WINDOW: dict[str, Any] = {"sliding_window": 7}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
@@ -53,11 +53,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "phi3": Phi3Config(**SHAPE, tie_word_embeddings=False),
 }
-LINEAR = {
+LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3.5": Qwen3_5TextConfig(**SHAPE, **LINEAR),
     "qwen3-next": Qwen3NextConfig(
@@ -65,7 +65,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
     ),
     "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
     "kimi-linear": KimiLinearConfig(
-        **{**SHAPE, "num_key_value_heads": 4},
+        **{**SHAPE, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_token": 2},
         layer_types=LINEAR["layer_types"],
         mlp_layer_types=["dense", "sparse"],
         linear_head_dim=16,
@@ -74,8 +74,6 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         qk_rope_head_dim=8,
         qk_nope_head_dim=8,
         v_head_dim=16,
-        num_experts=4,
-        num_experts_per_token=2,
         moe_intermediate_size=32,
     ),
     "granite-4-h": GraniteMoeHybridConfig(

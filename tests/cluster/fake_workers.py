@@ -12,6 +12,7 @@ from tlora.cluster.engine_hosts import OpenKeeper
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.remote_hosts import RemoteHosts
 from tlora.cluster.remote_worker import RemoteWorker
+from tlora.cluster.session import Inbox
 from tlora.engine.messages import Command, Leave, SetGpus, SetPlan, Stop
 from tlora.engine.worker_reconciler import WorkerReconciler
 from tlora.worker_protocol import (
@@ -47,7 +48,7 @@ class FakeProcess:
 class FakeWorker:
     """`commands` are those that its trainer would be told and has not answered."""
 
-    def __init__(self, remote: RemoteWorker, inbox: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, remote: RemoteWorker, inbox: queue.SimpleQueue[Any] | Inbox[Any]) -> None:
         self.remote, self._inbox = remote, inbox
         self.worker_reconciler = WorkerReconciler(remote.gpus)
         self.commands: list[Command] = []

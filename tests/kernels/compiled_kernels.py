@@ -113,10 +113,10 @@ def _read(src: Any, metadata: dict[str, Any], files: dict[str, Path]) -> Compile
     names = src.fn.arg_names
     constants = {names[path[0]]: str(value) for path, value in src.constants.items() if len(path) == 1}
     ptx = files[".ptx"].read_text()
-    has = [tuple(name for name, pattern in kinds.items() if re.search(pattern, ptx)) for kinds in (_COPIES, _PRODUCTS)]
+    copies, products = (tuple(name for name, pattern in kinds.items() if re.search(pattern, ptx)) for kinds in (_COPIES, _PRODUCTS))
     lost = len(re.findall(_DOT, files[".ttgir"].read_text())) - len(re.findall("|".join(_PRODUCTS.values()), ptx))
     sizes = int(usage[1]), int(usage[2]), int(metadata["shared"])
-    return Compiled(src.fn.__name__, constants, metadata["num_warps"], metadata["num_stages"], *sizes, *has, max(0, lost))
+    return Compiled(src.fn.__name__, constants, metadata["num_warps"], metadata["num_stages"], *sizes, copies, products, max(0, lost))
 
 
 if __name__ == "__main__":

@@ -222,9 +222,10 @@ def _remember_types() -> None:
 
     core._type_for_tuple_values = type_for_tuple_values
     of_scalars = shape_and_numel(())
-    core.block_type.__init__ = make_block_type
-    core.block_type.with_element_ty = with_element_type
-    core.tensor.__init__ = make_tensor
+    block_type: Any = core.block_type
+    block_type.__init__, block_type.with_element_ty = make_block_type, with_element_type
+    tensor: Any = core.tensor
+    tensor.__init__ = make_tensor
     interpreter._get_np_dtype = numpy_type
 
 
@@ -326,13 +327,15 @@ if find_spec("triton") is not None:
         from triton.runtime import interpreter as tritons
         from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterOptions, interpreter_builder
 
-        InterpreterBuilder.create_dot = _create_dot
-        InterpretedFunction.__call__ = _call_from_kernel
+        builder: Any = InterpreterBuilder
+        builder.create_dot = _create_dot
+        function: Any = InterpretedFunction
+        function.__call__ = _call_from_kernel
         tritons._patch_attr = _patch_attr
         _read_one_element_as_index()
         _remember_types()
         _convert_what_differs()
         _compute_directly()
         # It computes each integer sum and product again in 64 bits, for an assertion that it makes with `debug` only: a third of the time.
-        precisions = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")
+        precisions: Any = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")
         interpreter_builder.options = InterpreterOptions(sanitize_overflow=False, allowed_dot_input_precisions=precisions)

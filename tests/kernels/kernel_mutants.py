@@ -3,6 +3,7 @@
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+# pyright: reportArgumentType=false
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -115,7 +115,8 @@ VOCABULARY = 8200  # two blocks, the second of them with logits past the vocabul
 
 def loss_is_the_formula() -> None:
     """L3: where the largest logits stand in the last block, and with a soft cap."""
-    for options in ({}, {"softcap": 2.0}):
+    cases: tuple[dict[str, Any], ...] = ({}, {"softcap": 2.0})
+    for options in cases:
         hidden, head, labels, weights = test_triton_cross_entropy.case(3, vocab=VOCABULARY, **options)
         head.weight_VH[-3:] = hidden
         test_triton_cross_entropy.check((hidden, head, labels, weights))

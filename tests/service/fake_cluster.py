@@ -32,7 +32,7 @@ from tlora.protocol import (
     Tick,
 )
 from tlora.scheduler.state import ClusterState
-from tlora.service.backend_factory import BackendFactory
+from tlora.service.backend_factory import BackendFactory, Cluster, ReadsData
 from tlora.service.intake import parse_request
 from tlora.service.machine import Devices
 
@@ -41,7 +41,7 @@ TOKEN_BYTES = 5000  # of a set, without what it says of itself
 PROFILE = {"tokens_per_step": 100.0, "steps": STEPS, "longest_sample_tokens": 30, "adapter_parameters": 1000, "length_histogram": [0, 1]}
 
 
-class FakeCluster:
+class FakeCluster(Cluster):
     """Jobs that are placed train when they are told to, or, with `eager`, at once and to their end. `trained` has every job that ended
     by itself, each time that it did.
     """
@@ -58,8 +58,11 @@ class FakeCluster:
         self.trained: list[str] = []
         self.asked: list[tuple[str, str]] = []
         self.closed = False
+        self.more_to_come = lambda: False
 
-    began_at_seconds = 0.0
+    @property
+    def began_at_seconds(self) -> float:
+        return 0.0
 
     def now(self) -> float:
         return time.monotonic() - self._began
@@ -143,7 +146,7 @@ class FakeCluster:
         self._inbox.put(Tick())
 
 
-class FakeIntake:
+class FakeIntake(ReadsData):
     """Answers at once, or, when `held`, once it is let go. A job whose name says so has data that cannot be read."""
 
     def __init__(self, on_answer: Callable[[dict[str, Any]], None], held: bool = False) -> None:
@@ -152,7 +155,10 @@ class FakeIntake:
         self.asked: list[str] = []
         self._waiting: list[bytes] = []
         self._forgotten: set[str] = set()
-        self.pid = None
+
+    @property
+    def pid(self) -> int | None:
+        return None
 
     def start(self) -> None:
         import threading

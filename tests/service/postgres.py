@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
+from psycopg import sql
 
 _REMEDY = "PostgreSQL is not installed, and the store is tested against it. Remedy on Debian: apt-get install postgresql"
 
@@ -60,5 +61,5 @@ def _wait(directory: Path, process: subprocess.Popen[bytes]) -> None:
 def make_database(directory: str, name: str) -> str:
     """The URL of a fresh database."""
     with psycopg.connect(f"host={directory} user=postgres dbname=postgres", autocommit=True) as connection:
-        connection.execute(f'CREATE DATABASE "{name}"')
+        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
     return f"postgresql://postgres@/{name}?host={directory}"

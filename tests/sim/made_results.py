@@ -52,7 +52,9 @@ def make_result(orders: list[Order], policy: str, kernels: str = "tlora", num_gp
     result = SimulationResult(policy, kernels, "made-up", 0, num_gpus, 0.9, decisions=3 * len(orders), decision_seconds=0.002 * len(orders))
     result.settings = {"nodes": "4x8", "filters": "none", "compression": 1.0}
     speed = 1.0 if kernels == "tlora" else 0.8
-    free, queue, running, number = list(range(num_gpus)), [], [], 0
+    free, number = list(range(num_gpus)), 0
+    queue: list[Order] = []
+    running: list[Running] = []
     by_id = {order.job_id: order for order in orders}
     started: dict[str, float] = {}
     coming, now = list(orders), 0.0
@@ -67,7 +69,7 @@ def make_result(orders: list[Order], policy: str, kernels: str = "tlora", num_gp
 
     while coming or running or queue:
         ends = [now + min(group.left.values()) / rate(group) for group in running]
-        until = min([*ends, *([coming[0].submitted] if coming else [])])
+        until: float = min([*ends, *([coming[0].submitted] if coming else [])])
         for group in running:
             for job_id in group.left:
                 group.left[job_id] -= (until - now) * rate(group)

@@ -42,6 +42,9 @@ class Memory:
     def read(self, peer: int, start: int, target: Tensor) -> None:
         target.copy_(self._all[peer][start : start + target.numel()])
 
+    def pass_on(self, start: int, size: int, peer: int | None = None) -> None:
+        """Nothing: peers read it here."""
+
 
 Pace = Callable[[int, int], float]  # of a rank, after so many steps of the job that spans: seconds a token
 Bytes = tuple[int, int, bytes]  # of a memory: whose, from where on, and what
