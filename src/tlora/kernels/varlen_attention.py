@@ -120,7 +120,7 @@ registers, so tiles are small; above 128 they do not fit, and products are FMAs.
 
 POINTER_TILES = {
     2: {
-        64: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
         128: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 8, 2)),
         256: Tiles(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(32, 32, 8, 2)),
     },
