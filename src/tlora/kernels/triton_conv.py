@@ -1,7 +1,12 @@
 """A causal depthwise convolution over packed samples, with frozen weights: forward, and the gradient of its input.
 
 Each token reads the taps in its own sample alone, by its place in it. The order of a sum is that of the taps, wherever the token lies.
+A program goes along its tokens, and has in registers what the next ones read of the last W - 1.
 """
+
+# pyright: reportGeneralTypeIssues=false
+# ruff: noqa: RUF005
+# (Triton's language has no starred items)
 
 from __future__ import annotations
 
@@ -13,56 +18,91 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_TOKENS, _CHANNELS = 32, 64  # of a program
+_TOKENS, _CHANNELS = 16, 512  # of a program
 
 
 @triton.jit
-def _before_activation(x_ptr, w_ptr, b_ptr, t, c, position, T, C, W: tl.constexpr, BIAS: tl.constexpr):
-    """fp32 [tokens, channels] at tokens t, whose places in their samples are `position`."""
-    z = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
-    inside = c < C
+def _load_row(ptr, t, T, c, C):
+    """fp32 [channels] of token t; 0 where there is none."""
+    return tl.load(ptr + t.to(tl.int64) * C + c, mask=(c < C) & (t >= 0) & (t < T), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_taps(w_ptr, c, C, W: tl.constexpr):
+    """A tuple of W fp32 [channels]."""
+    taps = ()
     for tap in tl.static_range(W):
-        back = W - 1 - tap
-        mask = ((t < T) & (position >= back))[:, None] & inside[None, :]
-        x = tl.load(x_ptr + (t - back).to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0)
-        z += x.to(tl.float32) * tl.load(w_ptr + c * W + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
+        taps = taps + (tl.load(w_ptr + c * W + tap, mask=c < C, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _rows_before(x_ptr, t, T, c, C, W: tl.constexpr):
+    """x of the W - 1 tokens before t, of whatever samples."""
+    rows = ()
+    for back in tl.static_range(W - 1):
+        rows = rows + (_load_row(x_ptr, t - (W - 1) + back, T, c, C),)
+    return rows
+
+
+@triton.jit
+def _before_activation(rows, taps, bias, position, W: tl.constexpr, BIAS: tl.constexpr):
+    """fp32 [channels] at a token that has `position` in its sample, of x there and in the W - 1 `rows` before."""
+    z = tl.zeros_like(taps[0])
+    for tap in tl.static_range(W):
+        z += tl.where(position >= W - 1 - tap, rows[tap], 0.0) * taps[tap]
     if BIAS:
-        z += tl.load(b_ptr + c, mask=inside, other=0.0).to(tl.float32)[None, :]
+        z += bias
     return z
 
 
 @triton.jit(do_not_specialize=["T"])
 def convolve_kernel(x_ptr, w_ptr, b_ptr, position_ptr, y_ptr, T, C, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
                     BIAS: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
-    """y [T, C] of x [T, C], weight [C, W] and bias [C]. Grid (T / BT, C / BC)."""
-    t, c = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1) * BC + tl.arange(0, BC)
-    position = tl.load(position_ptr + t, mask=t < T, other=0)
-    z = _before_activation(x_ptr, w_ptr, b_ptr, t, c, position, T, C, W, BIAS)
-    if SILU:
-        z = z * tl.sigmoid(z)
-    tl.store(y_ptr + t.to(tl.int64)[:, None] * C + c[None, :], z.to(y_ptr.dtype.element_ty), mask=(t < T)[:, None] & (c < C)[None, :])
+    """y [T, C] of x [T, C], weight [C, W] and bias [C]. Grid (T / BT, C / BC). Token after token: x is read once."""
+    first, c = tl.program_id(0) * BT, tl.program_id(1) * BC + tl.arange(0, BC)
+    taps, bias = _load_taps(w_ptr, c, C, W), 0.0
+    if BIAS:
+        bias = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    rows = _rows_before(x_ptr, first, T, c, C, W)
+    for step in tl.static_range(BT):
+        t = first + step
+        rows = rows + (_load_row(x_ptr, t, T, c, C),)
+        z = _before_activation(rows, taps, bias, tl.load(position_ptr + t, mask=t < T, other=0), W, BIAS)
+        if SILU:
+            z = z * tl.sigmoid(z)
+        tl.store(y_ptr + t.to(tl.int64) * C + c, z.to(y_ptr.dtype.element_ty), mask=(c < C) & (t < T))
+        rows = rows[1:]
 
 
 @triton.jit(do_not_specialize=["T"])
 def convolve_back_kernel(dy_ptr, x_ptr, w_ptr, b_ptr, position_ptr, dx_ptr, T, C, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
                          BIAS: tl.constexpr, SILU: tl.constexpr):  # fmt: skip
-    """dx [T, C]: of each token that reads t, in its own sample, the gradient before the activation, which is computed again."""
-    t, c = tl.program_id(0) * BT + tl.arange(0, BT), tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = c < C
-    dx = tl.zeros((BT, BC), tl.float32)
-    for ahead in tl.static_range(W):
-        reader = t + ahead
+    """dx [T, C]: of each token that reads t, in its own sample, the gradient before the activation, which is computed again: once for each
+    token, and for the W - 1 behind the program's own.
+    """
+    first, c = tl.program_id(0) * BT, tl.program_id(1) * BC + tl.arange(0, BC)
+    taps, bias = _load_taps(w_ptr, c, C, W), 0.0
+    if BIAS:
+        bias = tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    rows, dzs, positions = _rows_before(x_ptr, first, T, c, C, W), (), ()
+    for step in tl.static_range(BT + W - 1):
+        reader = first + step
         position = tl.load(position_ptr + reader, mask=reader < T, other=0)
-        reads = (reader < T) & (position >= ahead)
-        mask = reads[:, None] & inside[None, :]
-        dz = tl.load(dy_ptr + reader.to(tl.int64)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        dz = _load_row(dy_ptr, reader, T, c, C)
         if SILU:
-            z = _before_activation(x_ptr, w_ptr, b_ptr, reader, c, position, T, C, W, BIAS)
+            rows = rows + (_load_row(x_ptr, reader, T, c, C),)
+            z = _before_activation(rows, taps, bias, position, W, BIAS)
             gate = tl.sigmoid(z)
             dz = dz * (gate * (1 + z * (1 - gate)))
-        w = tl.load(w_ptr + c * W + (W - 1 - ahead), mask=inside, other=0.0).to(tl.float32)
-        dx += tl.where(mask, dz * w[None, :], 0.0)  # NaN of another sample is selected away, not multiplied by 0
-    tl.store(dx_ptr + t.to(tl.int64)[:, None] * C + c[None, :], dx.to(dx_ptr.dtype.element_ty), mask=(t < T)[:, None] & inside[None, :])
+            rows = rows[1:]
+        dzs, positions = dzs + (dz,), positions + (position,)
+        if step >= W - 1:
+            t, dx = reader - (W - 1), tl.zeros_like(dz)
+            for ahead in tl.static_range(W):  # NaN of another sample is selected away, not multiplied by 0
+                dx += tl.where(positions[ahead] >= ahead, dzs[ahead] * taps[W - 1 - ahead], 0.0)
+            tl.store(dx_ptr + t.to(tl.int64) * C + c, dx.to(dx_ptr.dtype.element_ty), mask=(c < C) & (t < T))
+            dzs, positions = dzs[1:], positions[1:]
 
 
 def convolve(x_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, positions_T: Tensor, silu: bool) -> Tensor:
