@@ -42,7 +42,10 @@ EXPERTS = (  # Qwen3-30B-A3B's two parameters, and gate and up of gpt-oss: in co
 )
 ROUTERS = ((2048, 128, False), (2880, 32, True), (4096, 8, False))  # Qwen3-30B-A3B's, gpt-oss-20b's, Mixtral's
 DELTA = (16, 128, 32, 128, True, "float32")  # Qwen3.5-9B's
-IN_RULE = ("prepare_kernel", "scan_kernel", "output_kernel", "within_kernel", "scan_back_kernel", "output_back_kernel")
+IN_RULE = (
+    *("system_kernel", "invert_kernel", "prepare_kernel", "scan_kernel", "output_kernel"),
+    *("within_kernel", "scan_back_kernel", "output_back_kernel"),
+)
 Shape = tuple[int, tuple[int, ...]]  # a group's in features and widths
 WIDE, PAIR, DOWN = (4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,))
 SMALL = (2048, (2048,))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels.chunk_layout import lay_out_tables, list_chunks
-from tlora.kernels.delta_rule import gated_delta_rule, shifted_convolution
+from tlora.kernels.delta_rule import CHUNK, gated_delta_rule, shifted_convolution
 
 with interpreted():
     from tlora.kernels.delta_kernels import delta_rule_by_kernels
@@ -141,6 +144,20 @@ def test_the_bits_of_a_sample_by_kernels_are_those_of_it_alone(bad: float) -> No
     for name, (packed, by_itself) in zip(("out", *NAMES), pairs, strict=True):
         assert bool(by_itself.isfinite().all()), f"{name} is not finite alone"
         assert torch.equal(packed.split(lengths)[mine], by_itself), f"{name} has other bits in company"
+
+
+def test_a_rule_that_is_computed_again_has_the_bits_of_one_that_keeps_its_inverse() -> None:
+    """As a recomputed layer's: forward keeps nothing, and the inverses that backward reads are made by the kernels that made them."""
+    lengths = (70, 1) if DEVICE.type == "cpu" else LENGTHS
+    found, kept = list[list[Tensor]](), list[int]()
+    for way in (by_kernels, partial(checkpoint, by_kernels, use_reentrant=False)):
+        inputs, saved = kernel_inputs(HALF, lengths, 16, 16), list[Tensor]()
+        with saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            out = way(inputs, lengths)
+        kept.append(sum(x.numel() for x in saved if x.shape[-1] == CHUNK))
+        found.append([out, *gradients(out, inputs)])
+    assert kept == [sum(lengths) * 2 * CHUNK, 0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 def gradients_of_sum(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:

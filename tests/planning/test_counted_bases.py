@@ -21,7 +21,7 @@ from tlora.job import JobSpec
 from tlora.kernels.chunk_layout import list_chunks
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
-from tlora.planning.memory import measure, rule_bytes
+from tlora.planning.memory import inverse_bytes, measure, rule_bytes
 from tlora.shape.memory import MemoryModel, parse_memory
 from tlora.supermodel.load import outline
 from tlora.supermodel.multiply_adds import active_weights
@@ -46,17 +46,21 @@ class Allocated(TorchDispatchMode):
 
 
 def test_the_rule_takes_what_is_counted_of_its_tokens_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that backward allocates, with kernels that launch nothing: of 66 tokens in one sample, and in 14."""
+    """The gradient that comes and all that backward allocates, and what forward keeps for it, with kernels that launch nothing: of 66
+    tokens in one sample, and in 14.
+    """
     heads, size = 4, 16
     q, k = (torch.zeros(66, 2, size, dtype=torch.float16) for _ in range(2))
     v, g = torch.zeros(66, heads, size, dtype=torch.float16), torch.zeros(66, heads)
-    for name in ("prepare", "scan", "within", "scan_back", "output_back", "prepare_back", "fold"):
+    for name in ("system", "invert", "prepare", "scan", "output", "within", "scan_back", "output_back", "prepare_back", "fold"):
         monkeypatch.setattr(delta_kernels, f"{name}_kernel", defaultdict(lambda: lambda *_, **__: None))
 
     def allocated(lengths: tuple[int, ...]) -> int:
         tables = list_chunks(lengths, 64, torch.device("cpu"))
+        _, inverse = delta_kernels.forward(q, k, v, g, g.half(), tables, True)
+        assert inverse.numel() * inverse.element_size() == 66 * inverse_bytes(v), "however many samples there are"
         with Allocated() as found:
-            delta_kernels.backward(v, q, k, v, g, g.half(), tables, True)
+            delta_kernels.backward(torch.empty_like(v), q, k, v, g, g.half(), inverse, tables, True)
         return found.num_bytes
 
     long, short = allocated((66,)), allocated((5,) * 13 + (1,))

@@ -16,6 +16,7 @@ from torch._inductor.decomposition import select_decomp_table
 from tests.kernels.interpreter import MARKS, interpret, interpreted
 from tests.tiny import FAMILIES, HYBRIDS, make_model, make_samples
 from tlora.job import LoraConfig, TrainConfig
+from tlora.kernels import delta_rule
 from tlora.planning.memory import measure
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.load import make_base, outline
@@ -46,7 +47,7 @@ def _stop(forward: Any, _examples: object) -> NoReturn:
     raise _Partitioned((_size(output.args[0][0].meta["val"]) + sum(map(_size, wide.values()))) // TOKENS)
 
 
-def kept_by(family: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def kept_by(family: str, monkeypatch: pytest.MonkeyPatch, **shape: object) -> int:
     """Elements of a token in the first layer, log-sum-exp included."""
     interpret(monkeypatch)
     backend = aot_autograd(
@@ -54,7 +55,7 @@ def kept_by(family: str, monkeypatch: pytest.MonkeyPatch) -> int:
     )  # as Inductor's
     compile_as_usual = torch.compile
     monkeypatch.setattr(torch, "compile", lambda forward, **_: compile_as_usual(forward, backend=backend))
-    model = SuperModel(make_base(make_model(family), "tiny"))
+    model = SuperModel(make_base(make_model(family, **shape), "tiny"))
     model.join("a", LoraConfig(r=4), TrainConfig(max_steps=1))
     rows = [BatchRow("a", each.input_ids, each.loss_weights, 7.0, (1, 0, i)) for i, each in enumerate(make_samples(2, low=24, high=24))]
     torch._dynamo.reset()
@@ -73,6 +74,18 @@ def test_a_layer_keeps_what_is_counted(family: str, tmp_path: Path, monkeypatch:
     memory = measure(SuperModel(outline(str(tmp_path), "bfloat16")), 0, GPU)
     heads, shrunk = FAMILIES[family].num_attention_heads, 7 * 2 * 16  # of each linear x @ A of two blocks of rows, by the operations
     assert kept_by(family, monkeypatch) - heads + shrunk == memory.phases[-1].kept_per_layer / 2 - 2 * heads
+
+
+def test_a_recurrent_layer_keeps_the_inverses_that_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In elements, all in fp32 here, as a plan's inverses are: with them it keeps at most what is counted, and more than without them."""
+    monkeypatch.setattr(delta_rule, "WIDEST_ELEMENT", 4)  # the interpreter has no registers that fp32 could spill
+    heads, shape = 16, {"layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 8, "linear_num_value_heads": 16}
+    model = make_model("qwen3.5", num_hidden_layers=2, **shape)
+    model.config.save_pretrained(tmp_path)
+    planned = SuperModel(outline(str(tmp_path), "bfloat16"))
+    inverses, shrunk = heads * delta_rule.CHUNK, 8 * 2 * 16
+    counted = measure(planned, 0, GPU).phases[-1].kept_per_layer / 2 - 2 * inverses - shrunk
+    assert counted < kept_by("qwen3.5", monkeypatch, num_hidden_layers=2, **shape) <= counted + inverses
 
 
 def test_norms_between_linears_and_attention_are_found(tmp_path: Path) -> None:

@@ -240,8 +240,9 @@ def _delta_launches(request: DeltaRequest, dtype: torch.dtype) -> list[Callable[
     keys = (TOKENS, request.key_heads, request.key_size)
     q, k, v = empty(keys), empty(keys), empty(TOKENS, request.value_heads, request.value_size)
     g, beta = torch.empty(v.shape[:2], dtype=getattr(torch, request.decay_dtype), device=META), empty(v.shape[:2])
-    inputs = q, k, v, g, beta, list_chunks((TOKENS,), DELTA_CHUNK, META), request.normalize
-    return [partial(delta_kernels.backward, empty(v.shape), *inputs), partial(delta_kernels.forward, *inputs)]
+    tensors, rest = (q, k, v, g, beta), (list_chunks((TOKENS,), DELTA_CHUNK, META), request.normalize)
+    inverse = torch.empty(*v.shape[:2], DELTA_CHUNK, device=META)
+    return [partial(delta_kernels.backward, empty(v.shape), *tensors, inverse, *rest), partial(delta_kernels.forward, *tensors, *rest)]
 
 
 def _convolution_launches(request: ConvolutionRequest, dtype: torch.dtype) -> list[Callable[[], object]]:

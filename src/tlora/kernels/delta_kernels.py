@@ -1,7 +1,8 @@
 """The gated delta rule by the kernels of `triton_delta_rule.py` and `triton_delta_gradients.py`: block sizes and launches.
 
-Block sizes go by the dtype alone: they are part of a sample's bits. Forward keeps nothing but its inputs, and backward makes the states
-again: with those of a chunk, K * V numbers a head, a layer would keep twenty times as much as its q, k and v.
+Block sizes go by the dtype alone: they are part of a sample's bits. Forward keeps its inputs and the chunks' inverses, 256 bytes of a
+token and head, and backward makes the rest again by the kernels of forward: with the states, K * V numbers of a chunk and head, a layer
+would keep twenty times as much as its q, k and v.
 """
 
 # pyright: reportArgumentType=false
@@ -25,9 +26,10 @@ from tlora.kernels.triton_delta_gradients import (
     scan_back_kernel,
     within_kernel,
 )
-from tlora.kernels.triton_delta_rule import output_kernel, prepare_kernel, scan_kernel
+from tlora.kernels.triton_delta_rule import invert_kernel, output_kernel, prepare_kernel, scan_kernel, system_kernel
 
 _FOLDED = 16  # tokens of a program of the last kernel
+_INVERT_WARPS = 1  # so that its 15 steps wait for no barrier
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ _BLOCKS = {2: _Blocks(32, 64, 4, 8, 2, 1), 4: _Blocks(16, 16, 4, 8, 1, 1)}
 
 def all_tiles(dtype: torch.dtype) -> tuple[object, ...]:
     """All sizes that a sample's bits may depend on."""
-    return _BLOCKS[dtype.itemsize], _FOLDED, CHUNK
+    return _BLOCKS[dtype.itemsize], _FOLDED, CHUNK, _INVERT_WARPS
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,11 @@ class _Inputs:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.q.dtype, device=self.q.device)
 
-    def launch_of_chunks(self, kernel: Any, *args: Any, normalizes: bool = True) -> None:
+    def launch_of_chunks(self, kernel: Any, *args: Any, warps: int | None = None) -> None:
         """A program for each chunk and head."""
         blocks = self.blocks
-        last = (self.normalize,) if normalizes else ()
-        options = {"num_warps": blocks.chunk_warps, "num_stages": blocks.chunk_stages}
-        kernel[len(self.tables.chunks) * self.heads,](*args, *self.constants(blocks.chunk), *last, **options)
+        options = {"num_warps": warps or blocks.chunk_warps, "num_stages": blocks.chunk_stages}
+        kernel[len(self.tables.chunks) * self.heads,](*args, *self.constants(blocks.chunk), self.normalize, **options)
 
     def launch_of_samples(self, kernel: Any, *args: Any) -> None:
         """A program for each sample, head and block of V's columns."""
@@ -130,21 +131,28 @@ class _Prepared:
     c_TG: Tensor
     carry_TG: Tensor
     whole_CG: Tensor
-    inverse_CGSS: Tensor
 
 
-def _prepare(x: _Inputs) -> _Prepared:
-    keys, values, slots, wide = x.q.shape[2], x.v.shape[2], len(x.tables.chunks), torch.float32
+def _invert(x: _Inputs) -> Tensor:
+    """The inverse of each chunk's system, fp32 [T, G, 64]."""
+    inverse_TGS = x.empty(x.tokens, x.heads, CHUNK, dtype=torch.float32)
+    x.launch_of_chunks(system_kernel, x.k, x.g, x.beta, inverse_TGS, x.tables.chunks, *x.key_strides)
+    x.launch_of_chunks(invert_kernel, inverse_TGS, x.tables.chunks, warps=_INVERT_WARPS)
+    return inverse_TGS
+
+
+def _prepare(x: _Inputs, inverse_TGS: Tensor) -> _Prepared:
+    wide = torch.float32
     made = _Prepared(
-        x.empty(x.tokens, x.heads, values),
-        x.empty(x.tokens, x.heads, keys),
+        x.empty(x.tokens, x.heads, x.v.shape[2]),
+        x.empty(x.tokens, x.heads, x.q.shape[2]),
         x.empty(x.tokens, x.heads, dtype=wide),
         x.empty(x.tokens, x.heads, dtype=wide),
-        x.empty(slots, x.heads, dtype=wide),
-        x.empty(slots, x.heads, CHUNK, CHUNK),
+        x.empty(len(x.tables.chunks), x.heads, dtype=wide),
     )
-    results = made.u_TGV, made.w_TGK, made.c_TG, made.carry_TG, made.whole_CG, made.inverse_CGSS
-    x.launch_of_chunks(prepare_kernel, x.k, x.v, x.g, x.beta, *results, x.tables.chunks, *x.key_strides, *x.value_strides)
+    results = made.u_TGV, made.w_TGK, made.c_TG, made.carry_TG, made.whole_CG
+    strides = *x.key_strides, *x.value_strides
+    x.launch_of_chunks(prepare_kernel, x.k, x.v, x.g, x.beta, inverse_TGS, *results, x.tables.chunks, *strides)
     return made
 
 
@@ -158,23 +166,27 @@ def _scan(x: _Inputs, made: _Prepared) -> tuple[Tensor, Tensor]:
     return state_CGKV, new_TGV
 
 
-def forward(q_THK: Tensor, k_THK: Tensor, v_TGV: Tensor, g_TG: Tensor, beta_TG: Tensor, tables: ChunkTables, normalize: bool) -> Tensor:
-    """out [T, G, V], as `delta_rule.gated_delta_rule`."""
+def forward(
+    q_THK: Tensor, k_THK: Tensor, v_TGV: Tensor, g_TG: Tensor, beta_TG: Tensor, tables: ChunkTables, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """out [T, G, V], as `delta_rule.gated_delta_rule`, and what backward reads of it: the chunks' inverses, fp32 [T, G, 64]."""
     x = _inputs(q_THK, k_THK, v_TGV, g_TG, beta_TG, tables, normalize)
-    made = _prepare(x)
+    inverse_TGS = _invert(x)
+    made = _prepare(x, inverse_TGS)
     state_CGKV, new_TGV = _scan(x, made)
     out_TGV = torch.empty_like(new_TGV)
     strides = *x.query_strides, *x.key_strides
     x.launch_of_chunks(output_kernel, x.q, x.k, made.c_TG, state_CGKV, new_TGV, out_TGV, tables.chunks, x.scale, *strides)
-    return out_TGV
+    return out_TGV, inverse_TGS
 
 
 def backward(
-    dout_TGV: Tensor, q_THK: Tensor, k_THK: Tensor, v_TGV: Tensor, g_TG: Tensor, beta_TG: Tensor, tables: ChunkTables, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, g and beta, contiguous."""
+    dout_TGV: Tensor, q_THK: Tensor, k_THK: Tensor, v_TGV: Tensor, g_TG: Tensor, beta_TG: Tensor, inverse_TGS: Tensor,
+    tables: ChunkTables, normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v, g and beta, contiguous. `inverse` is `forward`'s."""
     x, dout = _inputs(q_THK, k_THK, v_TGV, g_TG, beta_TG, tables, normalize), dout_TGV.contiguous()
-    made = _prepare(x)
+    made = _prepare(x, inverse_TGS)
     state_CGKV, new_TGV = _scan(x, made)
     dstate_CGKV, dnew_TGV = torch.empty_like(state_CGKV), torch.empty_like(new_TGV)
     read_TG, dc_TG = torch.empty_like(made.c_TG), torch.empty_like(made.c_TG)
@@ -186,7 +198,7 @@ def backward(
     states = made.c_TG, made.whole_CG, state_CGKV, dstate_CGKV, new_TGV, dout
     x.launch_of_chunks(output_back_kernel, x.q, x.k, *states, dq_TGK, dk_TGK, dc_TG, tables.chunks, x.scale, *strides)
     dv_TGV, dg_TG, dbeta_TG = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.v, x.g, x.beta))
-    read = x.k, x.v, x.beta, made.c_TG, made.inverse_CGSS, state_CGKV, new_TGV, dnew_TGV, dc_TG
+    read = x.k, x.v, x.beta, made.c_TG, inverse_TGS, state_CGKV, new_TGV, dnew_TGV, dc_TG
     strides = *x.key_strides, *x.value_strides
     x.launch_of_chunks(prepare_back_kernel, *read, dk_TGK, dv_TGV, dg_TG, dbeta_TG, tables.chunks, *strides)
     return _fold(x, x.q, dq_TGK, x.scale), _fold(x, x.k, dk_TGK, 1.0), dv_TGV, dg_TG, dbeta_TG
@@ -215,17 +227,18 @@ def _rows(x: Tensor) -> Tensor:
 class _DeltaKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tables: ChunkTables, normalize: bool) -> Tensor:
-        ctx.save_for_backward(q, k, v, g, beta)
         ctx.tables, ctx.normalize = tables, normalize
-        return forward(q, k, v, g, beta, tables, normalize)
+        out, inverse = forward(q, k, v, g, beta, tables, normalize)
+        ctx.save_for_backward(q, k, v, g, beta, inverse)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, g, beta = ctx.saved_tensors
-        return *backward(dout, q, k, v, g, beta, ctx.tables, ctx.normalize), None, None
+        q, k, v, g, beta, inverse = ctx.saved_tensors
+        return *backward(dout, q, k, v, g, beta, inverse, ctx.tables, ctx.normalize), None, None
 
 
 def delta_rule_by_kernels(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, tables: ChunkTables, normalize: bool) -> Tensor:
-    """As `forward`, with gradients."""
+    """`forward`'s out, with gradients."""
     return _DeltaKernels.apply(q, k, v, g, beta, tables, normalize)  # type: ignore[no-any-return]

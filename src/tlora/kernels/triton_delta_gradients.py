@@ -17,9 +17,11 @@ from tlora.kernels.triton_delta_rule import (
     chunk_of,
     decays,
     load_numbers,
+    load_queries_and_keys,
     load_rows,
     load_state,
     one_over_length,
+    scores_of,
     store_numbers,
     store_rows,
     store_state,
@@ -37,12 +39,10 @@ def within_kernel(q_ptr, k_ptr, c_ptr, dout_ptr, read_ptr, dnew_ptr, chunks_ptr,
     if count == 0:
         return
     row = first * G + head
-    q = load_rows(q_ptr + first * stride_qt + head // GROUP * stride_qh, stride_qt, count, 0, K, BK)
-    k = load_rows(k_ptr + first * stride_kt + head // GROUP * stride_kh, stride_kt, count, 0, K, BK)
-    rq, rk = one_over_length(q, NORMALIZE) * scale, one_over_length(k, NORMALIZE)
-    c = load_numbers(c_ptr + row, G, count)
+    q, k, rq, rk, c = load_queries_and_keys(q_ptr, k_ptr, c_ptr, first, head, count, scale, stride_qt, stride_qh, stride_kt, stride_kh,
+                                            G, GROUP, K, BK, NORMALIZE)  # fmt: skip
     store_numbers(read_ptr + row, rq * tl.exp(c), G, count)
-    scores = (dot(q, tl.trans(k)) * decays(c, count) * rq[:, None] * rk[None, :]).to(q.dtype)
+    scores = scores_of(q, k, rq, rk, c, count)
     for column in range(0, V, BV):
         dout = load_rows(dout_ptr + row * V, G * V, count, column, V, BV)
         store_rows(dnew_ptr + row * V, dot(tl.trans(scores), dout), G * V, count, column, V, BV)
@@ -100,11 +100,9 @@ def output_back_kernel(q_ptr, k_ptr, c_ptr, whole_ptr, state_ptr, dstate_ptr, ne
         dq = dot(dout, tl.trans(state), dq)
         dk = dot(new, tl.trans(dstate), dk)
         whole_back += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 0)
-    c, whole = load_numbers(c_ptr + row, G, count), tl.load(whole_ptr + own)
-    last = tl.sum(tl.where(i == count - 1, c, 0.0), 0)
-    q = load_rows(q_ptr + first * stride_qt + head // GROUP * stride_qh, stride_qt, count, 0, K, BK)
-    k = load_rows(k_ptr + first * stride_kt + head // GROUP * stride_kh, stride_kt, count, 0, K, BK)
-    rq, rk = one_over_length(q, NORMALIZE) * scale, one_over_length(k, NORMALIZE)
+    q, k, rq, rk, c = load_queries_and_keys(q_ptr, k_ptr, c_ptr, first, head, count, scale, stride_qt, stride_qh, stride_kt, stride_kh,
+                                            G, GROUP, K, BK, NORMALIZE)  # fmt: skip
+    whole, last = tl.load(whole_ptr + own), tl.sum(tl.where(i == count - 1, c, 0.0), 0)
     dq *= tl.exp(c)[:, None]
     dk *= tl.exp(last - c)[:, None]
     read, kept = tl.sum(q.to(tl.float32) * dq, 1) * rq, tl.sum(k.to(tl.float32) * dk, 1) * rk
@@ -130,7 +128,7 @@ def prepare_back_kernel(k_ptr, v_ptr, beta_ptr, c_ptr, inverse_ptr, state_ptr, n
     if count == 0:
         return
     row, own, i = first * G + head, slot * G + head, tl.arange(0, CHUNK)
-    inverse = tl.load(inverse_ptr + own * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :])
+    inverse = load_rows(inverse_ptr + row * CHUNK, G * CHUNK, count, 0, CHUNK, CHUNK).to(k_ptr.dtype.element_ty)
     beta = load_numbers(beta_ptr + row, G, count)
     pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
     reads = tl.zeros((CHUNK, BK), tl.float32)

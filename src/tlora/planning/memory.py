@@ -133,8 +133,8 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     read is kept, and what attention reads. Phases: head and loss hold a chunk of logits, the hidden states and their gradient; a layer's
     backward four times its widest x (the activation's product, and the gradients of that and of its factors), and five of its hidden
     states; products over a group of packed weights hold these as they are multiplied, and two of the widest x: the product and its
-    gradient, or the factors' gradients. A recurrent layer keeps its convolution's and its rule's output, and in backward makes the rule's
-    states again: a phase of its own, which grows with the number of samples too.
+    gradient, or the factors' gradients. A recurrent layer keeps its convolution's and its rule's output and the inverses of the rule's
+    chunks, and in backward makes the rule's states again: a phase of its own, which grows with the number of samples too.
     """
     ours = adapts_experts or model.deterministic  # whose experts are the kernels' in all passes
     calls = _fitting(model, lambda: find_calls(model.base))
@@ -144,7 +144,8 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
     recurrent = sum(weight_CW.shape[0] for _, weight_CW, *_ in calls.convolutions)
     recurrent += sum(v_TGV.shape[1:].numel() for _, _, v_TGV, *_ in calls.delta_rules)
-    layer = element * (sum(n for _, n in shapes) + recurrent + calls.normed) / layers + attention
+    inverses = sum(inverse_bytes(v_TGV) for _, _, v_TGV, *_ in calls.delta_rules)
+    layer = (element * (sum(n for _, n in shapes) + recurrent + calls.normed) + inverses) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
     experts, again = (element * each for each in _expert_elements(model, device, ours))
     # A recomputed layer's stay, too: x @ A of each row of experts, and where the rows lie, twice in 64 bits for a block of two parameters.
@@ -165,13 +166,18 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     return tuple(found)
 
 
+def inverse_bytes(v_TGV: Tensor) -> int:
+    """Of a token, what a gated delta rule by kernels keeps for its backward beside its inputs: a row of each head's inverse, in fp32."""
+    return 4 * RULE_CHUNK * v_TGV.shape[1]
+
+
 def rule_bytes(q_THK: Tensor, v_TGV: Tensor) -> tuple[int, int]:
-    """Of a token in backward of a gated delta rule by kernels, gradients, w, u, new and its gradient, and each head's gradients of q and k
-    in fp32; and of each chunk, the states and theirs, the inverse and the chunk's decay.
+    """Of a token in backward of a gated delta rule by kernels, gradients (that of out too), w, u, new and its gradient, and each head's
+    gradients of q and k in fp32; and of each chunk, the states and theirs, and the chunk's decay.
     """
     (keys, key_size), (heads, size), element = q_THK.shape[1:], v_TGV.shape[1:], v_TGV.element_size()
     token = element * (heads * (key_size + 5 * size) + 4 * keys * key_size) + 8 * heads * key_size
-    return token, heads * (element * (2 * key_size * size + RULE_CHUNK**2) + 4)
+    return token, heads * (element * 2 * key_size * size + 4)
 
 
 def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> tuple[int, int]:

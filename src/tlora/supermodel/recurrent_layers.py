@@ -159,7 +159,8 @@ def _in_pass(name: str, given: Mapping[str, Any], pass_number: Tensor) -> Any:
         return y_TC.t()[None]
     assert name == "torch_chunk_gated_delta_rule" and _begins(given), f"{name} is no operation of a pass as it is called"
     q, k, v, g, beta = (given[key][0] for key in ("query", "key", "value", "g", "beta"))
-    return torch.ops.tlora.packed_delta_rule(q, k, v, g, beta, bool(given.get("use_qk_l2norm_in_kernel")), pass_number)[None], None
+    out, _ = torch.ops.tlora.packed_delta_rule(q, k, v, g, beta, bool(given.get("use_qk_l2norm_in_kernel")), pass_number)
+    return out[None], None
 
 
 def _begins(given: Mapping[str, Any]) -> bool:
