@@ -45,15 +45,21 @@ class GpuChange:
 
     @property
     def taking(self) -> list[int]:
-        """The ranks that jobs may come to. While some join, all others."""
+        """The ranks that jobs may come to. While others come, all that are there."""
         stay = [rank for rank in self.gpu_of if rank not in self.joining and rank not in self.ending]
         wanted = self.wanted
-        return stay if wanted is None or self.joining or self.missing else [rank for rank in stay if self.gpu_of[rank] in wanted] or stay
+        return stay if wanted is None or self.awaits_ranks else [rank for rank in stay if self.gpu_of[rank] in wanted] or stay
 
     @property
     def missing(self) -> list[int]:
         """GPUs for which a rank has to be started."""
         return [gpu for gpu in self.wanted or () if gpu not in self.gpu_of.values()]
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Ranks join or have to be started, also on a GPU whose last rank has not ended yet."""
+        wanted = self.wanted or ()
+        return bool(self.joining or self.missing) or any(self.gpu_of[rank] in wanted for rank in self.ending)
 
     @property
     def is_done(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, ReplicaPlacement
 from tlora.worker_protocol import Join
@@ -33,9 +34,11 @@ def choose_span(
     return ReplicaPlacement(replicas, tuple(chosen))
 
 
-def rank_loads(ranks: Iterable[int], spans: Sequence[ReplicaPlacement]) -> dict[int, float]:
-    """How many jobs each rank has, with the shares of those that it computes a part of."""
-    return {rank: sum(span.part(rank) for span in spans if rank in span.ranks) for rank in ranks}
+def rank_loads(ranks: Iterable[int], spans: Sequence[ReplicaPlacement]) -> dict[int, Fraction]:
+    """How many jobs each rank has, with the shares of those that it computes a part of. Sums are exact: `moves` would move a job to and
+    fro for ever between two that rounding alone keeps apart.
+    """
+    return {rank: sum((Fraction(span.part(rank)) for span in spans if rank in span.ranks), Fraction()) for rank in ranks}
 
 
 def moves(
@@ -71,6 +74,6 @@ def moves(
         loads = rank_loads(ranks, list(placed.values()))
         full, empty = max(own, key=loads.__getitem__), min(own, key=loads.__getitem__)
         movable = [name for name, span in placed.items() if span.ranks == (full,)]
-        if not movable or loads[empty] + 1.0 >= loads[full]:
+        if not movable or loads[empty] + 1 >= loads[full]:
             return moved
         place(movable[-1], ReplicaPlacement(placed[movable[-1]].replicas, (empty,)))

@@ -40,6 +40,7 @@ class Lender:
         self._processes: dict[int, SupervisedProcess] = {}
         self._gpu_of: dict[int, int] = {}
         self._coming: dict[tuple[int, str], Spread] = {}  # parts whose data is on its way here, by rank and job
+        self._deciding = threading.Lock()  # whether such a part is sent or has left
         self._has_stages, self._over = False, threading.Event()
 
     def run(self, commands: queue.SimpleQueue[Any]) -> str:
@@ -137,7 +138,8 @@ class Lender:
                 threading.Thread(target=self._fetch, args=(line, rank, command), daemon=True).start()
                 return
             case Leave(name):
-                self._coming.pop((rank, name), None)
+                with self._deciding:
+                    self._coming.pop((rank, name), None)
             case _:
                 pass
         self._meeting.send(rank, command)
@@ -151,5 +153,6 @@ class Lender:
             note(f"{name}: its data does not come from the controller's host: {error}")
             self._send(line, rank, FROM_RANK.encode(Faulty(name, f"its data does not come to host {platform.node()}: {error}")))
             return
-        if self._coming.get((rank, name)) is spread:  # it has not left meanwhile
-            self._meeting.send(rank, brought)
+        with self._deciding:
+            if self._coming.get((rank, name)) is spread:  # it has not left meanwhile
+                self._meeting.send(rank, brought)

@@ -233,7 +233,7 @@ class WorkerGroup:
             return
         for rank in change.not_wanted_after_all():
             self._rank_group.drop(rank)
-        if change.joining:
+        if change.awaits_ranks:
             return
         if not change.placed:
             change.placed = True
