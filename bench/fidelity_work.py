@@ -20,7 +20,7 @@ from tlora.shape.cost import CostModel
 
 BASE = "base"  # the base's name in all groups
 ENDLESS = 10**6  # optimizer steps: calibration ends, not its jobs
-_TOKEN_IDS = (10, 500)  # which every base has
+TOKEN_IDS = (10, 500)  # which every base has
 SAMPLES = 64  # of a job's data; its epochs go over them again and again
 RANKS = (4, 8, 16, 32)
 COLD_SAMPLES = 4  # of a step of the calibration's jobs that end
@@ -127,7 +127,7 @@ def _write_data(order: Order, sizes: Sizes, directory: Path, seed: int) -> Path:
     rng = np.random.default_rng(seed)
     lengths = order.mean_tokens * rng.lognormal(0.0, sizes.sigma, SAMPLES)
     path = directory / f"{order.name}.jsonl"
-    rows = [rng.integers(*_TOKEN_IDS, int(min(max(length, 8), sizes.longest_tokens))).tolist() for length in lengths]
+    rows = [rng.integers(*TOKEN_IDS, int(min(max(length, 8), sizes.longest_tokens))).tolist() for length in lengths]
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     return path
 

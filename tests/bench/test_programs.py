@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import bench.cpu
+from bench.fidelity_work import TOKEN_IDS
+from bench.shapes import SHAPES
 
 STARTED_BY_OTHERS = {"results_table", "scale_controller", "scale_workers", "service_server", "train_with_peaks"}
 """They have no options: what starts them gives them what they need."""
@@ -34,3 +36,8 @@ def test_each_program_imports_and_answers_help(monkeypatch: pytest.MonkeyPatch, 
         except Exception as error:
             failed[file.stem] = repr(error)
     assert not failed and len(answered) > 30, failed
+
+
+def test_drawn_tokens_are_in_the_vocabulary_of_every_shape():
+    """`growth`, `two_hosts` and `fidelity` train such jobs over any of them."""
+    assert TOKEN_IDS[1] <= min(config.vocab_size for config in SHAPES.values())
