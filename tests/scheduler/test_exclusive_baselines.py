@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from tests.scheduler.mirror import MOVES, Move, made_scheduler, made_spec, started, steps_through
-from tlora.protocol import GpusLost, JobFinished, NodeAdded, StartGroup, StopGroup, Tick
+from tests.scheduler.mirror import BASES, MOVES, Move, made_scheduler, made_spec, started, steps_through
+from tlora.protocol import GpusLost, GroupFound, JobFinished, JobGroup, NodeAdded, ParallelPlan, StartGroup, StopGroup, Tick
 from tlora.scheduler.draft import Draft, has_room
 from tlora.scheduler.exclusive_baselines import backfill, fifo, las, sjf, srtf
 from tlora.scheduler.job import Job
@@ -123,6 +123,30 @@ def test_whoever_waits_could_not_have_the_gpus_of_those_who_rank_behind(moves: l
                     for gpu in known.group.gpus:
                         free[state.pool.node_of[gpu]] += 1
             assert not has_room(free.values(), job.spec.gpus, state.pool.node_size), f"{job.spec.job_id} could run"
+
+
+@pytest.mark.parametrize("name", ["srtf", "las"])
+def test_a_group_taken_over_with_two_members_gives_way_as_one(name: str) -> None:
+    """As another policy made it before a restart: its GPUs come free once, and both members wait."""
+    scheduler = made_scheduler(EXCLUSIVE[name](), 4)
+    shared = made_spec("a", steps=10**6), made_spec("b", steps=10**6)
+    alone = made_spec("c", 2, steps=10**5, priority=0.5)
+    scheduler.handle(GroupFound(JobGroup("g0", BASES[0], (0, 1), ParallelPlan(2, 8192), ("a", "b"), (1.0, 1.0)), shared), 0.0)
+    scheduler.handle(GroupFound(JobGroup("g1", BASES[0], (2, 3), ParallelPlan(2, 8192), ("c",), (1.0,)), (alone,)), 0.0)
+    actions = scheduler.handle(made_spec("urgent", 3, tokens=2000.0, steps=1, priority=1.0), 1.0)
+    assert {action.group_id for action in actions if isinstance(action, StopGroup)} == {"g0", "g1"}
+    assert started(actions) == ["urgent", "a"] and set(scheduler.state.pending) == {"b", "c"}
+
+
+@pytest.mark.parametrize("name", ["srtf", "las"])
+def test_no_member_of_a_group_gives_way_to_a_job_that_it_goes_before(name: str) -> None:
+    scheduler = made_scheduler(EXCLUSIVE[name](), 2)
+    shared = made_spec("low", steps=10**6), made_spec("high", steps=10**6, priority=2.0)
+    group = JobGroup("g0", BASES[0], (0, 1), ParallelPlan(2, 8192), ("low", "high"), (1.0, 1.0))
+    scheduler.handle(GroupFound(group, shared), 0.0)
+    assert scheduler.handle(made_spec("between", priority=1.0, steps=1), 1.0) == []
+    actions = scheduler.handle(made_spec("highest", priority=3.0, steps=1), 2.0)
+    assert actions[0] == StopGroup("g0") and started(actions) == ["highest", "high"]
 
 
 # -- least attained service --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.draft import Draft, has_room
@@ -150,7 +151,7 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
             return []
         waiting.follow(state)
         draft = Draft(state)
-        running: list[Job] | None = None
+        running: list[_Running] | None = None
         stopped: list[Job] = []
         too_many: set[tuple[int, float]] = set()
         while True:
@@ -164,17 +165,16 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
             if not start_alone(draft, job):
                 if running is None:
                     running = _running(state, rank)
-                victims = _who_gives_way(draft, job, _behind(running, rank, job, state.now))
+                victims = _who_gives_way(draft, job, _behind(running, rank(job, state.now)))
                 if victims is None:
                     too_many.add(job.lane)  # a later job in the order finds fewer that give way
                     continue
-                for victim in victims:
-                    draft.stop(_group_of(victim))
-                stopped_numbers = {victim.number for victim in victims}
-                running = [other for other in running if other.number not in stopped_numbers]
-                stopped += victims
+                for group in victims:
+                    stopped += draft.members(group.group_id)
+                    draft.stop(group.group_id)
+                running = [other for other in running if other.group not in victims]
                 started = start_alone(draft, job)
-                assert started, f"{job.spec.job_id} has no room on the GPUs of {len(victims)} jobs that gave way"
+                assert started, f"{job.spec.job_id} has no room on the GPUs of {len(victims)} groups that gave way"
             if job is first:
                 waiting.take(job)
             else:
@@ -183,24 +183,34 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
     return decide
 
 
-def _running(state: ClusterState, rank: Callable[[Job, float], _Rank]) -> list[Job]:
-    """The jobs that have a group, the greatest rank first."""
-    jobs = [state.jobs[name] for known in state.groups.values() for name in known.group.job_ids]
-    return sorted(jobs, key=lambda job: (rank(job, state.now), job.number), reverse=True)
+class _Running(NamedTuple):
+    """A group that runs and the least rank of its members, of which one taken over from another policy may have several: none of them
+    gives way to a job that it goes before. `number` is of the member's submission.
+    """
+
+    rank: _Rank
+    number: int
+    group: JobGroup
 
 
-def _behind(running: Iterable[Job], rank: Callable[[Job, float], _Rank], job: Job, now: float) -> Iterable[Job]:
-    """The running jobs that rank behind `job`."""
-    own = rank(job, now)
-    return takewhile(lambda other: rank(other, now) > own, running)
+def _running(state: ClusterState, rank: Callable[[Job, float], _Rank]) -> list[_Running]:
+    """The groups, the greatest rank first."""
+    groups = [known.group for known in state.groups.values()]
+    ranked = [(min([(rank(job, state.now), job.number) for job in map(state.jobs.__getitem__, group.job_ids)]), group) for group in groups]
+    return sorted([_Running(*least, group) for least, group in ranked], key=lambda running: running[:2], reverse=True)
 
 
-def _who_gives_way(draft: Draft, job: Job, others: Iterable[Job]) -> list[Job] | None:
+def _behind(running: Iterable[_Running], rank: _Rank) -> Iterable[JobGroup]:
+    """The groups of which each member is of a greater rank."""
+    return [other.group for other in takewhile(lambda other: other.rank > rank, running)]
+
+
+def _who_gives_way(draft: Draft, job: Job, others: Iterable[JobGroup]) -> list[JobGroup] | None:
     """The first of `others` whose GPUs, with the free ones, make room for `job`, without any that are not needed; None if none do."""
     state, count, least = draft.state, job.spec.gpus, job.least_room
     size = state.pool.node_size
     free = {name: len(draft.free_for(name, least)) for name in state.pool.nodes}
-    chosen: list[Job] = []
+    chosen: list[JobGroup] = []
     for other in others:
         chosen.append(other)
         _add(free, state, other, 1, least)
@@ -217,13 +227,8 @@ def _who_gives_way(draft: Draft, job: Job, others: Iterable[Job]) -> list[Job] |
     return needed
 
 
-def _add(free: dict[str, int], state: ClusterState, job: Job, sign: int, least_room: float) -> None:
+def _add(free: dict[str, int], state: ClusterState, group: JobGroup, sign: int, least_room: float) -> None:
     """Those of its GPUs that have so much room and are not to be left."""
-    for gpu in state.groups[_group_of(job)].group.gpus:
+    for gpu in group.gpus:
         if state.memory.has_room(gpu, least_room) and state.pool.node_of[gpu] not in state.pool.draining:
             free[state.pool.node_of[gpu]] += sign
-
-
-def _group_of(job: Job) -> str:
-    assert job.group_id is not None, f"{job.spec.job_id} has no group"
-    return job.group_id
