@@ -9,7 +9,19 @@ from dataclasses import replace
 import pytest
 
 from tests.scheduler.mirror import BASES, Mirror, made_cost, made_settings, made_spec, tell
-from tlora.protocol import Event, GroupLost, GroupReady, JobFinished, JobSubmitted, MemoryFound, NodeAdded, RejectJob, StartGroup, Tick
+from tlora.protocol import (
+    Event,
+    GpusLost,
+    GroupLost,
+    GroupReady,
+    JobFinished,
+    JobSubmitted,
+    MemoryFound,
+    NodeAdded,
+    RejectJob,
+    StartGroup,
+    Tick,
+)
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
@@ -231,3 +243,42 @@ def test_whatever_happens_all_groups_fit(name: str, seed: int) -> None:
                 pass
         tell(scheduler, mirror, event, now)
         all_fit(scheduler)
+
+
+def tell_host(scheduler: Scheduler, mirror: Mirror, first: int, size: int, card: int) -> None:
+    gpus = tuple(range(first, first + size))
+    tell(scheduler, mirror, MemoryFound(gpus, (card,) * size), 0.0)
+    tell(scheduler, mirror, NodeAdded(f"n{first}", gpus), 0.0)
+
+
+@pytest.mark.parametrize("large_is", ["lost", "busy"])
+@pytest.mark.parametrize(("size", "gpus", "least_gpus"), [(2, 3, 1), (2, 4, 4), (4, 8, 1), (4, 6, 5)])
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_a_job_wider_than_a_host_waits_for_hosts_with_room_for_it(name: str, size: int, gpus: int, least_gpus: int, large_is: str) -> None:
+    """It fits on two hosts alone, of which one is lost or busy. It gets no GPU of a smaller one, and others start meanwhile."""
+    scheduler, mirror = Scheduler(LIVE_POLICIES[name](), costs(), on_wait=lambda *_: None), Mirror()
+    large = {"parameters": 2 * 10**9, "longest": 512}
+    for first in (0, 10):
+        tell_host(scheduler, mirror, first, size, 80 * GB)
+    if large_is == "lost":
+        tell(scheduler, mirror, GpusLost(tuple(range(10, 10 + size))), 1.0)
+    else:
+        tell(scheduler, mirror, made_spec("busy", size, 8000.0 * size, 10**6, max_slowdown=1.0, **large), 1.0)
+    for first in (20, 30, 40):
+        tell_host(scheduler, mirror, first, size, 24 * GB)
+    tell(scheduler, mirror, made_spec("wide", gpus, 8000.0 * gpus, least_gpus=least_gpus, **large), 2.0)
+    for now in range(10, 2000, 500):
+        tell(scheduler, mirror, Tick(), float(now))
+    all_fit(scheduler)
+    tell(scheduler, mirror, small("small"), 3000.0)
+    assert name == "fifo" or scheduler.state.jobs["small"].group_id is not None
+    if large_is == "lost":
+        tell_host(scheduler, mirror, 10, size, 80 * GB)
+    else:
+        tell(scheduler, mirror, JobFinished("busy"), 3001.0)
+    for now in range(4000, 40000, 500):
+        if scheduler.state.jobs["wide"].group_id is None and "small" in scheduler.state.jobs:
+            tell(scheduler, mirror, JobFinished("small"), float(now))
+        tell(scheduler, mirror, Tick(), float(now))
+    assert scheduler.state.jobs["wide"].group_id is not None
+    all_fit(scheduler)

@@ -10,6 +10,9 @@ import pytest
 
 from tests.cases import in_every_run
 from tests.service.served import Served, serving, until
+from tlora.protocol import JobGroup
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.state import ClusterState
 
 
 def queue_of(served: Served, tenant: str) -> dict[str, dict[str, Any]]:
@@ -130,3 +133,27 @@ def test_a_forecast_that_fails_stops_nothing(tmp_path: Path, monkeypatch: pytest
         served.cluster.finish(min(running(served)))
         until(lambda: jobs[-1] in running(served))
     assert "the queue's order is not known" in caplog.text
+
+
+def test_a_policy_that_fails_is_logged_once_and_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decide, faults = LIVE_POLICIES["residual_capacity"](), ["first", "second", "first"]
+
+    def fails(state: ClusterState) -> list[JobGroup]:
+        if state.pending and faults:
+            raise ZeroDivisionError(faults.pop())
+        return decide(state)
+
+    monkeypatch.setattr("tlora.service.controller.LIVE_POLICIES", {"residual_capacity": lambda: fails})
+    with serving(tmp_path / "server", eager=False) as served:
+        job = served.submit("alice", file=served.upload("alice"))["id"]
+
+        def starts() -> bool:
+            served.cluster.tick()
+            return job in running(served)
+
+        until(starts)
+        assert served.opened.services.live.counts["policy_fault"] == 3
+    assert caplog.text.count("the policy could not decide (ZeroDivisionError: first)") == 1
+    assert caplog.text.count("the policy could not decide (ZeroDivisionError: second)") == 1

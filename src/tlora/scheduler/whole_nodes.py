@@ -126,9 +126,9 @@ class WholeNodes:
         return None
 
     def _loss(self, node: str) -> float:
-        """That all of the node comes free; inf where it cannot."""
+        """That all of the node comes free; inf where it cannot, or some GPU of it has too little room for the job."""
         decision = self.decision
-        if decision.is_kept_from(node, self.job):
+        if decision.is_kept_from(node, self.job) or not decision.can_have([self.job], decision.state.pool.nodes[node].gpus):
             return math.inf
         if len(decision.draft.free_of(node)) == decision.node_size:
             return 0.0

@@ -322,7 +322,7 @@ class Controller:
             cluster.more_to_come = self._has_open_jobs
             on_wait = _warn_of_waiting if self._config.hosts_may_come or self._config.backend == "ray" else None
             begins = CostModel({}, speed=self._backend_factory.places.speed)
-            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._see_fault, self._usage.tenants, on_wait)
+            scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._live.see_policy_fault, self._usage.tenants, on_wait)
             cluster.follow(scheduler.state)
             try:
                 self._events.begin(cluster.began_at_seconds)
@@ -382,9 +382,6 @@ class Controller:
         if isinstance(item, Tick) and self.scheduler is not None:
             with self._lock:  # a base may be added meanwhile
                 self._learned.see(now)
-
-    def _see_fault(self, reason: str) -> None:
-        self._live.count("policy_fault")
 
     def _forget(self, job_id: str) -> None:
         """The job has ended. One that was cancelled is told of twice: by its owner, and by the cluster, which forgets it then."""

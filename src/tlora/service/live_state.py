@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ from tlora.service.machine import NAMES
 from tlora.wording.numbers import duration_text
 
 PAUSED = "paused by its owner"
+_MOST_LOGGED = 100  # faults of the policy: each may name other jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class LiveState:
         self.fault: str | None = "the controller has not started yet"
         self.draining = False
         self.counts: dict[str, int] = {}  # of faults and endings, for the metrics
+        self._faults: set[str] = set()  # of the policy, that were logged
 
     @property
     def snapshot(self) -> ClusterSnapshot:
@@ -77,6 +80,14 @@ class LiveState:
     def count(self, what: str) -> None:
         with self._lock:
             self.counts[what] = self.counts.get(what, 0) + 1
+
+    def see_policy_fault(self, reason: str) -> None:
+        """A decision was left out. Each reason is logged once: at the next event the policy may fail in the same way."""
+        self.count("policy_fault")
+        if reason not in self._faults and len(self._faults) < _MOST_LOGGED:
+            self._faults.add(reason)
+            log = logging.getLogger(__name__)
+            log.warning("the policy could not decide (%s); what runs goes on, and it is asked again at the next event", reason)
 
     def waiting_for(self, job_id: str, status: str) -> str | None:
         """Why a job of this status does not run, in words."""
