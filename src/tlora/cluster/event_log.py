@@ -4,7 +4,7 @@ A fresh scheduler that gets the same events answers with the same actions, so an
 restarted cluster appends to the same file, and its time continues from the last line: for how long no controller ran is left out.
 
 A server's log is bounded: from a size on it goes on in a new file, and the oldest is removed. Each file begins with the nodes and bases
-that there are, so that the jobs submitted in it can be replayed.
+that there are (`log_head.py`), so that the jobs submitted in it can be replayed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from tlora.cluster.log_head import LogHead
 from tlora.errors import ConfigError
 from tlora.protocol import (
     Action,
     BaseAdded,
     Event,
-    GpusLost,
     GroupFound,
     JobFinished,
     JobSubmitted,
-    NodeAdded,
-    NodeDraining,
     StepsDone,
     Tick,
     to_json,
@@ -47,6 +45,7 @@ class LogFile:
         self._path, self._most_bytes = path, most_bytes
         self._file: BinaryIO | None = None
         self._bytes = 0
+        self._first_bytes = 0  # of the first line, which may begin with all that is there
 
     def write(self, lines: Sequence[str]) -> None:
         """Write complete lines, flushed on return. Raises OSError, as on a full disk: then some of them may have been written."""
@@ -57,6 +56,7 @@ class LogFile:
             for line in lines:
                 if self.is_full(line):
                     file = self._turn()
+                    self._first_bytes = len(line.encode())
                 self._bytes += file.write(line.encode())
             file.flush()
         except OSError:
@@ -65,11 +65,11 @@ class LogFile:
             raise
 
     def is_full(self, line: str) -> bool:
-        """Whether the line will be the first of a new file."""
+        """Whether the line will be the first of a new file. One that begins with as much as a file may have goes on for as much again."""
         if self._most_bytes is None:
             return False
         self._open()
-        return self._bytes > 0 and self._bytes + len(line.encode()) > self._most_bytes
+        return self._bytes > 0 and self._bytes + len(line.encode()) > max(self._most_bytes, 2 * self._first_bytes)
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -100,7 +100,7 @@ class EventLog:
     def __init__(self, path: Path, began_at_seconds: float = 0.0, most_bytes: int | None = None) -> None:
         """`began_at_seconds`: what the back end's clock showed when it began. `most_bytes`: of a file, or a little more."""
         self._begin = (_mend(path) if path.is_file() else 0.0) - began_at_seconds
-        self._there: list[NodeAdded | GpusLost | NodeDraining | BaseAdded] = []  # what each file of the log begins with
+        self._head = LogHead()
         self._file = LogFile(path, most_bytes)
 
     def write(self, seconds: float, item: Event | Action) -> None:
@@ -111,9 +111,8 @@ class EventLog:
             item = replace(item, jobs=tuple(self._on_own_clock(job) for job in item.jobs))
         line = self._line(seconds, item)
         if self._file.is_full(line):
-            line = "".join(self._line(seconds, one) for one in self._there) + line
-        if isinstance(item, NodeAdded | GpusLost | NodeDraining | BaseAdded):
-            self._there.append(item)
+            line = "".join(self._line(seconds, one) for one in self._head.events()) + line
+        self._head.see(item)
         self._file.write([line])
 
     def _line(self, seconds: float, item: Event | Action) -> str:
