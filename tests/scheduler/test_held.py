@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scheduler.mirror import Mirror, made_scheduler, made_spec, tell
-from tlora.protocol import ChangeGroup, JobFinished, JobRequest, StartGroup, StopGroup
+from tlora.protocol import ChangeGroup, GroupReady, JobFinished, JobRequest, StartGroup, StopGroup, Tick
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 
@@ -73,3 +73,18 @@ def test_news_of_a_held_job_that_has_ended_is_taken_in() -> None:
     tell(scheduler, mirror, JobRequest("b", "hold"), 1.0)
     tell(scheduler, mirror, JobFinished("b"), 1.0)
     assert tell(scheduler, mirror, JobRequest("b", "release"), 2.0) == [] and not scheduler.state.held
+
+
+def test_a_job_that_is_held_lets_the_next_into_its_group_at_once() -> None:
+    """Also where the policy has just found nothing to do."""
+    scheduler, mirror = made_scheduler(POLICIES["residual_capacity-no-growth"](), 1), Mirror({0: None})
+    for number in range(30):
+        tell(scheduler, mirror, made_spec(f"j{number}", tokens=300.0, steps=10**6, max_slowdown=3.0), float(number))
+    (name,) = scheduler.state.groups
+    tell(scheduler, mirror, GroupReady(name), 30.0)
+    tell(scheduler, mirror, Tick(), 31.0)
+    members = mirror.groups[name].job_ids
+    assert scheduler.state.pending and tell(scheduler, mirror, Tick(), 32.0) == []
+    without, joined = tell(scheduler, mirror, JobRequest(members[0], "hold"), 33.0)
+    assert isinstance(without, ChangeGroup) and without.group.job_ids == members[1:]
+    assert isinstance(joined, ChangeGroup) and len(joined.group.job_ids) == len(members)
