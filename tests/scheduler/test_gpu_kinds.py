@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.scheduler.mirror import made_cost, made_settings, made_spec, waiting_job
+from tests.scheduler.mirror import BASES, made_cost, made_settings, made_spec, waiting_job
 from tests.scheduler.timeline import Timeline
 from tlora.protocol import BaseMeasured, BaseSpeed, GroupReady, KindsFound, NodeAdded, StepsDone
 from tlora.scheduler.policies import LIVE_POLICIES
@@ -118,3 +118,15 @@ def test_all_jobs_end_on_hosts_of_two_kinds(name: str) -> None:
         if not timeline.scheduler.state.jobs:
             return
     pytest.fail(f"{len(timeline.scheduler.state.jobs)} jobs have not ended")
+
+
+def test_a_job_whose_bounds_hold_on_too_few_gpus_starts_on_those_that_it_asks_for() -> None:
+    """A kind that should be the faster was measured far slower than the reference, of which there are too few."""
+    timeline = Timeline(Scheduler(residual_capacity(made_settings()), made_cost()))
+    timeline.tell(KindsFound((0, 1), (OLD,) * 2, (SPEEDS[OLD],) * 2), NodeAdded("old host", (0, 1)))
+    timeline.tell(KindsFound(tuple(range(2, 10)), (NEW,) * 8, (SPEEDS[NEW],) * 8), NodeAdded("new host", tuple(range(2, 10))))
+    timeline.tell(
+        BaseMeasured(BASES[0], OLD, BaseSpeed(20_000.0, 2.0, 0.05, 0.05)), BaseMeasured(BASES[0], NEW, BaseSpeed(500.0, 0.5, 0.01, 0.05))
+    )
+    timeline.tell(made_spec("a", 5, 40_000.0, max_slowdown=1.5))
+    assert len(gpus_of(timeline, "a")) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,20 @@ def take_free(decision: Decision, job: Job, sizes: Sequence[int]) -> tuple[int, 
             return gpus
         found.remove(best)
     return None
+
+
+def may_wait(decision: Decision, job: Job, sizes: Sequence[int]) -> bool:
+    """Whether a kind of GPU on which its bounds hold on one of `sizes` has as many, free or not. Else it would wait for ever: a kind may be
+    measured far slower than the reference, by which `sizes` are.
+    """
+    state = decision.state
+    if not state.kinds.differ:
+        return True
+    roomy = [gpu for node in state.pool.lasting_nodes.values() for gpu in node.gpus if state.memory.has_room(gpu, job.least_room)]
+    counts = Counter([state.kinds.kind_of.get(gpu, "") for gpu in roomy])
+    return any(
+        size <= counts[kind] and decision.predict([job], size, kind=kind) is not None for kind in state.kinds.speeds for size in sizes
+    )
 
 
 class _Faster(NamedTuple):

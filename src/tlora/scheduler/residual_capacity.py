@@ -15,7 +15,7 @@ from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow, part
 from tlora.scheduler.job import Job
-from tlora.scheduler.kind_choice import kind_on, speed_up, take_free
+from tlora.scheduler.kind_choice import kind_on, may_wait, speed_up, take_free
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, PreemptionPlan, apply, offers
 from tlora.scheduler.scheduler import Policy
@@ -192,7 +192,8 @@ def _place(decision: Decision, job: Job, without_preemption: bool) -> list[Job] 
     if settings.sharing:
         places += _joins(decision, job)
     if not places:  # what it asks for may be whole nodes and a part of another
-        gpus = draft.allocate(job.spec.gpus, job.least_room) if job.spec.gpus in sizes else None
+        may_start = job.spec.gpus in sizes or (draft.num_free >= job.spec.gpus and not may_wait(decision, job, sizes))
+        gpus = draft.allocate(job.spec.gpus, job.least_room) if may_start else None
         if gpus is None:
             return None
         decision.open([job], gpus)
