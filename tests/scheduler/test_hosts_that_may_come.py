@@ -203,3 +203,67 @@ def test_a_host_that_is_left_may_be_taken_back() -> None:
     cluster.tell(NodeDraining("b", finish=True))
     assert cluster.tell(made_spec("wide", gpus=2, tokens=8000.0, max_slowdown=1.0)) == ([], [])
     assert "wide" in cluster.scheduler.state.pending
+
+
+def idle(name: str, *gpus: int) -> NodeAdded:
+    return NodeAdded(name, gpus)
+
+
+@pytest.mark.parametrize("lost", [GpusLost((4,)), NodeDraining("b")])
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_a_wide_job_stays_aside_while_hosts_go_and_come_back_one_by_one(policy: str, lost: Event) -> None:
+    """The nodes hold no job of 8 GPUs, as the widest has 4, and another 3."""
+    cluster = Cluster(policy, cost=made_cost())
+    cluster.tell(idle("a", 0, 1, 2, 3), idle("b", 4), idle("c", 5, 6, 7))
+    cluster.tell(made_spec("wide", 8, 8000.0))
+    assert cluster.parked == {"wide"} and "the nodes of 4 are too few" in cluster.told[0][1]
+    cluster.tell(lost)
+    cluster.tell(GpusLost((5, 6, 7)))
+    cluster.tell(idle("b", 4))
+    assert cluster.parked == {"wide"} and "the 5 that are there now" in cluster.scheduler.state.parked["wide"].reason
+    cluster.tell(idle("c", 5, 6, 7))
+    assert cluster.parked == {"wide"} and "the nodes of 4 are too few" in cluster.scheduler.state.parked["wide"].reason
+    assert cluster.tell(made_spec("small")) == ([("small",)], []) and len(cluster.told) == 1
+    cluster.tell(JobFinished("small"))
+    assert cluster.tell(idle("d", 10, 11, 12, 13))[0] == [("wide",)]
+
+
+@pytest.mark.parametrize("may_come", [True, False])
+def test_a_job_that_came_while_a_host_was_away_is_judged_when_it_is_back(may_come: bool) -> None:
+    cluster = Cluster(may_come=may_come, cost=made_cost())
+    cluster.tell(idle("a", 0, 1, 2, 3), idle("b", 4), idle("c", 5, 6, 7))
+    cluster.tell(GpusLost((4,)))
+    assert cluster.tell(made_spec("wide", 8, 8000.0)) == ([], []) and not cluster.parked, "that one may come back is no reason"
+    _, rejected = cluster.tell(idle("b", 4))
+    assert (cluster.parked, rejected) == (({"wide"}, []) if may_come else (set(), ["wide"]))
+    assert cluster.tell(made_spec("small")) == ([("small",)], []) and len(cluster.told) == may_come
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_a_larger_host_may_put_a_wide_job_aside_until_it_asks_for_fewer(policy: str) -> None:
+    """Of four hosts of 4 GPUs it takes all. Beside one of 8 it would take two of these, or that one and one of the others."""
+    cluster = Cluster(policy, cost=made_cost())
+    cluster.tell(*[idle(f"h{host}", *range(10 * host, 10 * host + 4)) for host in range(4)])
+    cluster.tell(made_spec("runs", 4, 32_000.0, 10**6, max_slowdown=1.0, priority=1.0))
+    assert cluster.tell(made_spec("wide", 16, 128_000.0)) == ([], []) and not cluster.parked
+    cluster.tell(idle("large", *range(100, 108)))
+    assert cluster.parked == {"wide"} and "the nodes of 8 are too few" in cluster.told[0][1]
+    placed, _ = cluster.tell(GpusAsked("wide", 12), Tick())
+    assert placed[-1] == ("wide",) and len(cluster.scheduler.state.groups) == 2
+
+
+def test_a_cluster_that_is_not_known_as_a_whole_rejects_no_wide_job() -> None:
+    cluster = Cluster(may_come=False, cost=made_cost())
+    cluster.tell(made_spec("wide", 16, 128_000.0), idle("a", 0, 1, 2, 3), idle("b", 10, 11, 12, 13), idle("c", *range(20, 28)))
+    assert cluster.tell(idle("d", *range(30, 38))) == ([("wide",)], [])
+
+
+@pytest.mark.parametrize("may_come", [True, False])
+def test_a_job_that_is_released_is_judged_by_the_hosts_that_are_there(may_come: bool) -> None:
+    cluster = Cluster(may_come=may_come, cost=made_cost())
+    cluster.tell(idle("a", 0, 1, 2, 3), idle("b", 4), idle("c", 5, 6, 7))
+    cluster.tell(GpusLost((4,)))
+    cluster.tell(made_spec("wide", 8, 8000.0), JobRequest("wide", "hold"), idle("b", 4))
+    _, rejected = cluster.tell(JobRequest("wide", "release"))
+    assert (cluster.parked, rejected) == (({"wide"}, []) if may_come else (set(), ["wide"]))
+    assert cluster.tell(made_spec("small")) == ([("small",)], [])

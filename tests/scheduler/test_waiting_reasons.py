@@ -8,6 +8,7 @@ import pytest
 
 from tests.scheduler.mirror import made_settings, made_spec
 from tests.scheduler.timeline import Timeline, made_timeline
+from tlora.protocol import JobFinished
 from tlora.scheduler.forecast import Reasons
 
 LIVE = made_settings(elastic=False)
@@ -76,3 +77,11 @@ def test_places_are_called_what_they_are() -> None:
     state = timeline.scheduler.state
     said = Reasons(state, True, ("CPU process", "CPU processes")).of(state.jobs["second"])
     assert said.startswith("it asks for 2 CPU processes and 1 is free")
+
+
+def test_free_gpus_that_do_not_hold_a_job_together_are_named() -> None:
+    timeline = made_timeline(2, 2, settings=LIVE)
+    timeline.tell(*[made_spec(f"first{index}", tokens=8000.0, steps=4000, max_slowdown=1.0) for index in range(4)])
+    timeline.tell(made_spec("pair", 2, tokens=16_000.0, max_slowdown=1.0))
+    timeline.tell(*[JobFinished(name) for name in ("first0", "first2")])
+    assert why(timeline, "pair") == "it asks for 2 GPUs, and the 2 that are free do not hold it together"

@@ -35,6 +35,14 @@ def lack_of(state: ClusterState, spec: JobSubmitted) -> Lack | None:
     return Lack(reason, more_would_do=False) if (reason := _why_too_small(state, spec)) is not None else None
 
 
+def lack_now(state: ClusterState, spec: JobSubmitted) -> Lack | None:
+    """What a job lacks that could run if all GPUs were there that there were."""
+    pool = state.pool
+    if pool.num_gpus == pool.most_gpus or has_room([len(node.gpus) for node in pool.lasting_nodes.values()], spec.gpus, pool.node_size):
+        return None
+    return Lack(f"it asks for {spec.gpus} GPUs, and the {pool.num_gpus} that are there now do not hold so many", more_would_do=True)
+
+
 def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
     pool = state.pool
     if spec.gpus > pool.most_gpus > 0:

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from tlora.protocol import Action, ChangeGroup, Event, GroupReady, JobFinished, JobGroup, StartGroup, StopGroup, Tick
+from tlora.scheduler.draft import Draft
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import shared_plan
 from tlora.scheduler.reservation import Reservation
@@ -57,6 +58,8 @@ class Reasons:
         state, asked = self._state, job.spec.gpus
         if state.pool.num_free >= asked:
             kept = self._kept
+            if Draft(state).allocate(asked, job.least_room) is None:
+                return f"it asks for {asked} {self._names[asked > 1]}, and the {state.pool.num_free} that are free do not hold it together"
             if kept is None or state.pool.num_free - len(kept.free) >= asked:
                 return ""
             wanted = kept.job.spec.gpus

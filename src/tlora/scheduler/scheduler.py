@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from tlora.protocol import (
@@ -38,7 +38,8 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.scheduler.admission import MOST_COUNTED, lack_of, why_never, why_unsound
+from tlora.scheduler.admission import MOST_COUNTED, lack_now, lack_of, why_never, why_unsound
+from tlora.scheduler.sound_groups import why_impossible
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
@@ -133,7 +134,7 @@ class Scheduler:
             case JobRequest(verb="hold"):
                 return self._hold(event.job_id)
             case JobRequest(verb="release"):
-                return [], self._release(event.job_id)
+                return self._release(event.job_id)
             case JobFinished() | JobFailed() | JobRequest():  # whose last verb is cancel
                 known = event.job_id in state.jobs
                 if known:
@@ -162,8 +163,7 @@ class Scheduler:
                 fewer = known is not None and set(gpus) < set(known.group.gpus)
                 return reconcile(state, [known.group.on(gpus)]) if known is not None and fewer else [], fewer
             case NodeAdded():
-                self._add_node(event)
-                return [], True
+                return self._add_node(event), True
             case MemoryFound(gpus, memory_bytes):
                 changed = state.find_memory(gpus, memory_bytes)
                 if changed:
@@ -176,12 +176,27 @@ class Scheduler:
             case GpusLost():
                 return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
 
-    def _add_node(self, event: NodeAdded) -> None:
-        are_first = not self.state.pool.most_gpus
+    def _add_node(self, event: NodeAdded) -> list[Action]:
+        """Jobs that fit on what was there may not on what is there now: a wide one takes whole nodes, and the largest may be larger now."""
+        pool, actions = self.state.pool, list[Action]()
+        size, most, was_complete = pool.node_size, pool.most_gpus, pool.num_gpus == pool.most_gpus
         self.state.add_node(event.node, event.rack, event.gpus)
         self._unpark()
-        self._park(*(self.state.pending if are_first else ()))
+        if not most:
+            self._park(*self.state.pending)
+        elif (pool.node_size > size or not was_complete) and (self.state.hosts_may_come or pool.most_gpus == most):
+            actions = self._park_or_reject(self._too_wide())  # without hosts to come not while the cluster is not known as a whole
         self._say_that_they_wait(*self.state.parked)
+        return actions
+
+    def _too_wide(self) -> list[str]:
+        """Jobs that wait for more GPUs than a node has, and than the nodes hold."""
+        state, lacks = self.state, dict[int, bool]()
+        wide = [(name, spec) for name in state.pending if (spec := state.jobs[name].spec).gpus > state.pool.node_size]
+        for _, spec in wide:
+            if spec.gpus not in lacks:
+                lacks[spec.gpus] = lack_of(state, spec) is not None
+        return [name for name, spec in wide if lacks[spec.gpus] and lack_of(state, spec) is not None]
 
     def _submit(self, spec: JobSubmitted, *, trains: bool = False) -> tuple[list[Action], bool]:
         """One that `trains` already fits on what is there."""
@@ -207,13 +222,12 @@ class Scheduler:
         elif self.state.hosts_may_come and job_id in self.state.pending and (lack := lack_of(self.state, job.spec)) is not None:
             self.state.park(job_id, lack)
 
-    def _release(self, job_id: str) -> bool:
-        """Whether it was held, by a user."""
+    def _release(self, job_id: str) -> tuple[list[Action], bool]:
+        """Whether it was held, by a user. The hosts may be others by now."""
         if job_id not in self.state.held or job_id in self.state.parked:
-            return False
+            return [], False
         self.state.release(job_id)
-        self._park(job_id)
-        return True
+        return self._park_or_reject([job_id] if lack_of(self.state, self.state.jobs[job_id].spec) is not None else []), True
 
     def _park(self, *waiting: str) -> None:
         """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""
@@ -230,9 +244,12 @@ class Scheduler:
                 self._on_wait(name, self.state.parked[name].reason)
 
     def _unpark(self, *names: str) -> None:
-        """Those of the jobs that can run on what is there by now; of all without `names`."""
+        """Those of the jobs that can run on what is there by now; of all without `names`, and then not on GPUs that are lost."""
         for name in names or list(self.state.parked):
-            if (lack := lack_of(self.state, self.state.jobs[name].spec)) is None:
+            lack = lack_of(self.state, spec := self.state.jobs[name].spec)
+            if lack is None and not names:
+                lack = lack_now(self.state, spec)
+            if lack is None:
                 self.state.unpark(name)
             else:
                 self.state.parked[name] = lack
@@ -241,9 +258,12 @@ class Scheduler:
         """Jobs that wait and for which no GPU has room any more, since less of it was found than was known when they came. Where hosts may
         come they wait for these.
         """
-        state = self.state
-        names = [name for name in state.pending if state.jobs[name].least_room == math.inf]
-        actions: list[Action] = []
+        jobs = self.state.jobs
+        return self._park_or_reject([name for name in self.state.pending if jobs[name].least_room == math.inf])
+
+    def _park_or_reject(self, names: list[str]) -> list[Action]:
+        """Jobs that wait and cannot run on what is there: the former where hosts may come."""
+        state, actions = self.state, list[Action]()
         if state.hosts_may_come:
             self._park(*names)
             return actions
@@ -341,60 +361,3 @@ def _what_stays(now: JobGroup, wanted: JobGroup) -> JobGroup | None:
 
 def _gains(now: JobGroup, wanted: JobGroup) -> bool:
     return bool(set(wanted.job_ids) - set(now.job_ids) or set(wanted.gpus) - set(now.gpus))
-
-
-def why_impossible(state: ClusterState, wanted: Sequence[JobGroup]) -> str | None:
-    """What is wrong with it, if something is: GPUs or jobs that are not there or would be in two groups, or a group that is not whole."""
-    changed = {group.group_id: group for group in wanted}
-    if len(changed) < len(wanted):
-        return "two of its groups have one name"
-    gpus: dict[int, str] = {}
-    jobs: dict[str, str] = {}
-    for name, group in changed.items():
-        if not group.job_ids:
-            continue  # it ends
-        reason = _why_not_whole(state, group) or _gpus_taken(state, group, changed, gpus) or _jobs_taken(state, group, changed, jobs)
-        if reason is not None:
-            return f"group {name}: {reason}"
-    return None
-
-
-def _why_not_whole(state: ClusterState, group: JobGroup) -> str | None:
-    known = state.groups.get(group.group_id)
-    if known is None and not (group.group_id[:1] == "g" and group.group_id[1:].isdecimal()):
-        return "a new group is named g and a number"
-    if known is not None and known.group.base_model != group.base_model:
-        return f"its base was {known.group.base_model} and cannot become {group.base_model}"
-    if not group.gpus or group.plan.token_budget < 1 or len(group.weights) != len(group.job_ids):
-        return f"{len(group.gpus)} GPUs, micro-batches of {group.plan.token_budget} tokens, {len(group.weights)} weights"
-    if not all(weight > 0 for weight in group.weights):  # nor a NaN
-        return f"weights {group.weights} must be positive"
-    return None
-
-
-def _gpus_taken(state: ClusterState, group: JobGroup, changed: dict[str, JobGroup], taken: dict[int, str]) -> str | None:
-    for gpu in group.gpus:
-        if gpu not in state.pool.node_of:
-            return f"there is no GPU {gpu}"
-        owner = state.pool.group_on.get(gpu)
-        if owner not in (None, group.group_id) and (owner not in changed or (changed[owner].job_ids and gpu in changed[owner].gpus)):
-            return f"GPU {gpu} is {owner}'s"
-        if owner != group.group_id and state.pool.node_of[gpu] in state.pool.draining:
-            return f"GPU {gpu} is on {state.pool.node_of[gpu]}, which is to be left"
-        if taken.setdefault(gpu, group.group_id) != group.group_id:
-            return f"GPU {gpu} is {taken[gpu]}'s too"
-    return None if len(set(group.gpus)) == len(group.gpus) else "it has a GPU twice"
-
-
-def _jobs_taken(state: ClusterState, group: JobGroup, changed: dict[str, JobGroup], taken: dict[str, str]) -> str | None:
-    for name in group.job_ids:
-        job = state.jobs.get(name)
-        if job is None or name in state.held:
-            return f"job {name} has ended or is held"
-        if job.spec.base_model != group.base_model:
-            return f"job {name} is over {job.spec.base_model}, the group over {group.base_model}"
-        if job.group_id not in (None, group.group_id) and (job.group_id not in changed or name in changed[job.group_id].job_ids):
-            return f"job {name} is in {job.group_id}"
-        if taken.setdefault(name, group.group_id) != group.group_id:
-            return f"job {name} is in {taken[name]} too"
-    return None if len(set(group.job_ids)) == len(group.job_ids) else "it has a job twice"
