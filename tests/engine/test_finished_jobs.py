@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tlora.data.prepare import prepare
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.planning import job_plan
+from tlora.store.job_result import read_result, write_result
 
 
 @pytest.fixture
@@ -76,6 +78,19 @@ def test_a_finished_run_is_done_at_once_and_its_jobs_are_shown(base: Path, data:
     after = json.loads((out / "run.json").read_text())
     assert after == facts | {"versions": after["versions"]}
     assert not any("token budget" in line for line in said)
+
+
+def test_results_of_a_run_that_was_moved_name_where_it_is(base: Path, data: Path, tmp_path: Path) -> None:
+    """Also where the directory is named from another current directory, and what a job could not begin with has no path."""
+    out, moved, jobs = tmp_path / "out", tmp_path / "moved", [job("a", str(data / "a.jsonl"))]
+    first = train(base, out, jobs)["a"]
+    assert first.path == str(out / "a")
+    out.rename(moved)
+    results, _ = resume(base, moved, jobs)
+    assert dict(results) == {"a": replace(first, path=str(moved / "a"))}
+    assert read_result(moved / "a") == results["a"]
+    write_result(moved / "a", replace(first, path=""), print)
+    assert read_result(moved / "a") == replace(first, path="")
 
 
 def test_more_steps_without_the_data_fail_and_keep_the_earlier_result(base: Path, data: Path, own: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def _not_ended(spec: JobSpec, run: RunSpec, note: Callable[[str], None], total_s
         return earlier
     result = saved_result(spec, directory, total_steps)
     if (directory / f"checkpoint-{result.steps}").is_dir():
-        reason = f"it did not come to its end; {directory / f'checkpoint-{result.steps}'} continues with resume"
+        reason = f"it did not come to its end; checkpoint-{result.steps} continues with resume"
     elif (directory / "job.json").is_file():
         reason = "it ended before its first checkpoint; it begins at step 0 with resume"
     else:

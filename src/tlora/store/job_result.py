@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -55,11 +55,15 @@ def saved_result(spec: JobSpec, directory: Path, total_steps: int = 0) -> JobRes
 
 
 def read_result(directory: Path) -> JobResult | None:
-    """The job's `result.json`; None if it is missing or unreadable. Keys of other versions are ignored."""
+    """The job's `result.json`; None if it is missing or unreadable. Keys of other versions are ignored.
+
+    The `path` is `directory`: the run may have been moved, or be resumed from elsewhere. Empty still means that the job did not begin.
+    """
     known = {each.name for each in fields(JobResult)}
     try:
         content = read_object(directory / RESULT_FILE)
-        return TypeAdapter(JobResult).validate_python({key: value for key, value in content.items() if key in known})
+        result = TypeAdapter(JobResult).validate_python({key: value for key, value in content.items() if key in known})
+        return replace(result, path=str(directory) if result.path else "")
     except (OSError, ValueError):
         return None
 

@@ -226,7 +226,7 @@ class Recorder:
         if isinstance(saved, Failure):
             return "stopped", f"{at} and not saved: {saved.reason}"
         self._raise_what_broke()
-        return "stopped", f"{at}; {saved} continues with resume"
+        return "stopped", f"{at}; {saved.name} continues with resume"
 
     def _write_failure(self, snapshot: Snapshot | Failure, reason: str) -> Outcome:
         saved = self._try_to_save(snapshot, last=True)
