@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.cases import in_every_run
 from tests.tiny import make_model
 from tests.tolerances import LOGITS, assert_close
+from tlora.base_digest import quick_digest
 from tlora.engine.generate import Sampling, _attach, answer, generate, open_adapter
 from tlora.errors import ModelError
 
@@ -225,6 +226,47 @@ def test_an_adapter_of_another_base_is_refused(adapter: Path, tmp_path: Path):
     other = save_base(tmp_path / "other", family="phi3")
     with pytest.raises(ModelError, match=r"q_proj.*is not in this base model"):
         open_adapter(adapter, base_model=str(other))
+
+
+def test_an_adapter_answers_over_the_base_it_was_trained_over_alone(adapter: Path, base: Path, tmp_path: Path):
+    """Another model of the same shape is refused, whether the adapter leads to it or `--base-model` does."""
+    digest = quick_digest(base)
+    facts: dict[str, Any] = {"base_model": str(base), "base_files": {"quick": digest, "sha256": {}}}
+    (adapter / "base.json").write_text(json.dumps(facts))
+    other = save_base(tmp_path / "other", seed=1)
+    copied = Path(shutil.copytree(base, tmp_path / "copied"))
+    assert open_adapter(adapter).notes and open_adapter(adapter, base_model=str(copied)).notes
+    said = re.escape(f"was trained over {base}, and {other} is another model") + ".*Give --base-model DIRECTORY"
+    with pytest.raises(ModelError, match=said):
+        open_adapter(adapter, base_model=str(other))
+    checkpoint = Path(shutil.copytree(adapter, adapter / "checkpoint-2", ignore=shutil.ignore_patterns("base.json")))
+    with pytest.raises(ModelError, match=said):
+        open_adapter(checkpoint, base_model=str(other))
+    shutil.copytree(other, base, dirs_exist_ok=True)
+    with pytest.raises(ModelError, match=f"{re.escape(str(base))} is another model"):
+        open_adapter(adapter)
+    (adapter / "base.json").write_text('{"base_model": "x", "base_files": {}}')
+    with pytest.raises(ModelError, match=r"base\.json: cannot be read \(no 'quick'\)"):
+        open_adapter(adapter)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_servers_name_of_a_base_is_no_path(adapter: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool):
+    """Also where a directory, or an earlier run's base, has that name."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "base"}))
+    files = {"base_files": {"quick": quick_digest(base), "sha256": {}}} if known else {}
+    (adapter / "base.json").write_text(json.dumps({"base_model": "base", "served": True} | files))
+    elsewhere = save_base(tmp_path / "elsewhere" / "base", seed=1)
+    monkeypatch.chdir(elsewhere.parent)
+    (adapter.parent / "run.json").write_text(json.dumps({"base_model": "base"}))
+    with pytest.raises(ModelError, match=r"trained over the server's base 'base'.*Give --base-model DIRECTORY"):
+        open_adapter(adapter)
+    notes = open_adapter(adapter, base_model=str(base)).notes
+    assert any("is not known" in line for line in notes) != known
+    if known:
+        with pytest.raises(ModelError, match=r"the server's base 'base', and base is another model"):
+            open_adapter(adapter, base_model="base")
 
 
 def test_what_is_missing_is_named(adapter: Path, base: Path, tmp_path: Path):

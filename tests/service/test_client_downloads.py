@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from tlora.api import JobView, OrderedData, OrderSpec
+from tlora.base_digest import trained_over
 from tlora.client.access import Access
 from tlora.client.connection import Connection
 from tlora.client.transfers import download_adapter, plain_name, upload_files
@@ -64,6 +66,29 @@ def test_an_adapter_comes_as_it_was_sent(tmp_path: Path) -> None:
     assert (found / "adapter_model.safetensors").read_bytes() == b"w" * 5000
     with pytest.raises(ConfigError, match="is there already"):
         download_adapter(sending(b""), JOB, tmp_path / "out" / "deep")
+
+
+def test_a_base_that_is_a_directory_of_the_server_goes_by_its_name_and_digest(tmp_path: Path) -> None:
+    """Of one with a public name the digest alone is sent; of neither is there more than is known."""
+    digest = {"base_files": {"quick": "d", "sha256": {}}}
+    for number, (named, facts, sent) in enumerate(
+        [
+            ("/srv/llama", {"base_model": "/srv/llama", "dtype": "auto"} | digest, {"base_model": "base", "served": True} | digest),
+            ("/srv/llama", None, {"base_model": "base", "served": True}),
+            ("org/llama", {"base_model": "org/llama"} | digest, {"base_model": "org/llama"} | digest),
+            ("org/llama", None, None),
+        ]
+    ):
+        source, out = tmp_path / f"source{number}", tmp_path / f"out{number}"
+        source.mkdir()
+        (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+        (source / "adapter_model.safetensors").write_bytes(b"w")
+        if facts is not None:
+            (source / "base.json").write_text(json.dumps(facts))
+        found = download_adapter(sending(b"".join(stream_tar(entries_of(source, "sql", "base", {})))), JOB, out)
+        assert (json.loads((found / "base.json").read_text()) if (found / "base.json").exists() else None) == sent
+        over = trained_over(found)
+        assert (over is not None and over.served) == (named == "/srv/llama")
 
 
 @pytest.mark.parametrize("cut", [1, 512, 700, 3000, 6000, 7000])

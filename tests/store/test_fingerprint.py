@@ -17,12 +17,13 @@ from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, sha256, train
 from tests.tiny import make_model
 from tlora import file_identity
+from tlora.base_digest import Fingerprint, quick_digest, weight_files
 from tlora.cache_directory import cache_dir
 from tlora.engine.generate import open_adapter
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.job import split_revision
-from tlora.store.fingerprint import BaseGuard, Fingerprint, quick_digest, weight_files
+from tlora.store.fingerprint import BaseGuard
 
 WEIGHTS = "model.safetensors"
 

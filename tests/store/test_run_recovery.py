@@ -13,9 +13,9 @@ import pytest
 from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, sha256, train
 from tests.store.test_fingerprint import change_tensor, flip_first_bit_of, hashed
+from tlora.base_digest import quick_digest
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
-from tlora.store.fingerprint import quick_digest
 
 DAMAGES = {
     "gone": None,

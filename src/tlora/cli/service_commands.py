@@ -147,7 +147,9 @@ def download(
     jobs: Jobs,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The adapter goes to DIR/NAME.")] = Path(),
 ) -> None:
-    """Download adapters, each as a directory that PEFT and `tlora generate` load. Nothing that is there is replaced."""
+    """Download adapters, each as a directory that PEFT and `tlora generate --base-model DIRECTORY` load: a server's name of a base means
+    nothing elsewhere. Nothing that is there is replaced.
+    """
     with connected() as connection:
         from tlora.client.jobs import find_job
         from tlora.client.transfers import download_adapter

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
+from tlora.base_digest import trained_over
 from tlora.data.base_download import fetch_base
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.engine.watcher import Watcher
@@ -33,11 +34,12 @@ from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.inject import find_linears, resolve_targets
-from tlora.supermodel.load import load_config, load_weights, move_model
+from tlora.supermodel.load import find_directory, load_config, load_weights, move_model
 from tlora.supermodel.new_tokens import row_shapes, rows_in, with_rows
 from tlora.supermodel.weight_files import check_unused
 
 OnText = Callable[[str], None]
+_REMEDY = "Give --base-model DIRECTORY, with the files of the base that it was trained over"
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,14 @@ def open_adapter(
     """Load the adapter in `directory` and its base: `base_model`, else the one that the adapter names. `unused_weights` as in a jobs file,
     or as the run says that trained the adapter over this base. `watcher` sees how far a download is.
 
-    Raises ModelError naming the first tensor that is missing, too many or of another shape.
+    Raises ModelError where the adapter's `base.json` has the digest of another base, and naming the first tensor that is missing, too
+    many or of another shape.
     """
-    named = _base_of(read_config(directory))
+    named, over = _base_of(read_config(directory)), trained_over(directory)
+    if over is not None and over.served:  # no path and no hub id: what has that name here is another model
+        if not base_model:
+            raise ModelError(f"{directory}: the adapter was trained over {over}, a name of that server alone. {_REMEDY}")
+        named = None
     base = base_model or _find_base(directory, named)
     if not base:
         raise ModelError(f"{directory}: the adapter names no base model. Add --base-model")
@@ -101,6 +108,8 @@ def open_adapter(
     except ModelError as error:
         raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
     fetch_base(base, (watcher or Watcher()).stages())
+    if over is not None and not over.check(directory, base, find_directory(base), _REMEDY) and over.served:
+        notes.append(f"the adapter was trained over {over}; whether {base} is the same model is not known")
     prompting = find_prompting(directory, base)
     dtype, line = settle_dtype(base, "auto", place)
     notes += [line] if line else []

@@ -38,14 +38,17 @@ from tlora.link.flight import FlightRecorder
 from tlora.link.job_lease import HeldError, JobLease, take_claim
 from tlora.link.log import note
 from tlora.planning.job_plan import plan_job
+from tlora.store.fingerprint import BaseGuard
 from tlora.store.full_disk import Backoff, DiskReserve, retry_when_disk_full
 from tlora.store.job_result import JobResult
 from tlora.store.recorder import RunContext
 from tlora.store.run_directory import pin_data
+from tlora.store.run_recovery import write_base_file
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.cpu_dtype import settle_dtype
+from tlora.supermodel.load import find_directory
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
 
@@ -113,7 +116,8 @@ class Trainer:
         options: Any = {"fence": self._check_claim, "wait_for_room": self._backoff, "base_precision": load.base_precision}
         context = RunContext(load.base_name or public_name(load.base_model), clock, note, reserve, writer, **options)
         pipeline = open_pipeline(self._cut, model, rank_context, send) if self._cut is not None else None
-        paths = RunPaths(self._directory, self._serving, load.report_to)
+        facts = {"base_model": context.base_model, **BaseGuard(load.base_model, find_directory(load.base_model), None).facts()}
+        paths = RunPaths(self._directory, self._serving, load.report_to, mark=partial(write_base_file, facts=facts))
         self._driver = Driver(model, context, paths, STARTING_BUDGET, exchange=self._parts.exchange, pipeline=pipeline)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records

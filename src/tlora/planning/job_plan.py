@@ -15,6 +15,7 @@ import torch
 from tlora.adapters.pattern_warnings import pattern_warnings
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.base_digest import trained_over
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.dataset import Dataset
 from tlora.data.order import PackedRows, epoch_size, row_tokens
@@ -27,6 +28,7 @@ from tlora.objectives import compares_with_start
 from tlora.planning.start import PLACES, adopt_adapter_config, find_start, start_state
 from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
 from tlora.supermodel.base_name import same_base
+from tlora.supermodel.load import find_directory
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import by_jobs
 
@@ -183,8 +185,10 @@ def _place_warnings(ordered: JobSpec, adopted: JobSpec, start: Path, model: Supe
 
 
 def _base_warnings(start: Path, base_model: str) -> list[str]:
-    named = read_config(start).get("base_model_name_or_path")
-    if not named or same_base(named, base_model):
+    """Raises ModelError where the adapter's `base.json` has the digest of another base."""
+    named, over = read_config(start).get("base_model_name_or_path"), trained_over(start)
+    known = over is not None and over.check(start, base_model, find_directory(base_model), "Set base_model to that one")
+    if not named or same_base(named, base_model) or (known and over is not None and over.served):
         return []
     return [f"{start} names {named} as its base, and goes on over {base_model}: check that they are the same model"]
 

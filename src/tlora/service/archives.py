@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tlora.base_digest import BASE_FILE, served_facts
 from tlora.json_file import read_object
 from tlora.manifest import MANIFEST, manifest_of
 from tlora.wording.card_seal import CARD_FILE, rename
@@ -40,17 +41,24 @@ class Entry:
 def entries_of(directory: Path, folder: str, base: str, names: Mapping[str, str]) -> list[Entry]:
     """The plain files of an adapter's directory; checkpoints, logs and what names places of this machine are left out.
 
-    `base` is what the adapter's base is called where its own name is a path of this machine, which is of use to nobody else; the model
-    card has `names` in place of those by which this server knows job and files.
+    `base` is what the adapter's base is called where its own name is a path of this machine, which is of use to nobody else; its
+    `base.json` then says that this is this server's name. That file also has the digest of the base's files. The model card has `names` in
+    place of those by which this server knows job and files.
     """
     found: list[Entry] = []
+    config = _without_path(directory / _CONFIG, base)
+    facts = served_facts(directory, base if config is not None else None)
     for path in sorted(directory.iterdir()):
         if path.is_symlink() or not path.is_file() or path.name.startswith(("tmp-", "bad-")) or path.name in _OWN:
             continue
         status = path.stat()
-        content = _without_path(path, base) if path.name == _CONFIG else _card(path, names) if path.name == CARD_FILE else None
+        content = config if path.name == _CONFIG else _card(path, names) if path.name == CARD_FILE else None
         size = status.st_size if content is None else len(content)
         found.append(Entry(path, f"{folder}/{path.name}", size, int(status.st_mtime), content))
+    if facts is not None:
+        content = (json.dumps(facts, indent=1) + "\n").encode()
+        modified = max((entry.modified for entry in found), default=0)
+        found.append(Entry(directory / BASE_FILE, f"{folder}/{BASE_FILE}", len(content), modified, content))
     return found
 
 
@@ -76,7 +84,7 @@ def _without_path(path: Path, base: str) -> bytes | None:
     return (json.dumps(config | {_BASE: base}, indent=2) + "\n").encode()
 
 
-_OWN = frozenset({MANIFEST, "job.json", "metrics.jsonl", "result.json", "data.json"})
+_OWN = frozenset({MANIFEST, "job.json", "metrics.jsonl", "result.json", "data.json", BASE_FILE})
 
 
 def tar_bytes(entries: Sequence[Entry]) -> int:

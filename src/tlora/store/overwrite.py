@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tlora import durable
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
+from tlora.base_digest import BASE_FILE
 from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
 from tlora.store.checkpoint import OPTIMIZER_FILE, REFERENCE_DIRECTORY, STATE_FILE
-from tlora.store.fingerprint import BASE_FILE
 from tlora.store.metrics import WANDB_ID
 from tlora.store.model_card import is_unedited
 from tlora.store.serving import PROMPT_FILE

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tlora import durable
+from tlora.base_digest import BASE_FILE, Fingerprint, read_fingerprint
 from tlora.errors import ConfigError
 from tlora.group.isolation import Failure, try_call
 from tlora.job import SCHEDULED, JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
 from tlora.store.earlier_orders import in_terms_of_today, pinned
-from tlora.store.fingerprint import BASE_FILE, Fingerprint, read_fingerprint
 from tlora.store.job_result import is_finished
 from tlora.store.model_card import library_versions
 from tlora.store.overwrite import check_links, remove_run

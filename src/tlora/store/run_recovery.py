@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from tlora import durable
+from tlora.base_digest import BASE_FILE, read_fingerprint
 from tlora.errors import ConfigError
 from tlora.job import JobSpec, RunSpec
 from tlora.json_file import read_object
-from tlora.store.fingerprint import BASE_FILE, read_fingerprint
 from tlora.store.run_directory import job_spec_in, lock_directory, run_spec_in
 
 _SETTINGS = ("base_model", "dtype", "base_precision", "deterministic", "cpu_threads")  # of the RunSpec
