@@ -329,6 +329,7 @@ class BaseView(Answer):
     status: Annotated[Literal["unknown", "ready", "failed"], AsSent()]
     problem: str | None = None
     bytes: int | None = None
+    digest: Annotated[str | None, Field(description="Of the files, if it is a directory: as in the `base.json` of adapters.")] = None
 
 
 class BaseList(Answer):

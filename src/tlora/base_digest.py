@@ -64,7 +64,7 @@ def quick_digest(directory: Path) -> str | None:
 
 
 def _config_text(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):

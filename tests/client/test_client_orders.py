@@ -1,4 +1,4 @@
-"""Which local files of a source are uploaded to a server: those that `tlora train` would read, or none."""
+"""Which local files of a source are uploaded to a server: those that `tlora train` would read, or none; and over which base they train."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tlora.client.orders import files_of
+from tlora.base_digest import quick_digest
+from tlora.client.orders import files_of, find_base
 from tlora.errors import ConfigError
 from tlora.job import DataSource
 
@@ -34,3 +35,26 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set" / "b.jsonl").symlink_to("b.jsonl")
     with pytest.raises(ConfigError, match="b.jsonl: its symbolic links lead in a circle"):
         files_of(source)
+
+
+def lay_out_base(directory: Path, weights: bytes) -> tuple[str, str | None]:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(weights)
+    return str(directory), quick_digest(directory)
+
+
+def test_a_directory_means_a_base_of_the_server_with_its_name_and_its_files(tmp_path: Path) -> None:
+    """The name alone may be another model's. What is not known of either is not compared, and that is said."""
+    said: list[str] = []
+    mine, digest = lay_out_base(tmp_path / "mine" / "base", b"a" * 9000)
+    _, other = lay_out_base(tmp_path / "other" / "base", b"b" * 9000)
+    assert find_base("base", {"base": other}, said.append) == "base" and not said, "exactly a served name"
+    assert find_base(mine, {"more": other, "base": digest}, said.append) == "base"
+    assert said == [f"base_model {mine}: the server's 'base' is used, which has the same files"]
+    with pytest.raises(ConfigError, match=r"the server's 'base' is another model .*--set base_model=base"):
+        find_base(mine, {"base": other}, said.append)
+    for wanted, known in ((mine, None), (str(tmp_path / "nowhere" / "base"), other)):
+        assert find_base(wanted, {"base": known}, said.append) == "base" and "'base' is used, whose files are not compared" in said[-1]
+    with pytest.raises(ConfigError, match="the server does not serve it"):
+        find_base(mine, {"more": other}, said.append)

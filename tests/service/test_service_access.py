@@ -15,6 +15,7 @@ from sqlalchemy import create_engine
 from starlette.exceptions import HTTPException
 
 from tests.service.served import ROW, Served, config_of, serving, until
+from tlora.base_digest import quick_digest
 from tlora.service.access import OPEN_PATHS, AccessMiddleware, needed_scope
 from tlora.service.connections import Body
 from tlora.service.keys import KeyRing, hash_key, revoke_key
@@ -261,7 +262,7 @@ def test_a_key_that_another_process_revokes_is_forgotten(served: Served, monkeyp
     assert until(lambda: ring.find(secret) is None) and until(lambda: not ring.is_valid(caller.key_id))
 
 
-def test_bases_are_added_by_the_operator(served: Served) -> None:
+def test_bases_are_added_by_the_operator(served: Served, tmp_path: Path) -> None:
     admin = {"Authorization": f"Bearer {served.key('operator', 'admin', 'read')}"}
     assert served.ask("alice", "POST", "/v1/bases", 403, json={"name": "new", "path": "models/new"})
     served.ask("operator", "POST", "/v1/bases", 201, json={"name": "new", "path": "models/new"}, headers=admin)
@@ -272,6 +273,11 @@ def test_bases_are_added_by_the_operator(served: Served) -> None:
         lambda: {"base", "new"} == {base["name"] for base in served.ask("alice", "GET", "/v1/bases")["data"] if base["status"] == "ready"}
     )
     assert served.wait("alice", served.submit("alice", base_model="new")["id"], "succeeded")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 100)
+    served.ask("operator", "POST", "/v1/bases", 201, json={"name": "here", "path": str(tmp_path)}, headers=admin)
+    digests = {base["name"]: base.get("digest") for base in served.ask("alice", "GET", "/v1/bases")["data"]}
+    assert digests["here"] == quick_digest(tmp_path) and digests["here"] and digests["new"] is None
 
 
 def test_health_readiness_and_numbers(served: Served) -> None:

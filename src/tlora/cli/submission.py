@@ -21,7 +21,7 @@ _DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "pac
 
 def submit_plan(connection: Connection, plan: Plan, start_from: str | None, tell: Callable[[str], None]) -> list[JobView]:
     """The jobs, once the server has accepted all of them. Raises TloraError, which says how many it had accepted before."""
-    base = find_base(plan.base_model, [base.name for base in connection.get("/v1/bases", BaseList).data])
+    base = find_base(plan.base_model, {base.name: base.digest for base in connection.get("/v1/bases", BaseList).data}, note)
     source = find_job(connection, start_from).id if start_from is not None else None
     ids = upload_files(connection, plan.files, _say_upload)
     accepted: list[JobView] = []

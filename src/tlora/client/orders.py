@@ -5,11 +5,12 @@ What only `tlora train` can do is refused here, with all problems at once; what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlora.base_digest import quick_digest
 from tlora.data_directory import check_link, may_have_splits
 from tlora.errors import ConfigError, DataError
 from tlora.job import DATA_SUFFIXES, DataConfig, DataSource, JobSpec, RunSpec
@@ -166,12 +167,27 @@ def _files(sources: Sequence[DataSource], ids: Mapping[Path, str]) -> str | list
     return [{"file": file} | ({} if weight is None else {"weight": weight}) for file, weight in found]
 
 
-def find_base(wanted: str, known: Sequence[str]) -> str:
-    """The server's name for the base model of a jobs file: the same, or that of the directory. Raises ConfigError."""
+def find_base(wanted: str, known: Mapping[str, str | None], tell: Callable[[str], None]) -> str:
+    """The server's name for the base model of a jobs file: the same, or that of the directory, which is said. `known`: the names that it
+    serves, with the digests of their files.
+
+    Raises ConfigError for one that it does not serve, also where another model has the directory's name there.
+    """
     if wanted in known:
         return wanted
-    if Path(wanted).is_absolute() and Path(wanted).name in known:
-        return Path(wanted).name
+    if Path(wanted).is_absolute() and (name := Path(wanted).name) in known:
+        try:
+            here = quick_digest(Path(wanted))
+        except OSError:
+            here = None
+        if here is not None and known[name] is not None and here != known[name]:
+            raise ConfigError(
+                f"base_model {wanted}: the server's {name!r} is another model (its config, sizes, headers or sampled blocks differ). Train "
+                f"over that one with --set base_model={name}, or let its operator add yours under another name: tlora bases add"
+            )
+        same = "which has the same files" if here is not None and known[name] is not None else "whose files are not compared"
+        tell(f"base_model {wanted}: the server's {name!r} is used, {same}")
+        return name
     listed = f"It serves {', '.join(known)}: choose one with --set base_model=NAME, or let" if known else "Let"
     raise ConfigError(
         f"base_model {wanted}: the server does not serve it. {listed} its operator add it: tlora bases add {_name_of(wanted)}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from sqlalchemy import Connection, select
+from starlette.concurrency import run_in_threadpool
 
 from tlora.api import BaseList, BaseOrder, BaseView, Deleted, KeyList, KeyOrder, ModelList, ModelView, NewKeyView
+from tlora.base_digest import quick_digest
 from tlora.service import keys as keyring
 from tlora.service.access import caller_of
 from tlora.service.database.tables import bases, jobs, keys, tenants
@@ -73,12 +76,21 @@ async def add_base(order: BaseOrder, request: Request) -> BaseView:
         services.job_controller.base_added(order.name, order.path)
 
     await services.write(insert, announce)
-    return _view(services, order.name)
+    return await run_in_threadpool(_view, services, order.name)
 
 
 def _view(services: Services, name: str) -> BaseView:
     status, problem, size = services.job_controller.base_status(name)
-    return BaseView.model_validate({"name": name, "status": status, "problem": problem, "bytes": size})
+    digest = _digest(FilePath(services.bases[name]))
+    return BaseView.model_validate({"name": name, "status": status, "problem": problem, "bytes": size, "digest": digest})
+
+
+def _digest(directory: FilePath) -> str | None:
+    """Read anew each time, a block of each of 512 tensors at most: the files may have been replaced."""
+    try:
+        return quick_digest(directory) if directory.is_dir() else None
+    except OSError:  # its jobs say which file cannot be read
+        return None
 
 
 @router.get("/models", tags=["openai"])
