@@ -311,7 +311,7 @@ def _row(line: bytes) -> dict[str, object] | None:
 def _failure(path: Path, error: OSError) -> CheckpointError:
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE:
-        remedy = "free some space there or choose another output_dir; what was saved before is intact, --resume goes on from it"
+        remedy = "free some space there or choose another output_dir"
     elif error.errno in _NO_PERMISSION:
         remedy = "make the directory writable for this user or choose another output_dir"
     else:

@@ -16,7 +16,7 @@ from tlora.cli.terminal import open_table, printable, shows_live
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.progress.view import ENDED, JobProgress, RunProgress
-from tlora.wording.numbers import MANY_JOBS, count_text, duration_text, loss_text, names_text, shorten
+from tlora.wording.numbers import MANY_JOBS, count_text, duration_text, loss_text, names_text, place_names, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job
 STYLES = {
@@ -99,12 +99,12 @@ class PlainView:
             if job.has_ended:
                 if job.name not in self._ended:
                     self._ended.add(job.name)
-                    self.note(plain_line(state.seconds, job))
+                    self.note(plain_line(state.seconds, job, state.device))
                 continue
             printed, step = self._last.get(job.name, (float("-inf"), 0))
             if job.step > step and now - printed >= LINE_SECONDS:
                 self._last[job.name] = now, job.step
-                self.note(plain_line(state.seconds, job))
+                self.note(plain_line(state.seconds, job, state.device))
 
     def note(self, line: str) -> None:
         name, _, text = line.partition(": ")
@@ -145,9 +145,9 @@ def summary_line(state: RunProgress) -> str:
     return f"[{duration_text(state.seconds)}] {len(state.jobs)} jobs: {', '.join(parts)}"
 
 
-def plain_line(seconds: float, job: JobProgress) -> str:
-    """One job in one line: time, name, step, losses, speed."""
-    where = f" on GPU {job.gpus_text}" if job.gpus_text else ""
+def plain_line(seconds: float, job: JobProgress, device: str = "cuda") -> str:
+    """One job in one line: time, name, where it is of the places of `device`, step, losses, speed."""
+    where = f" on {place_names(device)[bool(job.parts_on)]} {job.gpus_text}" if job.gpus_text else ""
     parts = [f"{job.name}: {job.status}{where}", f"step {job.step}/{job.total_steps}"]
     parts += [f"train loss {loss_text(job.loss)}"] if job.loss is not None else []
     parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
@@ -172,7 +172,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
     table.add_column("job", f"{len(state.jobs)} jobs", no_wrap=True)
     table.add_column("status", "", no_wrap=True)
     if placed:
-        table.add_column("GPU", "", justify="right", no_wrap=True)
+        table.add_column("CPU" if "cpu" in state.device else "GPU", "", justify="right", no_wrap=True)
     if wide:
         table.add_column("", "", width=20)
     table.add_column("step", _steps(state.jobs), justify="right", no_wrap=True)

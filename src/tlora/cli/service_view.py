@@ -18,7 +18,7 @@ from tlora.cli.terminal import bytes_text, open_table, printable, shows_live
 from tlora.client.jobs import Sight
 from tlora.cluster_api import ClusterView, HostView
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
-from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, ranges_text, shorten
+from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, place_names, ranges_text, shorten
 
 STYLES = {"running": "cyan", "succeeded": "green", "failed": "bold red", "cancelled": "yellow", "paused": "yellow"}  # others are dim
 _SHOWN_EVENTS = 12
@@ -126,7 +126,7 @@ def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
 def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, JobView]) -> None:
     """Groups on their GPUs, then the queue. `running`: those of the caller's jobs by id; others in a group wait to be let in."""
     waiting = {one.job: one.name for one in cluster.waiting}
-    place, places = ("GPU", "GPUs") if cluster.device == "cuda" else ("process", "processes")
+    place, places = place_names(cluster.device)
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     table = open_table()
     table.add_column(place, no_wrap=True)

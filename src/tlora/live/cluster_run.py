@@ -174,7 +174,7 @@ class _Run:
         self._run, self._out, self._places, self._policy = run, out, places, policy
         self._watcher, self._began, self._shown = watcher, began, 0.0
         self._ended: dict[str, JobResult] = {}
-        self._cluster = ClusterProgress(ProgressView(JobProgress(job.name, "preparing", job.r) for job in run.jobs))
+        self._cluster = ClusterProgress(ProgressView((JobProgress(job.name, "preparing", job.r) for job in run.jobs), places[0]))
         self._faults: set[str] = set()
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from tlora.wording.losses import recent_loss
+from tlora.wording.numbers import place_names
 
 JobStatus = Literal["preparing", "queued", "paused", "training", "evaluating", "saving", "done", "stopped", "failed"]
 ENDED = ("done", "stopped", "failed")
@@ -62,6 +63,7 @@ class RunProgress:
     tokens_per_second: float = 0.0
     padding: float = 0.0
     stage: str = ""
+    device: str = "cuda"  # whose places the jobs' `gpu` numbers
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class ProgressView:
     A *source* is a process that measures its own rates (one rank of several; a run of one process has a single one).
     """
 
-    def __init__(self, rows: Iterable[JobProgress] = ()) -> None:
+    def __init__(self, rows: Iterable[JobProgress] = (), device: str = "cuda") -> None:
+        """`device`: whose places are numbered ("cpu", "cuda:0")."""
+        self._device = device
         self.rows = {row.name: row for row in rows}
         self._changed: dict[str, JobProgress | None] = {}
         self._sources: dict[int, _Source] = {}
@@ -165,8 +169,9 @@ class ProgressView:
         total = sum(each.tokens_per_second for each in sources or self.rows.values())
         weighted = sum(each.padding * each.tokens_per_second for each in sources)
         padding = weighted / total if total else max((each.padding for each in sources), default=0.0)
-        stage = stage or next((f"GPU {number}: {each.stage}" for number, each in sorted(self._sources.items()) if each.stage), "")
-        return RunProgress(seconds, tuple(self._with_share(row, total) for row in self.rows.values()), total, padding, stage)
+        place = place_names(self._device)[0]
+        stage = stage or next((f"{place} {number}: {each.stage}" for number, each in sorted(self._sources.items()) if each.stage), "")
+        return RunProgress(seconds, tuple(self._with_share(row, total) for row in self.rows.values()), total, padding, stage, self._device)
 
     def _with_share(self, row: JobProgress, total: float) -> JobProgress:
         """The row with the tokens of all sources that compute parts of the job, of `total` tokens per second."""

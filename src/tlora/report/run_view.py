@@ -43,6 +43,7 @@ class JobView:
     progress: float | None
     gpu: int | None = None  # where it is, or was last, of a run on several GPUs
     parts_on: tuple[int, ...] = ()  # other GPUs that compute some of its replicas
+    device: str = "cuda"  # whose places these number
     order: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as `job.json` has it
 
     @property
@@ -102,7 +103,12 @@ def read_run(run_dir: Path) -> RunView:
     homes = spec.get("homes")
     homes = homes if isinstance(homes, dict) else {}
     jobs = [
-        replace(_read_job(run_dir / name, name, specs, status), gpu=_whole(homes.get(name), None), parts_on=_parts_on(spec, name))
+        replace(
+            _read_job(run_dir / name, name, specs, status),
+            gpu=_whole(homes.get(name), None),
+            parts_on=_parts_on(spec, name),
+            device=str(spec.get("device", "")),
+        )
         for name in names
     ]
     rows = merge_gpus(read_rows(run_dir / "run.jsonl"))

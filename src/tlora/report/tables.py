@@ -13,7 +13,7 @@ from tlora.report.line_styles import DASHES, LineStyle, mark, render
 from tlora.report.rows import column, smooth, thin
 from tlora.report.run_view import JobView, RunView
 from tlora.wording.losses import RECENT_STEPS
-from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text
+from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text, place_names
 
 _POINTS = 60
 _WIDTH, _HEIGHT, _EDGE = 120, 30, 2
@@ -144,7 +144,7 @@ def _status_cell(job: JobView) -> Cell:
     cell = Markup('<span class="status {}">{}</span>').format(_status_class(job.status), job.status)
     if job.gpu is not None:
         numbers = ", ".join(map(str, (job.gpu, *job.parts_on)))
-        cell += Markup('<div class="faint">{} {}</div>').format("GPUs" if job.parts_on else "GPU", numbers)
+        cell += Markup('<div class="faint">{} {}</div>').format(place_names(job.device)[bool(job.parts_on)], numbers)
     if job.left_seconds is not None:
         cell += Markup('<div class="faint">about {} left</div>').format(duration_text(job.left_seconds))
     if job.broken_step is not None:
@@ -192,7 +192,7 @@ def gpus_table(run: RunView) -> Markup:
     if not isinstance(gpus, dict) or len(gpus) < 2:
         return Markup()
     waits = {key: title for key, title in _WAITS.items() if any(key in facts for facts in gpus.values())}
-    heads = ("GPU", "jobs", "#token budget", *(f"#{title}" for title in waits.values()))
+    heads = (place_names(_device(run))[0], "jobs", "#token budget", *(f"#{title}" for title in waits.values()))
     lines: list[TableRow] = []
     for number, facts in gpus.items():
         jobs = [job.name for job in run.jobs if str(job.gpu) == number]

@@ -34,7 +34,6 @@ from tlora.service.database.writer import Writer
 from tlora.service.intake import Answer, IntakeRequest, request_line
 from tlora.service.job_status_writer import JobStatusWriter, Recorded
 from tlora.service.live_state import LiveState
-from tlora.service.machine import NAMES
 from tlora.service.order_reader import Accepted, Feeder, OrderReader, StorePatience, submit, try_later
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
@@ -42,6 +41,7 @@ from tlora.service.usage import Usage
 from tlora.service.waiting_queue import WaitingQueue
 from tlora.shape.cost import CostModel
 from tlora.shape.predicted_constants import live_constants
+from tlora.wording.numbers import place_names
 
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
 _BASE_KEY = "base:"  # of intake's questions about bases
@@ -75,7 +75,7 @@ class Controller:
         self._learned = LearnedCosts(config.directory, logging.getLogger(__name__).warning)
         self._feeder = Feeder(self._take_up)
         self._outcomes = JobStatusWriter(config.directory, writer, live, self._forget)
-        self._queue = WaitingQueue(config.policy, self._outcomes.see_queue, NAMES[backend_factory.places.device])
+        self._queue = WaitingQueue(config.policy, self._outcomes.see_queue, place_names(backend_factory.places.device))
         self._events = EventRecord(config.directory / "logs", config.log_file_bytes)
         self._intake = backend_factory.intake(
             intake_settings(config, backend_factory.places.device), config.directory / "workers" / "intake.log", self._hear

@@ -25,8 +25,9 @@ from tlora.protocol import (
     StepsDone,
 )
 from tlora.service.live_state import ClusterSnapshot
-from tlora.service.machine import NAMES, Devices
+from tlora.service.machine import Devices
 from tlora.service.waiting_queue import QueuePlace
+from tlora.wording.numbers import place_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class LiveJobs:
             before = "it is the next" if not index else f"{index:,} {'job waits' if index == 1 else 'jobs wait'} before it"
             place = queue.get(job_id)
             why = f"; {place.reason}" if place is not None and place.reason else ""
-            waiting[job_id] = f"a {NAMES[places.device][0]} that it fits on: {before}{why}"
+            waiting[job_id] = f"a {place_names(places.device)[0]} that it fits on: {before}{why}"
             if place is not None and place.starts is not None:
                 starts[job_id] = place.starts
         living = {row.name for row in rows if not row.has_ended}
@@ -120,7 +121,7 @@ class LiveJobs:
         for group in groups:
             for job_id in group.job_ids:
                 if job_id in loading:
-                    waiting[job_id] = f"its group on {gpu_names(group.gpus, *NAMES[places.device])} to load the base and let it in"
+                    waiting[job_id] = f"its group on {gpu_names(group.gpus, *place_names(places.device))} to load the base and let it in"
         places_of = {job_id: number for number, job_id in enumerate(order, 1)}
         gpus = tuple(sorted({gpu for host in hosts for gpu in host.gpus})) or places.gpus
         return ClusterSnapshot(places.device, gpus, tuple(groups), waiting, reading, places_of, starts, hosts, kinds, placements)

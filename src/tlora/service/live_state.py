@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from tlora.progress.cluster import Host
 from tlora.protocol import JobGroup
-from tlora.service.machine import NAMES
-from tlora.wording.numbers import duration_text
+from tlora.wording.numbers import duration_text, place_names
 
 PAUSED = "paused by its owner"
 _MOST_LOGGED = 100  # faults of the policy: each may name other jobs
@@ -99,7 +98,7 @@ class LiveState:
             return None
         snapshot = self._snapshot
         starts = snapshot.starts.get(job_id)
-        why = snapshot.waiting.get(job_id, f"a {NAMES[snapshot.device][0]}" if snapshot.device else "the server to begin")
+        why = snapshot.waiting.get(job_id, f"a {place_names(snapshot.device)[0]}" if snapshot.device else "the server to begin")
         return why + ("" if starts is None else f"; expected to start {_in_about(starts - time.time())}")
 
     def queue_place(self, job_id: str, status: str) -> tuple[int | None, float | None]:

@@ -12,8 +12,6 @@ from tlora.service.config import ServerConfig
 from tlora.shape.gpu_files import slowest_here, speed_here
 from tlora.shape.gpu_models import GpuModel, find_gpu
 
-NAMES = {"cuda": ("GPU", "GPUs"), "cpu": ("CPU process", "CPU processes")}  # one place of a device, and several
-
 
 @dataclass(frozen=True, slots=True)
 class Devices:

@@ -37,7 +37,7 @@ class WaitingQueue:
     """`show` gets the queue whenever it may have changed: each job that waits, with its place."""
 
     def __init__(self, policy: str, show: Callable[[Mapping[str, QueuePlace]], None], names: tuple[str, str]) -> None:
-        """`names` of one place where jobs are trained, and of several, as `machine.NAMES` has them."""
+        """`names` of one place where jobs are trained, and of several, as `place_names` has them."""
         self._policy, self._show, self._names = policy, show, names
         self._changed = True
         self._looked_at = -math.inf

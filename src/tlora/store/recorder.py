@@ -201,7 +201,7 @@ class Recorder:
     def _write_end(self, snapshot: Snapshot | Failure) -> Outcome:
         written = snapshot if isinstance(snapshot, Failure) else self._with_room(partial(self._write_last, snapshot))
         if isinstance(written, Failure):
-            return self._write_failure(snapshot, written.reason)
+            return self._write_failure(snapshot, written.reason, full=durable.is_full(written.error))
         self._raise_what_broke()
         return "done", ""
 
@@ -224,15 +224,28 @@ class Recorder:
         at = f"interrupted at step {self._run.progress.step}"
         saved = snapshot if isinstance(snapshot, Failure) else self._with_room(lambda: self._write_checkpoint(snapshot, last=True))
         if isinstance(saved, Failure):
-            return "stopped", f"{at} and not saved: {saved.reason}"
+            return "stopped", f"{at} and not saved: {saved.reason}{self._describe_kept(saved)}"
         self._raise_what_broke()
         return "stopped", f"{at}; {saved.name} continues with resume"
 
-    def _write_failure(self, snapshot: Snapshot | Failure, reason: str) -> Outcome:
+    def _write_failure(self, snapshot: Snapshot | Failure, reason: str, *, full: bool = False) -> Outcome:
+        """`full`: the reason says that the disk is full, which is said once."""
         saved = self._try_to_save(snapshot, last=True)
         if isinstance(saved, Failure):
-            return "failed", f"{reason}; its state could not be saved ({saved.reason})"
+            why = "" if full and durable.is_full(saved.error) else f" ({saved.reason})"
+            return "failed", f"{reason}; its state could not be saved{why}{self._describe_kept(saved)}"
         return "failed", f"{reason}; its last finite state is {saved}"
+
+    def _describe_kept(self, lost: Failure) -> str:
+        """What the full disk has left of the job, after a save that was `lost` on it."""
+        if not durable.is_full(lost.error):
+            return ""
+        step = durable.newest_step(self._directory)
+        return (
+            f"; --resume goes on from checkpoint-{step}"
+            if step
+            else f"; nothing of {self._run.spec.name} was saved, --resume begins at step 0"
+        )
 
     def _try_to_save(self, snapshot: Snapshot | Failure, *, last: bool) -> Path | Failure:
         return snapshot if isinstance(snapshot, Failure) else try_call(self._write_checkpoint, snapshot, last=last)

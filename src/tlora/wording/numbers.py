@@ -37,6 +37,11 @@ def gib(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
+def place_names(device: str) -> tuple[str, str]:
+    """What one place of a `device` is called ("cuda:1", "2 of cpu"), and several."""
+    return ("CPU process", "CPU processes") if "cpu" in device else ("GPU", "GPUs")
+
+
 def duration_text(seconds: float | None) -> str:
     """The two largest units of a duration."""
     if seconds is None or not math.isfinite(seconds):

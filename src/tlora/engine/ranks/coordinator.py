@@ -76,7 +76,7 @@ class Coordinator:
         self._order, self._rank_group, self._devices = order, rank_group, devices
         self.run = order.run
         self._started = begin_of_run(Path(order.run.output_dir), order.resume)
-        self._aggregator = ProgressAggregator(order.run, order.ended)
+        self._aggregator = ProgressAggregator(order.run, order.ended, devices[0])
         self._facts: dict[str, Any] = {}
         self._spans: dict[str, dict[str, Any]] = {}
         self._dispatcher: Dispatcher | None = None

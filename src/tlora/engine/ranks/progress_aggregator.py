@@ -16,10 +16,10 @@ from tlora.store.job_result import JobResult
 class ProgressAggregator:
     """`results` are of the jobs that have ended; `began` are the jobs that some rank has begun; `spans` those that several compute."""
 
-    def __init__(self, run: RunSpec, ended: Mapping[str, JobResult] = MappingProxyType({})) -> None:
-        """`ended`: jobs that an earlier run has ended."""
+    def __init__(self, run: RunSpec, ended: Mapping[str, JobResult] = MappingProxyType({}), device: str = "cuda") -> None:
+        """`ended`: jobs that an earlier run has ended; `device`: of the ranks."""
         rows = {job.name: JobProgress(job.name, "preparing", job.r) for job in run.jobs}
-        self._view = ProgressView((rows | {name: row_of(result) for name, result in ended.items()}).values())
+        self._view = ProgressView((rows | {name: row_of(result) for name, result in ended.items()}).values(), device)
         self.progress = self._view.progress
         self.lose = self._view.lose
         self.spans: Mapping[str, ReplicaPlacement] = {}

@@ -24,14 +24,13 @@ from tlora.service.database import job_rows
 from tlora.service.database.tables import jobs
 from tlora.service.live_state import PAUSED
 from tlora.service.losses import read_losses
-from tlora.service.machine import NAMES
 from tlora.service.problems import RefusedError, answer
 from tlora.service.routes.cluster import show_cluster
 from tlora.service.routes.jobs import REFUSALS, JobId
 from tlora.service.services import Services, services_of
 from tlora.service.signed import COOKIE_SECONDS, LINK_SECONDS
 from tlora.version import __version__
-from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, ranges_text
+from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, place_names, ranges_text
 
 _TEXT: dict[str, Any] = {"content": {"text/html": {"schema": {"type": "string"}}}}
 # refusals are pages for browsers, and JSON for all others
@@ -124,7 +123,7 @@ def show_page(request: Request) -> HTMLResponse:
         for group in sorted(cluster.groups, key=lambda group: group.gpus)
     ]
     waiting = [one for one in cluster.waiting if one.job not in paused and one.job not in found]  # those in a box say there what for
-    place, places = NAMES[cluster.device]
+    place, places = place_names(cluster.device)
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     page = _page(
         "cluster.html",
