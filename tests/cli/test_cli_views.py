@@ -99,6 +99,17 @@ class Clock:
         return self.now
 
 
+@pytest.mark.parametrize(("device", "one", "several"), [("cuda:0", "GPU 1", "GPUs 1,0"), ("cpu", "CPU process 1", "CPU processes 1,0")])
+def test_a_line_says_where_a_job_is_and_a_cpu_is_no_gpu(device: str, one: str, several: str):
+    for parts_on, where in (((), one), ((0,), several)):
+        jobs = (job("a", gpu=1, parts_on=parts_on),)
+        console = Console(file=io.StringIO(), width=200, markup=False)
+        PlainView(console, Clock()).progress(RunProgress(1.0, jobs, device=device))
+        (line,) = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert line.startswith(f"[1.0 s] a: training on {where}, step")
+        assert ("GPU" in drawn(RunProgress(1.0, jobs, device=device))[0]) == (device != "cpu")
+
+
 def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():
     clock, console = Clock(), Console(file=io.StringIO(), width=200, markup=False)
     view = PlainView(console, clock)

@@ -211,7 +211,11 @@ def test_two_jobs_of_one_name_also_when_they_differ_in_case_or_come_from_a_sweep
 
 def test_a_name_that_a_sweep_makes_too_long_is_refused(tmp_path: Path):
     text = f"base_model: b\njobs: [{{name: {'x' * 61}, data: d, sweep: {{r: [8]}}}}]"
-    assert "63 at most" in one_problem(tmp_path, text)
+    said = one_problem(tmp_path, text)
+    assert has(said, "sweep: makes the job name", "of 64 characters, 63 at most", f"shorten `name` '{'x' * 61}' by 1"), said
+    modules = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
+    text = f"base_model: b\njobs: [{{name: a, data: d, sweep: {{target_modules: [[{modules}]]}}}}]"
+    assert "write its jobs one by one, each with a name" in one_problem(tmp_path, text)
 
 
 def test_the_line_of_a_default_is_the_defaults_line_told_once(tmp_path: Path):

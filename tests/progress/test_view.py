@@ -137,6 +137,9 @@ def test_rates_of_several_sources_are_summed_and_shares_are_of_all() -> None:
     assert [(row.status, row.gpu, row.tokens_per_second) for row in shown.jobs] == [("training", 0, 60.0), ("queued", None, 0.0)]
     view.measure(1, 0.0, 0.0, "loading")
     assert view.progress(1.0).stage == "GPU 1: loading" and view.progress(1.0, "tokenizing").stage == "tokenizing"
+    on_cpus = ProgressView(device="cpu")
+    on_cpus.measure(1, 0.0, 0.0, "loading")
+    assert on_cpus.progress(1.0).stage == "CPU process 1: loading"
 
 
 def test_logged_values_are_the_newest_that_are_numbers(tmp_path: Path) -> None:

@@ -161,13 +161,13 @@ def _spread(
     return spans, fixed
 
 
-def describe_placement(placement: Placement) -> str:
-    """What begins where, in a line."""
+def describe_placement(placement: Placement, place: str = "GPU") -> str:
+    """What begins where, in a line. `place`: what one of the devices is called."""
     each = (
         ", ".join([*jobs, *(part_text(name, placement.spans[name].longest_on(gpu)) for name in placement.parts(gpu))]) or "none"
         for gpu, jobs in enumerate(placement.jobs)
     )
-    line = "; ".join(f"GPU {gpu}: {jobs}" for gpu, jobs in enumerate(each))
+    line = "; ".join(f"{place} {gpu}: {jobs}" for gpu, jobs in enumerate(each))
     return f"{line} (predicted {duration_text(placement.end)}, {placement.told})"
 
 

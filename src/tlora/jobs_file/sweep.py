@@ -13,6 +13,7 @@ from tlora.jobs_file.located import Located, Problem
 from tlora.jobs_file.spelling import suggest
 
 MAX_COMBINATIONS = 1_000
+MOST_NAME = 63  # characters, as `NAME_PATTERN` has it
 SHORT_NAMES = {
     "learning_rate": "lr",
     "lora_alpha": "alpha",
@@ -61,6 +62,12 @@ def expand(job: Fields, known: Sequence[str], data_keys: Sequence[str], problems
         if name is not None:
             one["name"], one["sweep_of"] = name.with_value(title_of(base, combination)), name
         jobs.append(one)
+    longest = max((str(one["name"].value) for one in jobs), key=len) if name is not None else ""
+    if len(base) <= MOST_NAME < len(longest):
+        over = len(longest) - MOST_NAME
+        remedy = f"shorten `name` {base!r} by {over}" if over < len(base) else "write its jobs one by one, each with a name"
+        problems.append(sweep.problem(f"sweep: makes the job name {longest!r} of {len(longest)} characters, {MOST_NAME} at most; {remedy}"))
+        return []
     return jobs
 
 

@@ -146,7 +146,7 @@ def test_a_rank_with_less_memory_computes_the_short_samples_alone(world: World, 
     assert results.status == "done", told.lines
     facts = read_object(tmp_path / "out" / "run.json")
     assert facts["homes"]["wide"] == 0 and facts["spans"]["wide"] == {"replicas": 2, "gpus": [0, 1], "longest_samples": [0, SHORT]}
-    assert told.said(f"GPU 0: wide; GPU 1: a part of wide (samples of up to {SHORT} tokens)")
+    assert told.said(f"CPU process 0: wide; CPU process 1: a part of wide (samples of up to {SHORT} tokens)")
     assert told.said(f"(the longest sample has {SHORT})"), told.lines
     whole, found = (
         [row["loss"] for row in rows(out / "wide" / "metrics.jsonl") if "loss" in row] for out in (world.whole, tmp_path / "out")

@@ -57,7 +57,8 @@ def test_a_rank_that_is_lost_before_it_is_assigned_its_jobs_is_done_without(worl
     results = world.train(tmp_path / "out", 3, watcher=told.watcher)
     assert told.acted
     assert results.status == "done", told.lines
-    assert told.said("GPU 1 is lost before training: was killed by signal 9 (SIGKILL)") and told.said("starting again on 2 GPUs")
+    assert told.said("CPU process 1 is lost before training: was killed by signal 9 (SIGKILL)")
+    assert told.said("starting again on 2 CPU processes")
     world.same_bytes(tmp_path / "out")
     assert len(read_object(tmp_path / "out" / "run.json")["gpus"]) == 2
 
@@ -71,7 +72,7 @@ def test_and_one_that_is_lost_while_the_others_wait_for_it(
     at_assignment(monkeypatch, lambda _: kill(world, victim))
     results = world.train(tmp_path / "out", 2, watcher=told.watcher)
     assert results.status == "done", told.lines
-    assert told.said(f"GPU {victim} is lost before training") and told.said("starting again on 1 GPU")
+    assert told.said(f"CPU process {victim} is lost before training") and told.said("starting again on 1 CPU process")
     world.same_bytes(tmp_path / "out")
 
 
@@ -84,7 +85,7 @@ def test_all_are_lost_at_once(world: World, tmp_path: Path, monkeypatch: pytest.
             time.sleep(0.01)
 
     at_assignment(monkeypatch, kill_all)
-    with pytest.raises(RankError, match=r"GPU \d .*SIGKILL.*Start the run"):
+    with pytest.raises(RankError, match=r"CPU process \d .*SIGKILL.*Start the run"):
         world.train(tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
 
@@ -111,7 +112,7 @@ def test_all_are_lost_one_after_the_other(world: World, tmp_path: Path, monkeypa
     monkeypatch.setattr(rank_group.RankGroup, "start", start)
     with pytest.raises(TloraError, match=r"was killed by signal 9 \(SIGKILL\)"):
         world.train(tmp_path / "out", 2, watcher=told.watcher)
-    assert told.said("starting again on 1 GPU")
+    assert told.said("starting again on 1 CPU process")
     assert not (tmp_path / "out").exists()
 
 
@@ -119,7 +120,7 @@ def test_under_a_launcher_the_run_ends(world: World, tmp_path: Path, monkeypatch
     """It ends all ranks when one is lost, and none can be started in place of it."""
     monkeypatch.setattr(rank_group.RankGroup, "launched_elsewhere", property(lambda _: True))
     told = Told(0, lambda: kill(world, 1))
-    with pytest.raises(RankError, match="GPU 1 is lost .*SIGKILL.* Launch all ranks"):
+    with pytest.raises(RankError, match="CPU process 1 is lost .*SIGKILL.* Launch all ranks"):
         world.train(tmp_path / "out", 2, watcher=told.watcher)
     assert not (tmp_path / "out").exists()
 
@@ -148,4 +149,4 @@ def test_a_base_that_was_to_be_shared_does_not_fit_on_what_is_left(world: World,
     world.processes.clear()
     with pytest.raises(CapacityError):
         tlora.train(spec, device="cpu", gpus=2, watcher=told.watcher)
-    assert told.said("GPU 1 is lost before training") and not (tmp_path / "out").exists()
+    assert told.said("CPU process 1 is lost before training") and not (tmp_path / "out").exists()

@@ -52,7 +52,7 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: 
     assert facts["status"] == "done"
     assert sorted(facts["gpus"]) == [str(rank) for rank in range(gpus)]
     assert {row["gpu"] for row in rows(tmp_path / "out" / "run.jsonl")} <= set(range(gpus))
-    assert told.said("GPU 0:") and told.said("GPU 1:")
+    assert told.said("CPU process 0:") and told.said("CPU process 1:") and not told.said("GPU 0:")
     assert told.last is not None
     assert {job.status for job in told.last.jobs} == {"done"}
     assert all(process.has_ended for process in world.processes)
@@ -72,7 +72,7 @@ def test_a_lost_rank_costs_the_others_nothing_and_its_jobs_go_on(world: World, t
     assert told.acted
     assert results.status == "done"
     world.same_bytes(tmp_path / "out")
-    assert told.said(f"GPU {victim} is lost") or world.processes[victim].has_ended
+    assert told.said(f"CPU process {victim} is lost") or world.processes[victim].has_ended
 
 
 @pytest.mark.slow

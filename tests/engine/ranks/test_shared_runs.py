@@ -135,7 +135,7 @@ def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
     assert killed
     assert results.status == "done", lines
     world.same_bytes(tmp_path / "out")
-    assert any("starting again from the last checkpoints, on 2 GPUs" in line for line in lines)
+    assert any("starting again from the last checkpoints, on 2 CPU processes" in line for line in lines)
     assert not taken
 
 

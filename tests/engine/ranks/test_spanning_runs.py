@@ -51,7 +51,7 @@ def test_the_bytes_are_those_of_one_process(world: World, tmp_path: Path, gpus: 
     assert all(each["exchange_wait_seconds"] >= 0 for each in facts["gpus"].values())
     assert facts["status"] == "done" and sorted(facts["gpus"]) == [str(rank) for rank in range(gpus)]
     assert {row["gpu"] for row in rows(tmp_path / "out" / "run.jsonl")} <= set(range(gpus))
-    assert told.said("GPU 0:") and told.said("GPU 1:")
+    assert told.said("CPU process 0:") and told.said("CPU process 1:") and not told.said("GPU 0:")
     assert told.last is not None and {job.status for job in told.last.jobs} == {"done"}
     assert all(process.has_ended for process in world.processes)
     assert results.report is not None and results.report.is_file()

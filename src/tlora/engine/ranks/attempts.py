@@ -19,6 +19,7 @@ from tlora.errors import CapacityError, RankError
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.run_directory import earlier_base, hold_run_directory
 from tlora.supermodel.load import find_directory
+from tlora.wording.numbers import place_names
 
 
 def train_on_ranks(order: CheckedRun, devices: Sequence[str], data_worker: DataWorker | None, started: RankGroup | None) -> Results:
@@ -77,4 +78,4 @@ def _left(devices: Sequence[str], rank_group: RankGroup) -> list[str]:
 
 
 def _gpus(devices: Sequence[str]) -> str:
-    return f"{len(devices)} GPU{'s' * (len(devices) > 1)}"
+    return f"{len(devices)} {place_names(devices[0])[len(devices) > 1]}"

@@ -58,7 +58,7 @@ from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
-from tlora.wording.numbers import duration_text
+from tlora.wording.numbers import duration_text, place_names
 from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 _SHOW_SECONDS = 0.25
@@ -73,7 +73,7 @@ class Coordinator:
     """One attempt at the run, on all ranks of `rank_group`: `prepare`, then `train`."""
 
     def __init__(self, order: CheckedRun, rank_group: RankGroup, devices: Sequence[str]) -> None:
-        self._order, self._rank_group, self._devices = order, rank_group, devices
+        self._order, self._rank_group, self._devices, self._place = order, rank_group, devices, place_names(devices[0])[0]
         self.run = order.run
         self._started = begin_of_run(Path(order.run.output_dir), order.resume)
         self._aggregator = ProgressAggregator(order.run, order.ended, devices[0])
@@ -104,7 +104,7 @@ class Coordinator:
         else:
             earlier = earlier_kinds(self.run) if self._order.resume else {}
             placement, may_have = place_on(self._gpus, seconds, replicas, self._holders, self.run.deterministic, earlier)
-            self._order.watcher.note(describe_placement(placement))
+            self._order.watcher.note(describe_placement(placement, self._place))
             self._dispatcher = Dispatcher(seconds, placement, speeds=self._gpus.speeds, may_have=may_have)
             if self.run.deterministic and (kinds := self._gpus.kinds_by_job(may_have)):
                 self._kinds = kinds
@@ -190,7 +190,7 @@ class Coordinator:
         for line in first.warnings:
             note(line)
         for rank, each in ready.items():
-            note(f"GPU {rank}: {each.plan}")
+            note(f"{self._place} {rank}: {each.plan}")
         self.run = self.run.model_copy(update={"cpu_threads": first.threads or self.run.cpu_threads})
         if kernels := first.facts.get("kernels"):
             note(f"kernels: {kernels}")
@@ -332,7 +332,7 @@ class Coordinator:
                 if dispatcher is not None:
                     self._lose(rank, report)
             case LogLine(line):
-                self._order.watcher.note(f"GPU {rank}: {line}")
+                self._order.watcher.note(f"{self._place} {rank}: {line}")
             case RowMade(row):
                 self._rows.write({**row, "gpu": rank})
             case Shown():
@@ -348,7 +348,7 @@ class Coordinator:
             case Left(job) if dispatcher is not None:
                 dispatcher.left(rank, job)
             case Faulty(job, reason) if dispatcher is not None and job in dispatcher.spans:
-                self._order.watcher.note(f"GPU {rank} cannot compute its part of {job} ({reason}): the job goes on in one place")
+                self._order.watcher.note(f"{self._place} {rank} cannot compute its part of {job} ({reason}): the job goes on in one place")
                 dispatcher.dissolve(job)
             case Bye(waited):
                 self._see_waits(rank, waited)
@@ -365,7 +365,7 @@ class Coordinator:
         self._facts["gpus"][str(rank)] |= waited
         waits = [f"{duration_text(seconds)} {WAITS[what]}" for what, seconds in waited.items() if seconds >= _TOLD_SECONDS]
         if waits:
-            self._order.watcher.note(f"GPU {rank} has waited {' and '.join(waits)}")
+            self._order.watcher.note(f"{self._place} {rank} has waited {' and '.join(waits)}")
 
     def _show(self, rank: int, shown: Shown) -> None:
         self._aggregator.show(rank, shown.progress, shown.rates)
@@ -383,7 +383,7 @@ class Coordinator:
         if self._dispatcher.open:
             jobs = self._dispatcher.lose(rank) if rank in self._dispatcher.ranks else []
             rest = f"; {', '.join(jobs)} go on elsewhere" if jobs and self._dispatcher.ranks and not self._must_end else ""
-            self._order.watcher.note(f"GPU {rank} is lost: {lost.reason}{rest}")
+            self._order.watcher.note(f"{self._place} {rank} is lost: {lost.reason}{rest}")
             if strayed := self._gpus.strayed(self._kinds, jobs, self._dispatcher.ranks):
                 self._order.watcher.note(strayed)
 
@@ -393,7 +393,7 @@ class Coordinator:
             return  # of which more is heard
         if lost.broken is not None and lost.broken.error:
             self._raise(lost)
-        message = f"GPU {rank} is lost before training: {lost.reason}"
+        message = f"{self._place} {rank} is lost before training: {lost.reason}"
         if self._rank_group.launched_elsewhere:
             raise RankError(f"{message}. Launch all ranks again")
         raise LostBeforeTrainingError(message)
