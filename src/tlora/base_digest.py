@@ -107,22 +107,13 @@ class TrainedOver:
     def __str__(self) -> str:
         return f"the server's base {self.name!r}" if self.served else self.name
 
-    def check(self, adapter: Path, base_model: str, files: Path, remedy: str) -> bool:
-        """Whether the base of the adapter in `adapter` has the digest of `base_model`, which lies in `files`; False where either is
-        unknown. Raises ModelError if they differ.
-        """
+    def differs(self, files: Path) -> bool | None:
+        """Whether the base that lies in `files` has another digest: it is another model, or the same in another format. None if unknown."""
         try:
             digest = quick_digest(files)
         except OSError:  # loading says which file cannot be read
             digest = None
-        if self.files is None or digest is None:
-            return False
-        if digest != self.files.quick:
-            raise ModelError(
-                f"{adapter}: the adapter was trained over {self}, and {base_model} is another model (its config, sizes, headers or sampled "
-                f"blocks differ). {remedy}"
-            )
-        return True
+        return None if self.files is None or digest is None else digest != self.files.quick
 
 
 def trained_over(adapter: Path) -> TrainedOver | None:

@@ -228,24 +228,22 @@ def test_an_adapter_of_another_base_is_refused(adapter: Path, tmp_path: Path):
         open_adapter(adapter, base_model=str(other))
 
 
-def test_an_adapter_answers_over_the_base_it_was_trained_over_alone(adapter: Path, base: Path, tmp_path: Path):
-    """Another model of the same shape is refused, whether the adapter leads to it or `--base-model` does."""
-    digest = quick_digest(base)
-    facts: dict[str, Any] = {"base_model": str(base), "base_files": {"quick": digest, "sha256": {}}}
+def test_an_adapter_leads_to_the_base_that_it_was_trained_over_alone(adapter: Path, base: Path, tmp_path: Path):
+    """Another model of the same shape is refused, and said of where `--base-model` gives it: it may be the same in another format."""
+    facts: dict[str, Any] = {"base_model": str(base), "base_files": {"quick": quick_digest(base), "sha256": {}}}
     (adapter / "base.json").write_text(json.dumps(facts))
     other = save_base(tmp_path / "other", seed=1)
     copied = Path(shutil.copytree(base, tmp_path / "copied"))
-    assert open_adapter(adapter).notes and open_adapter(adapter, base_model=str(copied)).notes
-    said = re.escape(f"was trained over {base}, and {other} is another model") + ".*Give --base-model DIRECTORY"
-    with pytest.raises(ModelError, match=said):
-        open_adapter(adapter, base_model=str(other))
-    checkpoint = Path(shutil.copytree(adapter, adapter / "checkpoint-2", ignore=shutil.ignore_patterns("base.json")))
-    with pytest.raises(ModelError, match=said):
-        open_adapter(checkpoint, base_model=str(other))
+    words = f"the adapter was trained over {base}, and {other} "
+    for same in (open_adapter(adapter), open_adapter(adapter, base_model=str(copied))):
+        assert not any("was trained over" in line for line in same.notes)
+    assert any(line.startswith(f"{words}has other files") for line in open_adapter(adapter, base_model=str(other)).notes)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(other)}))
-    with pytest.raises(ModelError, match=said):
-        open_adapter(adapter)
+    checkpoint = Path(shutil.copytree(adapter, adapter / "checkpoint-2", ignore=shutil.ignore_patterns("base.json")))
+    for place in (adapter, checkpoint):
+        with pytest.raises(ModelError, match=re.escape(f"{words}is another model") + ".*Give --base-model DIRECTORY"):
+            open_adapter(place)
     (adapter / "base.json").write_text('{"base_model": "x", "base_files": {}}')
     with pytest.raises(ModelError, match=r"base\.json: cannot be read \(no 'quick'\)"):
         open_adapter(adapter)
@@ -265,9 +263,8 @@ def test_a_servers_name_of_a_base_is_no_path(adapter: Path, base: Path, tmp_path
         open_adapter(adapter)
     notes = open_adapter(adapter, base_model=str(base)).notes
     assert any("is not known" in line for line in notes) != known
-    if known:
-        with pytest.raises(ModelError, match=r"the server's base 'base', and base is another model"):
-            open_adapter(adapter, base_model="base")
+    said = "the adapter was trained over the server's base 'base', and base has other files"
+    assert any(line.startswith(said) for line in open_adapter(adapter, base_model="base").notes) == known
 
 
 def test_what_is_missing_is_named(adapter: Path, base: Path, tmp_path: Path):

@@ -268,7 +268,7 @@ def test_a_host_that_is_left_gets_no_jobs_until_it_is_taken_back(job_controller:
     assert "host local gets no new jobs, and has no job" in ended
     job_controller.tick_until(lambda: "drained" in job_controller("queue").output)  # its picture comes after it
     shown = " ".join(job_controller("queue").output.split())
-    assert "host fails with processes in use" in shown and "0-1 0 of 2 drained" in shown and "left" in shown and "free" not in shown
+    assert "host fails with CPU processes in use" in shown and "0-1 0 of 2 drained" in shown and "left" in shown and "free" not in shown
     job_controller("submit", "jobs.yaml")
     page = job_controller.served.client.get("/", headers={"X-API-Key": job_controller.served.key("alice")}).text
     assert "<h1>Hosts</h1>" in page and "drained" in page

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from tlora.adapters.peft import load_params, read_config
 from tlora.adapters.state import AdapterLayout, make_layout
-from tlora.base_digest import trained_over
+from tlora.base_digest import TrainedOver, trained_over
 from tlora.data.base_download import fetch_base
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.engine.watcher import Watcher
@@ -90,8 +90,8 @@ def open_adapter(
     """Load the adapter in `directory` and its base: `base_model`, else the one that the adapter names. `unused_weights` as in a jobs file,
     or as the run says that trained the adapter over this base. `watcher` sees how far a download is.
 
-    Raises ModelError where the adapter's `base.json` has the digest of another base, and naming the first tensor that is missing, too
-    many or of another shape.
+    Raises ModelError where the base that the adapter leads to is not the one in its `base.json`, and naming the first tensor that is
+    missing, too many or of another shape.
     """
     named, over = _base_of(read_config(directory)), trained_over(directory)
     if over is not None and over.served:  # no path and no hub id: what has that name here is another model
@@ -108,8 +108,7 @@ def open_adapter(
     except ModelError as error:
         raise (error if base_model else ModelError(f"{error}. The adapter names this base: --base-model says where it is")) from None
     fetch_base(base, (watcher or Watcher()).stages())
-    if over is not None and not over.check(directory, base, find_directory(base), _REMEDY) and over.served:
-        notes.append(f"the adapter was trained over {over}; whether {base} is the same model is not known")
+    notes += _compare_bases(directory, over, base, given=bool(base_model)) if over is not None else []
     prompting = find_prompting(directory, base)
     dtype, line = settle_dtype(base, "auto", place)
     notes += [line] if line else []
@@ -129,6 +128,19 @@ def open_adapter(
     vocabulary, chats = model.get_input_embeddings().num_embeddings, ChatSettings(prompting.kwargs)
     encoder = open_encoder(prompting.tokenizer, prompting.template, False, vocabulary, chats)
     return AdaptedModel(model, encoder, layout, params, experts, prompting.raw, (*notes, f"prompt: {prompting.said}"))
+
+
+def _compare_bases(directory: Path, over: TrainedOver, base: str, *, given: bool) -> list[str]:
+    """What is to be said where the files of `base` are not those of the training. Raises ModelError unless the user has `given` it."""
+    differs = over.differs(find_directory(base))
+    if differs and not given:
+        found = "its config, sizes, headers or sampled blocks differ"
+        raise ModelError(f"{directory}: the adapter was trained over {over}, and {base} is another model ({found}). {_REMEDY}")
+    if differs:
+        return [f"the adapter was trained over {over}, and {base} has other files: another model, or this one in another format"]
+    return (
+        [f"the adapter was trained over {over}; whether {base} is the same model is not known"] if over.served and differs is None else []
+    )
 
 
 def _find_base(directory: Path, named: str | None) -> str | None:

@@ -121,8 +121,7 @@ class Trainer:
         self._driver = Driver(model, context, paths, STARTING_BUDGET, exchange=self._parts.exchange, pipeline=pipeline)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
-        most_tokens = self._cut.tokens if self._cut is not None else None
-        self._memory = WorkerMemory(bound, self._group, load.recompute, SetPlan(STARTING_BUDGET), most_tokens)
+        self._memory = WorkerMemory(bound, self._group, load.recompute, SetPlan(STARTING_BUDGET), self._cut and self._cut.tokens)
         self._calibration = calibrate_in_background(load, model, self._memory.has_room_for, send)
         self._group.stream.begin = self._begin
         self._preparing: dict[str, Join] = {}

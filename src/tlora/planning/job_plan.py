@@ -185,10 +185,11 @@ def _place_warnings(ordered: JobSpec, adopted: JobSpec, start: Path, model: Supe
 
 
 def _base_warnings(start: Path, base_model: str) -> list[str]:
-    """Raises ModelError where the adapter's `base.json` has the digest of another base."""
     named, over = read_config(start).get("base_model_name_or_path"), trained_over(start)
-    known = over is not None and over.check(start, base_model, find_directory(base_model), "Set base_model to that one")
-    if not named or same_base(named, base_model) or (known and over is not None and over.served):
+    differs = over.differs(find_directory(base_model)) if over is not None else None
+    if differs:
+        return [f"{start} was trained over {over}, and {base_model} has other files: another model, or this one in another format"]
+    if not named or same_base(named, base_model) or (over is not None and over.served and differs is False):
         return []
     return [f"{start} names {named} as its base, and goes on over {base_model}: check that they are the same model"]
 
