@@ -96,7 +96,7 @@ def test_norms_between_linears_and_attention_are_found(tmp_path: Path) -> None:
     for family in ("qwen3.5", "qwen3-next"):
         HYBRIDS[family].save_pretrained(tmp_path / family)
     for directory in sorted(tmp_path.iterdir()):
-        found[directory.name] = find_calls(SuperModel(outline(str(directory), "bfloat16")).base).normed
+        found[directory.name] = find_calls(SuperModel(outline(str(directory), "bfloat16")).base).beside_linears
     heads = 4 + 2
     assert found == {
         "llama": 0,

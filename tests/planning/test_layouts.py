@@ -297,6 +297,33 @@ def test_too_little_for_one_layer_says_what_would_fit(run: RunSpec) -> None:
     assert "Would fit: " in str(error) and "GPUs on which a run may take" in str(error)
 
 
+@pytest.mark.parametrize(("gib", "is_remedy"), [(5, False), (7, True)])
+def test_fewer_bits_are_a_remedy_only_where_they_fit(gib: int, is_remedy: bool, run: RunSpec) -> None:
+    """Of a mixture they save little: experts stay as they are."""
+    (device,) = large(devices_of(run, RTX_4090))
+    why = "its files have each expert by itself"
+    parts = replace(device.parts, shared_bytes=(), streamed=None, no_stages=why, precision_bytes={"nf4": 6 << 30})
+    jobs, tight = sketched(run), [replace(device, parts=parts, limit_bytes=gib << 30)] * 2
+    assert ("base_precision: nf4" in str(no_layout(run, jobs, tight, plan_layouts(run, jobs, tight)))) is is_remedy
+
+
+def test_an_ordered_layout_that_one_gpu_cannot_have_is_told_of_another(run: RunSpec) -> None:
+    """Memory is not why, so that fewer bits and larger GPUs are no remedies."""
+    ordered, jobs, one = run.model_copy(update={"layout": "stages"}), sketched(run), devices_of(run, H100)
+    told = str(no_layout(ordered, jobs, one, plan_layouts(ordered, jobs, one)))
+    assert told.endswith("Would fit: layout: auto, or --gpus 2"), told
+    assert plan_layouts(run, jobs, one).feasible and plan_layouts(ordered, jobs, one * 2).feasible, "the remedies"
+
+
+def test_a_mixture_that_is_too_large_is_told_of_a_form_that_it_gets_by_order(run: RunSpec) -> None:
+    (device,) = large(devices_of(run, RTX_4090))
+    parts = replace(device.parts, in_parts=device.parts.memory, no_stages="its files have each expert by itself", precision_bytes={})
+    jobs, tight = sketched(run), [replace(device, parts=parts, limit_bytes=6 << 30)]
+    told = str(no_layout(run, jobs, tight, plan_layouts(run, jobs, tight)))
+    assert "Would fit: layout: streamed, or GPUs on which" in told, told
+    assert plan_layouts(run.model_copy(update={"layout": "streamed"}), jobs, tight).feasible, "the remedy"
+
+
 def test_one_small_gpu_is_told_of_more(run: RunSpec) -> None:
     jobs, one = sketched(run), devices_of(run, RTX_4090)
     least = min(each.least_bytes for each in plan_layouts(run, jobs, limited(one, 1)).refused)

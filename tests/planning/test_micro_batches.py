@@ -252,3 +252,13 @@ def test_a_lone_job_over_stages_gets_its_batch_in_several() -> None:
     cost = in_stages(COST, 2, jobs)
     assert cost.bubble(4096) == pytest.approx(1 / 2, abs=0.02) and cost.bubble(512) == pytest.approx(1 / 9, abs=0.02)
     assert choose(run, jobs, 128, EIGHT_B, 10**12, cost).token_budget < 4096
+
+
+def test_a_streamed_base_whose_link_is_hidden_gets_the_micro_batches_of_a_whole_one() -> None:
+    """Else it would be predicted to be faster than the same base without a link, as larger ones cost less a token."""
+    small = replace(EIGHT_B, layer_weights=15_000_000, layer_features=25_000)
+    run, jobs = sharing([(8, 400)] * 4)
+    whole, hidden, waited = (
+        choose(run, jobs, 400, small, 10**12, token_cost(small, GPU, link_tokens)).token_budget for link_tokens in (0.0, 100.0, 20_000.0)
+    )
+    assert whole == hidden < waited

@@ -244,18 +244,26 @@ def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tup
 
 
 def no_layout(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], plans: LayoutPlans) -> CapacityError:
-    """Of GPUs on which no layout is feasible, what would fit: fewer bits, more GPUs, or larger ones."""
+    """Of GPUs on which no layout is feasible, what would fit: another one than is ordered, fewer bits, more GPUs, or larger ones."""
     parts, device = devices[0].parts, devices[0]
     remedies: list[str] = []
-    for count in range(len(devices) + 1, MOST_GPUS + 1):
-        if any(isinstance(each, LayoutPlan) for each in _tried(run, jobs, (device,) * count)):
-            remedies.append(f"--gpus {count}")
-            break
-    smaller = [name for name, count in parts.precision_bytes.items() if count < parts.memory.base_bytes]
-    if run.base_precision is None and smaller:
-        remedies.append(f"base_precision: {smaller[-1]}, to try with this command")
     needed = min((each for each in plans.refused if each.least_bytes), key=lambda each: each.least_bytes, default=None)
+
+    def is_feasible(run: RunSpec, devices: Sequence[Device]) -> bool:
+        return any(isinstance(each, LayoutPlan) for each in _tried(run, jobs, tuple(devices)))
+
+    others = [each for each in ("auto", *FORMS) if each != run.layout]  # a mixture is in parts by order alone
+    if other := next((each for each in others if is_feasible(run.model_copy(update={"layout": each}), devices)), None):
+        remedies.append(f"layout: {other}")
+    more = range(len(devices) + 1, MOST_GPUS + 1)
+    if count := next((count for count in more if is_feasible(run, [device] * count)), None):
+        remedies.append(f"--gpus {count}")
+    limit, base_bytes = max(device.limit_bytes for device in devices), parts.memory.base_bytes
+    lacking = min((each.least_bytes - limit for each in plans.refused if each.least_bytes), default=0)
+    smaller = [name for name, count in parts.precision_bytes.items() if base_bytes - count >= lacking]
+    if needed is not None and run.base_precision is None and smaller:  # a mixture's experts stay as they are
+        remedies.append(f"base_precision: {smaller[-1]}, to try with this command")
     if needed is not None:
-        remedies.append(f"GPUs on which a run may take {gib(needed.least_bytes)} ({needed.name})")
+        remedies.append(f"GPUs on which a run may take more than {gib(needed.least_bytes)} ({needed.name})")
     reasons = "; ".join(f"{each.name}: {each.why}" for each in plans.refused)
     return CapacityError(f"no layout fits. {reasons}. Would fit: {', or '.join(remedies) or 'a smaller base'}")

@@ -24,6 +24,7 @@ from tlora.kernels.frozen import FrozenWeight, held_bytes
 from tlora.kernels.grouped_lora import chunk_jobs
 from tlora.kernels.library_attention import SampleLayout, lay_out_samples
 from tlora.kernels.linear_cross_entropy import chunk_bytes
+from tlora.kernels.packed_weight import PackedWeight
 from tlora.shape import CPU_SHARE
 from tlora.shape.memory import MOST_GPUS, BaseMemory, MemoryModel, Phase, StreamedBytes, base_memory
 from tlora.sharing.host_memory import Streaming
@@ -40,7 +41,7 @@ from tlora.supermodel.plain_path import groups_on
 from tlora.supermodel.recurrent_layers import why_not_in_passes
 from tlora.supermodel.routers import why_not_alone
 from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, held_in_parts, refuse_experts
-from tlora.supermodel.structure import find_calls
+from tlora.supermodel.structure import count_kept_outputs, find_calls
 from tlora.supermodel.supermodel import SuperModel
 
 T = TypeVar("T")
@@ -65,9 +66,11 @@ def measure(
     layers, linears = len(layers_of(model.base.decoder)), model.targets().values()
     multiplied = sum(k * n for k, n in linears) + sum(active_weights(model, adapts_experts).values())
     weights, features = multiplied // max(1, layers), sum(k + n for k, n in linears) // max(1, layers)
+    packed = [w for w in _weights(model) if isinstance(w, PackedWeight)]
+    unpacked = sum(w.shape[0] * w.shape[1] for w in packed) // max(1, layers)
     if kernels and takes_fast_path(model):
         estimate = _estimate(model, device, rank, adapts_experts)
-        return MemoryModel(base_bytes, estimate, layers, element, sums, step_copies, weights, features)
+        return MemoryModel(base_bytes, estimate, layers, element, sums, step_copies, weights, features, unpacked)
     head = model.base.head.weight_VH
     name = "memory probe"
     model.join(name, _probe_lora(model, rank, adapts_experts), TrainConfig(max_steps=1))
@@ -81,7 +84,7 @@ def measure(
     kept = (many - few) / _PROBE_TOKENS
     scratch = chunk_bytes(model.base.head, device) + max(_linear_scratch(model), _expert_scratch(model, device, adapts_experts))
     phase = Phase(scratch, kept + moving + recurrence, 0.0, kept / max(1, layers), RULE_CHUNK * recurrence, RULE_CHUNK)
-    counted = (weights, features) if device.type == "cuda" else (0, 0)  # on a CPU a token costs the same in any micro-batch
+    counted = (weights, features, unpacked) if device.type == "cuda" else (0, 0, 0)  # on a CPU a token costs the same in any micro-batch
     return MemoryModel(base_bytes, (phase,), 0, element, sums, step_copies, *counted)
 
 
@@ -128,16 +131,18 @@ def _recurrence_bytes(model: SuperModel) -> int:
 def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts: bool) -> tuple[Phase, ...]:
     """Bytes of a micro-batch on compiled layers, from the linears' widths.
 
-    A layer keeps the output of each linear (of those that end a block, the residual that they are added to), attention's output and
-    log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward, but not those of queries and keys: what they
-    read is kept, and what attention reads. Phases: head and loss hold a chunk of logits, the hidden states and their gradient; a layer's
-    backward four times its widest x (the activation's product, and the gradients of that and of its factors), and five of its hidden
-    states; products over a group of packed weights hold these as they are multiplied, and two of the widest x: the product and its
-    gradient, or the factors' gradients. A recurrent layer keeps its convolution's and its rule's output and the inverses of the rule's
-    chunks, and in backward makes the rule's states again: a phase of its own, which grows with the number of samples too.
+    A layer keeps the output of each linear (of those that end a block, the residual that they are added to; where a norm or experts come
+    between, that as well), attention's output and log-sum-exp, and each linear's x @ A. Norms and activations are made again in backward,
+    but not those of queries and keys: what they read is kept, and what attention reads. Phases: head and loss hold a chunk of logits, the
+    hidden states and their gradient; a layer's backward four times its widest x (the activation's product, and the gradients of that and of
+    its factors), and five of its hidden states; products over a group of packed weights hold these as they are multiplied, and two of the
+    widest x: the product and its gradient, or the factors' gradients. A recurrent layer keeps its convolution's and its rule's output and
+    the inverses of the rule's chunks, and in backward makes the rule's states again: a phase of its own, which grows with the number of
+    samples too.
     """
     ours = adapts_experts or model.deterministic  # whose experts are the kernels' in all passes
     calls = _fitting(model, lambda: find_calls(model.base))
+    outputs = count_kept_outputs(model.base, {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)})
     head, queries = model.base.head, [q_THD.shape for q_THD, *_ in calls.attentions]
     element, hidden, layers = head.weight_VH.element_size(), head.weight_VH.shape[1], len(layers_of(model.base.decoder))
     shapes = list(model.targets().values())
@@ -145,7 +150,8 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     recurrent = sum(weight_CW.shape[0] for _, weight_CW, *_ in calls.convolutions)
     recurrent += sum(v_TGV.shape[1:].numel() for _, _, v_TGV, *_ in calls.delta_rules)
     inverses = sum(inverse_bytes(v_TGV) for _, _, v_TGV, *_ in calls.delta_rules)
-    layer = (element * (sum(n for _, n in shapes) + recurrent + calls.normed) + inverses) / layers + attention
+    given = sum(n for _, n in shapes) + recurrent + calls.beside_linears + hidden * outputs
+    layer = (element * given + inverses) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
     experts, again = (element * each for each in _expert_elements(model, device, ours))
     # A recomputed layer's stay, too: x @ A of each row of experts, and where the rows lie, twice in 64 bits for a block of two parameters.

@@ -215,10 +215,12 @@ def _budgets(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: Memor
         return [run.token_budget]
     batches = [replica_batch(job) for job in jobs if job.data]
     offered, spreads = [mean for mean, _ in batches], [spread for _, spread in batches]
-    # a streamed base is fetched as often as there are micro-batches
     launched = min(sum(offered), cost.full_tokens) * memory.layer_weights if memory.num_layers else 0  # the plain path hides none
-    filled = not cost.link_tokens and launched < HIDES_LAUNCHES
-    budgets = [auto_token_budget(longest, offered, cost.full_tokens, filled=filled, spreads=spreads)]
+    filled = launched < HIDES_LAUNCHES
+    budget = auto_token_budget(longest, offered, cost.full_tokens, filled=filled, spreads=spreads)
+    if filled and budget < cost.link_tokens:  # a streamed base is fetched as often as there are micro-batches, which waits then
+        budget = auto_token_budget(longest, offered, cost.full_tokens, filled=False, spreads=spreads)
+    budgets = [budget]
     while budgets[-1] // 2 >= longest:
         budgets.append(budgets[-1] // 2)
     return budgets

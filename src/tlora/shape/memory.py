@@ -93,6 +93,7 @@ class MemoryModel:
     step_copies: int = 5  # gradient, new weights and moments, denominator; on a GPU a step takes nothing
     layer_weights: int = 0  # that a token is multiplied with in one layer
     layer_features: int = 0  # into and out of its linears
+    unpacked_weights: int = 0  # of a layer's linears, from 4 bits, in forward and again in backward
     measured: bool = False
     spanning: frozenset[Adapter] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
     compared: frozenset[Adapter] = frozenset()  # likewise of jobs that compare with the adapter that they start from

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tlora.job import Recompute
-from tlora.shape.work import FEATURE_WEIGHTS, LAYER_OF_8B
+from tlora.shape.work import FEATURE_WEIGHTS, LAYER_OF_8B, WITH_FEATURES
 
 if TYPE_CHECKING:
     from tlora.shape.memory import MemoryModel
@@ -32,6 +32,11 @@ CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is 
 # (2,048 against 8,192; bench/results/h200_memory.json). With sm_80's, of 128 rows, 400 to 456: so much longer than 30 of 8,026 tokens took
 # 171 micro-batches of 1,457 (bench/results/h100_1125f50_small_card_8b.json).
 _FIXED_TOKENS = 216 / 64
+
+# Tokens that take as long as to unpack their weights from 4 bits, in forward and in backward: 0.56 bytes of each are read and 2 written, by
+# nine tenths of an H200's 4.8 TB/s, beside 17,016 tokens/s of an 8B. By arithmetic: on six pairs of runs, bf16 and nf4, the share of time
+# that this makes is off by 2 % at the median, and is left out by 6 % (tests/shape/test_token_cost.py).
+_UNPACKING = 2 * (0.56 + 2) / (0.9 * 4.8e12) * 17_016 * 32 * LAYER_OF_8B[0] * WITH_FEATURES
 
 
 class PipelineCost(NamedTuple):
@@ -71,13 +76,15 @@ def token_cost_on(
     device_type: str, smallest_rows: int, memory: MemoryModel, link_tokens: float = 0.0, fixed_work: float | None = None
 ) -> TokenCost:
     """Of the base of `memory` on a GPU whose smallest tile has so many rows, or a CPU. `link_tokens`: of one that is streamed.
-    `fixed_work`: tokens times weights (with those of features) of a layer that each layer costs besides, where that was measured.
+    `fixed_work`: tokens times weights (with those of features) of a layer that each layer costs besides, where that was measured; what is
+    unpacked comes on top.
     """
     full = max(_GPU_BUDGET_CAP, math.ceil(link_tokens)) if device_type == "cuda" else CPU_BUDGET_CAP
     (weights, features), each = LAYER_OF_8B, FEATURE_WEIGHTS if device_type == "cuda" else 0
     ordinary = _FIXED_TOKENS * smallest_rows * (weights + each * features)
     layer = max(memory.layer_weights + each * memory.layer_features, 1)
-    return TokenCost(full, memory.num_layers, (ordinary if fixed_work is None else fixed_work) / layer, link_tokens)
+    besides = (ordinary if fixed_work is None else fixed_work) + _UNPACKING * memory.unpacked_weights
+    return TokenCost(full, memory.num_layers, besides / layer, link_tokens)
 
 
 def recompute_factor(recomputed_layers: float, num_layers: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import BaseLinear, LoraLinear
+
+_SUMS = {"AddBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+_SCALES = {"MulBackward0", "DivBackward0"}  # by what needs no gradient
 
 
 def run_two_tokens(base: Base, lengths: tuple[int, ...] | Tensor) -> Tensor:
@@ -54,31 +57,68 @@ def find_groups(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> l
 
 def find_unread(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> set[str]:
     """Names of linears whose output a decoder layer adds to something as its own output, and does no more with: no backward reads it."""
+    graph = _trace(base, linears)
+    added = set[object]()
+    for nodes, _ in graph.layers:
+        if len(nodes) == 1 and nodes[0].name() == "AddBackward0":
+            added.update(before for before, _ in nodes[0].next_functions if before in graph.made)
+    readers = _count_readers(graph.result)
+    calls = Counter(graph.made.values())
+    return {graph.made[node] for node in added if readers[node] == 1 and calls[graph.made[node]] == 1}
+
+
+def count_kept_outputs(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> int:
+    """Decoder layers whose own output is kept beside those of all their linears: a norm reads the last one's, or experts give it. Of others
+    it is a sum with a linear's output, multiplied by a number or not, of which backward needs the sum alone.
+    """
+    graph = _trace(base, linears)
+    readers, kept = _count_readers(graph.result), 0
+    for outputs, inputs in graph.layers:
+        open_nodes, node = list(outputs), None
+        while open_nodes and (node := open_nodes.pop()) not in graph.made:
+            before = [each for each, _ in node.next_functions if each is not None]
+            is_sum = node.name() in _SUMS or (node.name() in _SCALES and len(before) == 1)
+            if is_sum and node not in inputs and (node in outputs or readers[node] == 1):  # another reader needs it as it is
+                open_nodes += before
+        kept += node not in graph.made
+    return kept
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """Of two tokens through a base: nodes that linears `made`, by name; those of each layer's output and of what it gets; of the result."""
+
+    made: Mapping[object, str]
+    layers: list[tuple[list[Any], list[Any]]]
+    result: Tensor
+
+
+def _trace(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> _Graph:
     made: dict[object, str] = {}  # by its node in autograd's graph
-    added: set[object] = set()
+    layers = list[tuple[list[Any], list[Any]]]()
 
     def note(name: str, _linear: nn.Module, _args: object, y: Tensor) -> None:
         made[y.grad_fn] = name
 
-    def look(_layer: nn.Module, _args: object, output: Tensor | tuple[object, ...]) -> None:
+    def look(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor | tuple[object, ...]) -> None:
         parts = output if isinstance(output, tuple) else (output,)
-        nodes = [part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None]
-        if len(nodes) == 1 and nodes[0].name() == "AddBackward0":
-            added.update(before for before, _ in nodes[0].next_functions if before in made)
+        layers.append((_nodes(parts), _nodes((*args, *kwargs.values()))))
 
     hooks = [linear.register_forward_hook(partial(note, name)) for name, linear in linears.items()]
-    hooks += [layer.register_forward_hook(look) for layer in layers_of(base.decoder)]
+    hooks += [layer.register_forward_hook(look, with_kwargs=True) for layer in layers_of(base.decoder)]
     hooks.append(base.model.get_input_embeddings().register_forward_hook(lambda _module, _args, x: x.detach().requires_grad_() * 1))
     # Of the graph only its nodes are wanted: what they would save of an fp8 base are weights in 16 bits, more than the base itself.
     nothing = torch.autograd.graph.saved_tensors_hooks(lambda _tensor: None, lambda _nothing: torch.empty(0))
     try:
         with torch.enable_grad(), nothing:
-            readers = _count_readers(run_two_tokens(base, (2,)))
+            return _Graph(made, layers, run_two_tokens(base, (2,)))
     finally:
         for hook in hooks:
             hook.remove()
-    calls = Counter(made.values())
-    return {made[node] for node in added if readers[node] == 1 and calls[made[node]] == 1}
+
+
+def _nodes(values: Iterable[object]) -> list[Any]:
+    return [value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
 def _count_readers(result: Tensor) -> Counter[object]:
@@ -94,14 +134,15 @@ def _count_readers(result: Tensor) -> Counter[object]:
 
 @dataclass(frozen=True)
 class PassCalls:
-    """The arguments of each call of `packed_attention`, `packed_delta_rule` and `packed_convolution`, layer by layer. `normed`: elements of
-    a token that norms read on the way from linears to attention, of all layers: those of queries and keys.
+    """The arguments of each call of `packed_attention`, `packed_delta_rule` and `packed_convolution`, layer by layer. `beside_linears`:
+    elements of a token that are kept on the way from linears to attention beside what these give, of all layers: what norms of queries and
+    keys read; and the queries and keys of a linear that gives the values too, whose whole output is kept for these.
     """
 
     attentions: list[tuple[Any, ...]] = field(default_factory=list)
     delta_rules: list[tuple[Any, ...]] = field(default_factory=list)
     convolutions: list[tuple[Any, ...]] = field(default_factory=list)
-    normed: int = 0
+    beside_linears: int = 0
 
 
 def find_calls(base: Base) -> PassCalls:
@@ -122,27 +163,37 @@ def find_calls(base: Base) -> PassCalls:
                 of_kind.append(args)
             return func(*args, **(kwargs or {}))
 
-    read = dict[object, int]()  # by what a norm gave, elements of what it read
+    read = dict[object, tuple[int, object]]()  # by what a norm gave, elements of what it read, and where these lie
+    given = dict[object, Tensor]()  # by linears; holds the outputs, or a freed one's storage would come again
+    kept_alive = list[Tensor]()
 
     def note(_norm: nn.Module, args: tuple[Any, ...], y: object) -> None:
         if isinstance(y, Tensor) and y.shape == args[0].shape:
-            read[y.untyped_storage()._cdata] = y.numel() // 2
+            read[_place(y)] = y.numel() // 2, _place(args[0])
             kept_alive.append(y)
 
-    def leave_out(_linear: nn.Module, args: tuple[Any, ...]) -> None:
+    def leave_out(_linear: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
         """A norm whose output a linear reads is made again in backward."""
-        read.pop(args[0].untyped_storage()._cdata, None)
+        read.pop(_place(args[0]), None)
+        given[_place(y)] = y
 
-    kept_alive = list[Tensor]()  # or a freed one's storage would come again
     hooks = [norm.register_forward_hook(note) for norm in _norms_beside_linears(base)]
-    hooks += [module.register_forward_pre_hook(leave_out) for module in base.model.modules() if isinstance(module, LoraLinear)]
+    hooks += [module.register_forward_hook(leave_out) for module in base.model.modules() if isinstance(module, LoraLinear)]
     try:
         with torch.no_grad(), Watch():
             run_two_tokens(base, torch.tensor(0))
     finally:
         for hook in hooks:
             hook.remove()
-    return replace(calls, normed=sum(read.values()))
+    parts = [args[:3] for args in calls.attentions if (wider := given.get(_place(args[2]))) is not None and wider.numel() > args[2].numel()]
+    beside = sum(x.numel() // 2 for *of_scores, v in parts for x in of_scores if _place(x) != _place(v))
+    whole = {_place(v) for *_, v in parts}
+    return replace(calls, beside_linears=beside + sum(elements for elements, place in read.values() if place not in whole))
+
+
+def _place(x: Tensor) -> object:
+    """The same for views of one tensor."""
+    return x.untyped_storage()._cdata
 
 
 def _norms_beside_linears(base: Base) -> list[nn.Module]:
