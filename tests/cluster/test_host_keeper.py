@@ -18,7 +18,7 @@ from tlora.cluster.host_engine import (
     WorkerEnd,
     WorkerOrder,
 )
-from tlora.cluster.host_keeper import HostKeeper, HostLimits, choose_hosts
+from tlora.cluster.host_keeper import HostKeeper, HostLimits, KnownHosts, choose_hosts
 
 ORDER = WorkerOrder("tcp://127.0.0.1:1", "sha256:00", "tlw-secret", "cpu")
 
@@ -49,15 +49,15 @@ def test_hosts_follow_the_queue_within_their_limits(
     kept: list[str], demand: Demand, limits: HostLimits, expected: tuple[tuple[str, ...], tuple[str, ...], int | None]
 ) -> None:
     idle = {name: 0.0 for name in kept if name not in demand.busy}
-    choice = choose_hosts(hosts(a=2, b=4, c=1), kept, idle, demand, limits, 1000.0)
+    choice = choose_hosts(KnownHosts(hosts(a=2, b=4, c=1), kept, idle), demand, limits, 1000.0)
     assert (choice.keep, choice.drain, choice.request) == expected
 
 
 def test_a_host_is_given_back_only_after_its_time_and_never_while_jobs_wait() -> None:
     live, idle = hosts(a=1, b=1), {"a": 900.0, "b": 100.0}
     limits = HostLimits(idle_seconds=300.0)
-    assert choose_hosts(live, ["a", "b"], idle, Demand(), limits, 1000.0).drain == ("b",)
-    assert choose_hosts(live, ["a", "b"], idle, Demand(waiting={1: 1}), limits, 1000.0).drain == ()
+    assert choose_hosts(KnownHosts(live, ["a", "b"], idle), Demand(), limits, 1000.0).drain == ("b",)
+    assert choose_hosts(KnownHosts(live, ["a", "b"], idle), Demand(waiting={1: 1}), limits, 1000.0).drain == ()
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(None, (8, 7)), (1, (5,)), (2, (9,))])
@@ -65,14 +65,14 @@ def test_a_job_that_no_hosts_can_hold_keeps_none_and_asks_for_none(most: int | N
     """Of 4, 2 and 1 GPUs: three GPUs beside four are on no host, and a host more than may be taken never comes."""
     live, idle, limits = hosts(a=2, b=4, c=1), {"a": 0.0, "b": 0.0}, HostLimits(max_hosts=most)
     for gpus in sizes:
-        choice = choose_hosts(live, ["a", "b"], idle, Demand(waiting={gpus: 1}), limits, 1000.0)
+        choice = choose_hosts(KnownHosts(live, ["a", "b"], idle), Demand(waiting={gpus: 1}), limits, 1000.0)
         assert (choice.keep, choice.drain, choice.request) == ((), ("a", "b"), None if most is None else 0)
-    fits = choose_hosts(live, [], {}, Demand(waiting={5: 1, 99: 1}), limits, 1000.0)
+    fits = choose_hosts(KnownHosts(live, [], {}), Demand(waiting={5: 1, 99: 1}), limits, 1000.0)
     assert (fits.keep, fits.request) == {None: (("b", "a"), None), 1: ((), 0), 2: (("b", "a"), 2)}[most], "others count"
 
 
 def test_before_a_host_was_seen_a_wide_job_asks_for_hosts() -> None:
-    assert choose_hosts({}, [], {}, Demand(waiting={4: 1}), HostLimits(max_hosts=2), 0.0).request == 2
+    assert choose_hosts(KnownHosts({}), Demand(waiting={4: 1}), HostLimits(max_hosts=2), 0.0).request == 2
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,28 @@ def test_late_hosts_are_taken_last_and_count_among_those_that_are_asked_for(
     late: str, demand: Demand, limits: HostLimits, expected: tuple[tuple[str, ...], tuple[str, ...], int | None]
 ) -> None:
     kept = [*sorted(demand.busy), "b"]
-    choice = choose_hosts(hosts(a=2, b=4, c=1), kept, {}, demand, limits, 0.0, late=dict.fromkeys(late, 2))
+    choice = choose_hosts(KnownHosts(hosts(a=2, b=4, c=1), kept, late=dict.fromkeys(late, 2)), demand, limits, 0.0)
     assert (choice.keep, choice.drain, choice.request) == expected
+
+
+@pytest.mark.parametrize(
+    ("late", "others", "jobs", "most", "request_"),
+    [
+        ("a", "", 1, 1, 2),  # it was the one of one, and no other was asked for
+        ("a", "b", 1, 1, 1),  # the other has come
+        ("ab", "", 1, 1, 2),  # once
+        ("a", "b", 3, 2, 3),
+        ("ab", "c", 9, 3, 5),
+        ("a", "", 0, 1, 0),
+    ],
+)
+def test_late_hosts_are_none_of_the_most_where_they_keep_others_from_coming(
+    late: str, others: str, jobs: int, most: int, request_: int
+) -> None:
+    known = KnownHosts(hosts(**dict.fromkeys(late + others, 1)), late=dict.fromkeys(late, 0))
+    demand, limits = Demand(waiting={1: jobs} if jobs else {}), HostLimits(max_hosts=most)
+    choice = choose_hosts(known, demand, limits, 0.0)
+    assert choice.request == request_ and len(choice.keep) <= most
 
 
 @dataclass

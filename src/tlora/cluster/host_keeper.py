@@ -10,8 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from tlora.cluster.engine_hosts import Demand, Prove
 from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
@@ -28,13 +27,27 @@ _MOURNED_SECONDS = 600.0  # for which a dead host's workers are declared dead: o
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """`min_hosts` always have workers. With `max_hosts` the engine is asked for as many hosts as the queue needs, up to that; None: those
-    that there are. A host is given back after `idle_seconds` without a job.
+    """`min_hosts` always have workers. With `max_hosts` the engine is asked for as many hosts as the queue needs, up to that, and for as
+    many more at most in place of late ones, which bring no worker; None: those that there are. A host is given back after `idle_seconds`
+    without a job.
     """
 
     min_hosts: int = 0
     max_hosts: int | None = None
     idle_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class KnownHosts:
+    """What is known of an engine's hosts. `kept` of the `live` ones have workers, `idle_since` is when those that are idle became so. What
+    `tried` have is known. From those that are `late` no worker has come for long; of each, the GPUs that an agent of ours holds.
+    """
+
+    live: Mapping[str, EngineHost]
+    kept: Collection[str] = ()
+    idle_since: Mapping[str, float] = field(default_factory=dict[str, float])
+    tried: Collection[str] = ()
+    late: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +59,14 @@ class Choice:
     request: int | None
 
 
-def choose_hosts(
-    live: Mapping[str, EngineHost],
-    kept: Collection[str],
-    idle_since: Mapping[str, float],
-    demand: Demand,
-    limits: HostLimits,
-    now: float,
-    tried: Collection[str] = (),
-    late: Mapping[str, int] = MappingProxyType({}),
-) -> Choice:
-    """`kept` have workers, `idle_since` is when those of them that are idle became so, on the clock of `now`. What `tried` have is known.
-    From those of `live` that are `late` no worker has come for long; of each, the GPUs that an agent of ours holds.
+def choose_hosts(hosts: KnownHosts, demand: Demand, limits: HostLimits, now: float) -> Choice:
+    """At `now`, on the clock of `hosts.idle_since`.
 
     What waits is covered by idle hosts first, then by further ones, the largest first, and by late ones last, which stay as long as others
     do not suffice. A job that all hosts together cannot hold counts for nothing. For one that lacks another kind of GPU each host is tried
     once, one after the other. An engine takes late hosts for some of those that it is asked for.
     """
+    live, kept, late = hosts.live, hosts.kept, hosts.late
     keep = [name for name in kept if name in live and name not in late]
     most = len(live) if limits.max_hosts is None else limits.max_hosts
     waiting = _what_may_run(live, demand, limits)
@@ -73,19 +77,24 @@ def choose_hosts(
             break
         keep.append(name)
         uncovered -= late.get(name, live[name].places)
-    known = {*tried, *late}
+    known = {*hosts.tried, *late}
     if demand.lacks_another and len(keep) < most and set(keep) <= known:
         keep += [name for name in further if name not in keep and name not in known][:1]
     drain = [name for name in kept if name in live and name not in keep]
     if not waiting:
-        idle = [name for name in keep if name in idle_since and now - idle_since[name] >= limits.idle_seconds]
+        idle = [name for name in keep if name in hosts.idle_since and now - hosts.idle_since[name] >= limits.idle_seconds]
         drain += idle[: max(0, len(keep) - limits.min_hosts)]
-    request = None
-    if limits.max_hosts is not None:
-        places = max((host.places for host in live.values()), default=1)
-        needed = max(limits.min_hosts, len(demand.busy) + math.ceil(waiting / places))
-        request = min(limits.max_hosts, needed + (len(late) if needed > len(demand.busy) else 0))
+    request = None if limits.max_hosts is None else _request(hosts, demand, waiting, limits.min_hosts, limits.max_hosts)
     return Choice(tuple(name for name in keep if name not in drain), tuple(drain), request)
+
+
+def _request(hosts: KnownHosts, demand: Demand, waiting: int, least: int, most: int) -> int:
+    """Hosts that the engine is asked for. Where those that are not late are fewer than are needed, late ones are none of `most`."""
+    places = max((host.places for host in hosts.live.values()), default=1)
+    needed = max(least, len(demand.busy) + math.ceil(waiting / places))
+    late = len(hosts.late) if needed > len(demand.busy) else 0
+    beside = 0 if len(hosts.live) - len(hosts.late) >= min(needed, most) else min(late, most)
+    return min(most + beside, min(needed, most) + late)
 
 
 def _what_may_run(live: Mapping[str, EngineHost], demand: Demand, limits: HostLimits) -> int:
@@ -183,7 +192,7 @@ class HostKeeper:
         self._mark_idle(demand, now)
         self._judge(demand, now)
         late = {name: self._live[name].places if name in self._running else 0 for name in self._late}
-        choice = choose_hosts(self._live, self._kept, self._idle_since, demand, self._limits, now, self._tried, late)
+        choice = choose_hosts(KnownHosts(self._live, self._kept, self._idle_since, self._tried, late), demand, self._limits, now)
         try:
             places = max((host.places for host in self._live.values()), default=1)
             drain = tuple(dict.fromkeys((*choice.drain, *self._spent)))
