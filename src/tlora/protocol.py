@@ -116,7 +116,8 @@ class JobSubmitted:
 
     `max_slowdown` bounds the time between its optimizer steps, as a multiple of that alone. `priority` orders those that wait, the
     highest first; `deadline` is a time on the back end's clock by which it wishes to be done. `submitted_at`: when it was submitted, if
-    that was to an earlier controller. `least_gpus`: with fewer its base does not fit.
+    that was to an earlier controller. `least_gpus`: with fewer its base does not fit. `on_one_host`: nor on GPUs of several, as its parts
+    are shared there; else a base of which one GPU holds a part alone is in stages, wherever these are.
     """
 
     job_id: str
@@ -129,23 +130,28 @@ class JobSubmitted:
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
     submitted_at: float | None = None
     least_gpus: int = 1
+    on_one_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GpusAsked:
-    """A job that has begun nowhere asks for so many GPUs from now on: the rest of its replicas take turns, or its base needs so many of
-    the GPUs that have come. `least_gpus`: as `JobSubmitted` has it, by these GPUs; None: as before.
+    """A job that waits, or trains and will wait again, asks for so many GPUs then: the rest of its replicas take turns, or its base needs
+    so many of the GPUs that there are. `least_gpus`, `on_one_host`: as `JobSubmitted` has them, by these GPUs; None: as before.
 
-    The host for which that is comes after the last of them, or a Tick where fewer can come than before.
+    The host that has come or gone is told of after the last of them; or a Tick follows, where an engine can bring others than before.
     """
 
     job_id: str
     gpus: int
     least_gpus: int | None = None
+    on_one_host: bool | None = None
 
     def change(self, order: JobSubmitted) -> JobSubmitted:
         """The job as it asks from now on."""
-        return replace(order, gpus=self.gpus, least_gpus=order.least_gpus if self.least_gpus is None else self.least_gpus)
+        least = order.least_gpus if self.least_gpus is None else self.least_gpus
+        return replace(
+            order, gpus=self.gpus, least_gpus=least, on_one_host=order.on_one_host if self.on_one_host is None else self.on_one_host
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,16 @@ class KindsFound:
 
 
 @dataclass(frozen=True, slots=True)
+class GpusUnheard:
+    """Nothing is heard of the worker on these GPUs, whose jobs stay with it until its end is proven; `why` is words for those who wait
+    for it, and "" when it has come again.
+    """
+
+    gpus: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: decisions that depend on it may change."""
 
@@ -277,6 +293,7 @@ Event = (
     | BaseMeasured
     | MemoryFound
     | KindsFound
+    | GpusUnheard
     | Tick
 )
 

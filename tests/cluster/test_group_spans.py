@@ -10,7 +10,7 @@ from tlora.cluster.hosts import by_host
 from tlora.cluster.nodes import Nodes
 from tlora.cluster.wide_groups import WideGroups
 from tlora.job import LayoutSetting
-from tlora.protocol import GpusAsked, GpusLost, JobGroup, JobProfile, JobSubmitted, NodeAdded, ParallelPlan
+from tlora.protocol import GpusAsked, GpusLost, JobGroup, JobProfile, JobSubmitted, MemoryFound, NodeAdded, ParallelPlan
 
 
 def submitted(gpus: int, least: int = 1) -> JobSubmitted:
@@ -63,6 +63,8 @@ def test_a_job_asks_for_what_is_there_or_what_its_base_needs() -> None:
     assert groups.admit(large).gpus == 4, "the scheduler lets it wait for hosts"
     nodes.see([NodeAdded("c", (2000,))])
     assert groups.admit(submitted(4)).gpus == 3, "the scheduler gives whole hosts and a part of one"
+    groups.see_hosts([MemoryFound((0, 1, 1000), (10**9,) * 3)])
+    assert groups.admit(submitted(8)).gpus == 3, "nothing is known of its base"
     fixed, *_ = wide(come=False)
     assert fixed.admit(large) == large, "the scheduler says why it can never run"
 
@@ -74,13 +76,43 @@ def test_jobs_that_came_before_the_first_host_ask_for_what_comes() -> None:
     assert [groups.admit(replace(job, job_id=name)).gpus for name, job in orders.items()] == [4, 4, 1, 4, 2]
     there, first, more = {"wide", "base", "one", "two"}, NodeAdded("a", (0,)), NodeAdded("b", (1000, 1001))
     nodes.see([first])
-    assert groups.ask_anew([GpusLost((7,))], there, []) == [], "no host has come"
     assert groups.ask_anew([first], there, []) == [GpusAsked("wide", 1), GpusAsked("two", 1)]
     turns = "replicas run in turn: 1 GPUs are there as it arrives"
     assert said == [f"wide: some of its 4 {turns}", f"two: some of its 2 {turns}"]
     nodes.see([more])
-    assert groups.ask_anew([more], there, [replace(group_on(0), job_ids=("two",))]) == [GpusAsked("wide", 3)], "the other trains"
-    assert groups.ask_anew([more], there, []) == [GpusAsked("two", 2)] and len(said) == 2
+    asked = [GpusAsked("wide", 3), GpusAsked("two", 2)]
+    assert groups.ask_anew([more], there, {"two"}) == asked, "the other trains, and may wait again"
+    assert groups.ask_anew([], there, []) == [] and len(said) == 2
+
+
+def test_jobs_ask_anew_when_hosts_go() -> None:
+    """They kept the number that they asked for by hosts that are gone, also those that trained there."""
+    nodes, said = Nodes(), list[str]()
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, hosts_may_come=True)
+    nodes.see([NodeAdded("a", (0, 1)), NodeAdded("b", (1000, 1001)), NodeAdded("c", (2000,))])
+    names = {"waits": 4, "trains": 4, "fits": 2, "one": 1, "gone": 4}
+    assert [groups.admit(replace(submitted(gpus), job_id=name)).gpus for name, gpus in names.items()] == [4, 4, 2, 1, 4]
+    here = names.keys() - {"gone"}
+    nodes.see([lost := GpusLost((1000, 1001))])
+    assert groups.ask_anew([lost], here, {"trains"}) == [GpusAsked("waits", 3), GpusAsked("trains", 3)]
+    assert said == ["waits: some of its 4 replicas run in turn: 3 GPUs are there as it arrives"]
+    drained = nodes.drain("a", finish=True)
+    assert groups.ask_anew([drained], here, {"trains"}) == [GpusAsked(name, 1) for name in ("waits", "trains", "fits")]
+    back = nodes.take_back("a")
+    assert groups.ask_anew([back], here, {"trains"}) == [GpusAsked("waits", 3), GpusAsked("trains", 3), GpusAsked("fits", 2)]
+
+
+def test_what_jobs_ask_for_costs_nothing_where_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many jobs that ask for what they order a host that comes or goes beside others changes nothing: none is looked at."""
+    groups, nodes, _ = wide()
+    nodes.see([NodeAdded("c", (2000, 2001))])
+    for number in range(200):
+        groups.admit(replace(submitted(1 + number % 2), job_id=f"j{number}"))
+    monkeypatch.setattr(groups, "_asked", lambda *_: pytest.fail("a job was looked at"))
+    for event in (NodeAdded("d", (3000,)), GpusLost((1000,)), GpusLost((2000, 2001))):
+        nodes.see([event])
+        assert groups.ask_anew([event], set(), []) == []
+    assert len(groups._content) <= 64, "jobs that have ended are forgotten"
 
 
 def test_a_job_asks_for_what_an_engine_can_bring() -> None:

@@ -20,7 +20,7 @@ from tlora.cluster.leases import Leases
 from tlora.link.dialer import NOTICE_SECONDS, Dialer, _now
 from tlora.link.lines import Line
 from tlora.link.versions import versions
-from tlora.protocol import GpusLost, GroupKept, JobGroup, ParallelPlan, StartGroup
+from tlora.protocol import GpusLost, GpusUnheard, GroupKept, JobGroup, ParallelPlan, StartGroup
 from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, Farewell, HeldJob, Join, Left, Load, worker_line
 
 LEASE = 1.0
@@ -56,10 +56,31 @@ def test_a_silent_host_is_lost_when_its_lease_ends_and_never_before(station: Tcp
     assert station.reports == [(worker, None)] and worker.doomed, "no job is to blame"
     assert isinstance(station.worker_pool.remote_hosts.events[-1], GpusLost)
     assert "its lease of 1 s has ended" in worker.process.how_it_ended()
+    (unheard,) = [event for event in station.worker_pool.remote_hosts.events if isinstance(event, GpusUnheard)]
+    assert unheard.gpus == worker.gpus and "its jobs go on elsewhere 3 s after its last word" in unheard.why
     del station.worker_pool.workers[worker.gpu]  # as the reconciler does
     _, answer = come(station, jobs=(HeldJob("a", 7, 3, True),))
     assert "its lease has ended, and its jobs have gone on elsewhere" in answer["reason"]
     assert come(station, incarnation="begun again")[1]["kind"] == "ack"
+
+
+def test_a_host_that_comes_again_is_waited_for_no_longer(station: TcpStation) -> None:
+    def unheard(gpus: tuple[int, ...], count: int) -> list[bool]:
+        events = station.worker_pool.remote_hosts.events
+        wait_for(lambda: sum(isinstance(event, GpusUnheard) for event in events) == count)
+        return [bool(event.why) for event in events if isinstance(event, GpusUnheard) and event.gpus == gpus]
+
+    line, _ = come(station, jobs=(HeldJob("a", 7, 3, True),))
+    (worker,) = station.worker_pool.workers.values()
+    line.end()
+    assert unheard(worker.gpus, 1) == [True]
+    line, _ = come(station, jobs=(HeldJob("a", 7, 3, True),))
+    assert unheard(worker.gpus, 2) == [True, False] and not station.reports
+    station.do(lambda: worker.stop(begins_anew=True))
+    line.end()
+    assert unheard(worker.gpus, 3) == [True, False, True]
+    wait_for(lambda: (worker, None) in station.reports)
+    assert unheard(worker.gpus, 4) == [True, False, True, False], "its GPUs are not lost"
 
 
 def test_its_last_word_is_proof_enough(station: TcpStation) -> None:

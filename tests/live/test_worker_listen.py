@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,12 @@ import yaml
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, write_rows
+from tlora.engine.ranks.devices import rank_devices
+from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
-from tlora.live.cluster_run import train_on_cluster
+from tlora.live import cluster_run
+from tlora.live.cluster_run import _Run, train_on_cluster
 
 
 @pytest.mark.timeout(900)
@@ -61,3 +65,19 @@ def test_an_address_that_is_none_is_refused_before_anything_is_done(tmp_path: Pa
     with pytest.raises(ConfigError, match="must be tcp://host:port"):
         train_on_cluster(run, device="cpu", worker_listen="127.0.0.1:8322")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_memory_of_this_machine_orders_no_gpus_where_larger_ones_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job ordered as many as hold the base here, also on those of other hosts that hold it alone."""
+    base = save_base(tmp_path / "base", num_hidden_layers=(layers := 3))
+    file = run_spec(base, tmp_path / "out", [job("a", "none.jsonl")])
+    alone, listens = (
+        _Run(file, tmp_path / "out", rank_devices(2, "cpu"), "fifo", Watcher(), 0.0, hosts_may_come=come) for come in (False, True)
+    )
+    counts = [len(each._memory.stage_bytes) for each in (alone, listens)]
+    assert counts == [0, layers - 1], "over hosts it goes by the fullest of two stages or more"
+    alone._memory = listens._memory = replace(listens._memory, bytes_by_gpus=(1 << 30, 1 << 20, 1 << 20))
+    monkeypatch.setattr(cluster_run, "memory_limit", lambda *_: 1 << 29)
+    assert (alone._least_gpus(), listens._least_gpus()) == (2, 1)
+    listens._run = file.model_copy(update={"memory_limit": 1 << 29})
+    assert listens._least_gpus() == 2, "what is ordered holds on all hosts"

@@ -7,6 +7,7 @@ from tlora.progress.view import ProgressView
 from tlora.protocol import (
     ChangeGroup,
     GpusLost,
+    GpusUnheard,
     GroupKept,
     JobGroup,
     JobProfile,
@@ -51,3 +52,15 @@ def test_a_group_says_why_it_spans_hosts_or_does_not() -> None:
     assert progress.why_there(group).startswith("on hosts"), "it got them after all"
     progress.see(ChangeGroup(kept))
     assert progress.why_there(kept) == ""
+
+
+def test_a_group_whose_host_is_not_heard_waits_for_the_end_of_its_lease() -> None:
+    progress, group = ClusterProgress(ProgressView()), JobGroup("g0", "base", (1000,), ParallelPlan(1, 1024), ("a",), (1.0,))
+    progress.see(NodeAdded("b", (1000,)))
+    progress.see(StartGroup(group))
+    for item, why in ((GpusUnheard((1000,), "its lease"), "its lease"), (GpusUnheard((1000,), ""), "")):
+        progress.see(item)
+        assert progress.why_there(group) == why
+    progress.see(GpusUnheard((1000,), "its lease"))
+    progress.see(GpusLost((1000,)))
+    assert not progress.unheard

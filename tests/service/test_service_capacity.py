@@ -104,6 +104,12 @@ def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
         assert several.least_gpus("base") == least, gpus
         fits = outline.memory.least_weights(gpus) + ADAPTER_BYTES <= most
         assert (several.why_never("base", 1) is None) == fits
+    listens = config_of(bases.parent).model_copy(update={"worker_listen": "tcp://127.0.0.1:7000"})
+    for limit, least in (("auto", 1), (most, 4)):  # larger GPUs may come; what is ordered holds for them too
+        capacity = Capacity(listens.model_copy(update={"memory_limit": limit}), Devices("cuda", (0, 1, 2, 3), most))
+        capacity.learn("base", BASE)
+        memory = capacity.memory_of("base")
+        assert capacity.least_gpus("base") == least and memory is not None and memory.stage_bytes == outline.parts.bytes_by_stages()
     unstreamed = replace(outline, memory=replace(outline.memory, streamed_bytes=0.0))
     beyond = Capacity(config_of(bases.parent), Devices("cuda", (0, 1, 2, 3), outline.memory.bytes_by_gpus[3] - 1))
     beyond._outlines["base"] = unstreamed

@@ -89,9 +89,7 @@ class LocalBackend:
         self._start = time.monotonic() - self._began
         self._next_tick = self._began + machine.tick_seconds
         self._nodes, self._drains = Nodes(workers), queue.SimpleQueue[tuple[str, bool, bool]]()
-        self._events = self._nodes.see(own_events(machine, note))
-        if not continues:
-            self._events += self._nodes.begin()
+        self._events = self._nodes.see(own_events(machine, note)) + ([] if continues else self._nodes.begin())
         self.worker_pool = pool(workers, epoch_started.epoch, self._load, machine.gpus, machine.limits, note)
         if machine.deterministic:
             own = next(iter(machine.kinds), processor_here() if machine.device == "cpu" and machine.gpus else "")
@@ -102,7 +100,7 @@ class LocalBackend:
         self._engine_hosts = EngineHosts(there, open_keeper)
         wide = self._nodes, hosts.hosts.on_one_host, machine.layout, note, lambda: self._engine_hosts.can_bring
         self._wide = WideGroups(*wide, hosts_may_come=self._hosts_may_come)
-        self._wide.find_memory(self._events)
+        self._wide.see_hosts(self._events)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
         self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, host_of=hosts.hosts.host_of)
         self.reconciler.crash_attribution.recall(workers, note)
@@ -280,6 +278,7 @@ class LocalBackend:
         self._engine_hosts.see(action)
         match action:
             case StartGroup(group):
+                self._wide.begin(group)
                 self._want(group)
             case ChangeGroup(group):
                 if group.group_id in self.reconciler.groups:  # else it was lost, which the scheduler is about to hear
@@ -335,7 +334,7 @@ class LocalBackend:
             if taken:
                 arrived.update(taken)
                 names = tuple(sorted(taken, key=order.__getitem__))
-                jobs = tuple(self._wide.admit(early.pop(name), len(found.gpus)) for name in names)
+                jobs = tuple(self._wide.admit(early.pop(name), found.gpus) for name in names)
                 for name in names:
                     self.reconciler.arrive(name, again=True)
                 weights = dict(zip(found.job_ids, found.weights, strict=True))
@@ -344,7 +343,7 @@ class LocalBackend:
                 self._events.append(GroupFound(group, jobs, tuple(worker.jobs[name].steps for name in names)))
         with self._asking:
             self._asked.drop_jobs(arrived)
-        self._events += [*self._nodes.begin(), Tick()]
+        self._tell([*self._nodes.begin(), Tick()])
         self._pass_time()  # before the first `listen`: a worker may report the end of a job that left its group
         self._settle()
 
@@ -381,9 +380,12 @@ class LocalBackend:
         while not self._drains.empty():
             host, finish, undo = self._drains.get()
             told.append(self._nodes.take_back(host) if undo else self._nodes.drain(host, finish=finish))
-        asked = self._wide.ask_anew([*told, *self.reconciler.events], self.reconciler.open, self.reconciler.groups.values())
-        self._events += [*asked, *told, *self.reconciler.events]  # jobs first: they are placed on a node at once
+        self._tell([*told, *self.reconciler.events])
         self.reconciler.events.clear()
+
+    def _tell(self, events: list[Event]) -> None:
+        """What jobs ask for on hosts that come or go is told before these: the scheduler places jobs at once."""
+        self._events += [*self._wide.ask_anew(events, self.reconciler.open, self.reconciler.group_of_job), *events]
 
     def _load(self, base_model: str, group: JobGroup | None = None) -> Load:
         machine = self._machine

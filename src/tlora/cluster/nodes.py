@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +75,24 @@ class Nodes:
     def num_gpus(self) -> int:
         """Of all that are not to be left."""
         return sum(self.sizes)
+
+    @property
+    def used(self) -> Iterable[Collection[int]]:
+        """GPUs of each host that is not to be left."""
+        return [node.gpus for node in self._nodes.values() if not node.draining]
+
+    @property
+    def num_left(self) -> int:
+        """GPUs of those that are to be left."""
+        return sum(len(node.gpus) for node in self._nodes.values() if node.draining)
+
+    def gpus_of(self, name: str) -> set[int]:
+        return self._nodes[name].gpus
+
+    def is_left(self, gpu: int) -> bool:
+        """Whether its host is to be left."""
+        left = [self._nodes[name] for name in self._left if name in self._nodes]
+        return any(gpu in node.gpus for node in left if node.draining)
 
     def check(self, name: str) -> None:
         """Raises ConfigError for a host that there is not."""

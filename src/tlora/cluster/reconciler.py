@@ -84,7 +84,7 @@ class Reconciler:
         self.open: set[str] = set()
         self.events: list[Event] = []  # for the back end to take
         self._last_attempt = epoch * NUMBERS_PER_EPOCH
-        self._group_of_job: dict[str, str] = {}  # as the groups are wanted
+        self.group_of_job: dict[str, str] = {}  # as the groups are wanted
         self._serials, self._numbers = itertools.count(), dict[str, int]()  # of the groups, in the order in which they came
         self._unready: set[str] = set()  # groups whose last change is not through
         self._waiting: set[str] = set()  # groups that could get no worker yet, or lack a job that another worker has still
@@ -105,7 +105,7 @@ class Reconciler:
         self._numbers.setdefault(group.group_id, next(self._serials))
         if before is not None:
             self._leave(before)
-        self._group_of_job |= dict.fromkeys(group.job_ids, group.group_id)
+        self.group_of_job |= dict.fromkeys(group.job_ids, group.group_id)
         self._unready.add(group.group_id)
 
     def adopt(self, group: JobGroup) -> None:
@@ -161,12 +161,12 @@ class Reconciler:
     def _leave(self, group: JobGroup) -> None:
         """The group is no more, or another."""
         for job_id in group.job_ids:
-            if self._group_of_job.get(job_id) == group.group_id:
-                del self._group_of_job[job_id]
+            if self.group_of_job.get(job_id) == group.group_id:
+                del self.group_of_job[job_id]
 
     def _mark_job(self, job_id: str) -> None:
         """Something has changed of the job that concerns the group that wants it."""
-        group = self.groups.get(self._group_of_job.get(job_id, ""))
+        group = self.groups.get(self.group_of_job.get(job_id, ""))
         if group is not None:
             self._owners.mark(group.gpus)
 

@@ -19,7 +19,7 @@ from tlora.cluster.leases import Leases
 from tlora.cluster.listeners import Peer
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.link.versions import unlike_tlora, unlike_torch
-from tlora.protocol import Event, GpusLost
+from tlora.protocol import Event, GpusLost, GpusUnheard
 from tlora.worker_protocol import DesiredState, Hello, HostLabels
 
 AWAY_SECONDS = 60.0  # for a worker that begins anew to come again
@@ -49,6 +49,7 @@ class RemoteHosts:
         self._leaving: set[str] = set()  # incarnations that came to save their jobs and end: their GPUs are not used
         self._lost: list[str] = []  # incarnations whose jobs are not free yet
         self._workers_of: dict[str, dict[RemoteWorker, None]] = {}  # host -> its workers that are not lost
+        self._unheard: set[RemoteWorker] = set()  # workers with jobs whose connection has ended
         self.files = FileService(directory.parent)
         self.events: list[Event] = []
 
@@ -132,9 +133,21 @@ class RemoteHosts:
             self._note(f"the worker of {worker.display_name} {how}")
         if worker.begins_anew:
             self._away[worker.gpus] = time.monotonic() + AWAY_SECONDS
+            self.events += [GpusUnheard(worker.gpus, "")] if worker in self._unheard else []
         elif worker.incarnation not in self._leaving:
             self.events.append(GpusLost(worker.gpus, how))
         self._leaving.discard(worker.incarnation or "")
+        self._unheard.discard(worker)
+
+    def see_line(self, worker: RemoteWorker) -> None:
+        """Its connection has ended, or stands again."""
+        process, silent, is_used = worker.process, worker in self._unheard, worker.incarnation not in self._leaving
+        waits = is_used and bool(worker.jobs) and not (worker.is_over or worker.process.wait(0.0))
+        if isinstance(process, LeasedProcess) and silent == worker.connected and (silent or waits):
+            (self._unheard.discard if silent else self._unheard.add)(worker)
+            most = f"{process.lease_seconds + DRIFT_SECONDS:g} s after its last word, when its lease has ended"
+            why = "" if silent else f"nothing is heard of its host {process.host}: unless it comes again, its jobs go on elsewhere {most}"
+            self.events.append(GpusUnheard(worker.gpus, why))
 
     def see_last_word(self, worker: RemoteWorker) -> None:
         """It has reported something: if that it writes nothing any more, that is proof."""

@@ -231,6 +231,7 @@ class WorkerPool:
                     (self._of_strangers if worker is None else self._of_workers).see(reason)
                 if worker is not None:
                     worker.detach(session.send)
+                    self.remote_hosts.see_line(worker)
                 if worker in self._ending:
                     self.inbox.put(_Ended(worker))
             case _Ended(worker):
@@ -282,6 +283,7 @@ class WorkerPool:
         self._incarnations[hello.incarnation] = worker
         self._unacknowledged.add(worker)
         worker.attach(hello, session.send)
+        self.remote_hosts.see_line(worker)
 
     def _why_not(self, arrived: Arrived) -> str:
         """Why a worker that sends Hello is refused; "" if it is accepted."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -235,8 +236,11 @@ class _Run:
     @cached_property
     def _memory(self) -> BaseMemory:
         memory = count_base(self._model, torch.device(self._places[0]), self._run.layout)
-        cut = self._run.layout == "stages" and self._most_gpus != 1 and not self._parts.no_stages
-        return memory.cut(self._parts.bytes_by_stages()) if cut else memory
+        cut = self._run.layout == "stages" and self._most_gpus != 1
+        if not (cut or self._hosts_may_come) or self._parts.no_stages:
+            return memory
+        stages = self._parts.bytes_by_stages()
+        return memory.cut(stages) if cut else replace(memory, stage_bytes=stages)
 
     @cached_property
     def _parts(self) -> BaseParts:
@@ -259,8 +263,8 @@ class _Run:
             return 1
         if cut:
             check_stages(self._base, torch.device(self._places[0]))
-        if self._open_keeper is not None and self._hosts_may_come and self._run.memory_limit == "auto":
-            return LEAST_STAGES if cut else 1  # the back end counts by the hosts' memory, as they come
+        if self._hosts_may_come and self._run.memory_limit == "auto":
+            return LEAST_STAGES if cut else 1  # the back end counts by the hosts' memory, as they come, and by that of this one
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
         count = least_gpus(self._memory.bytes_by_gpus[: self._most_gpus], limit)
         if count is not None and count > 1:
@@ -312,13 +316,9 @@ class _Run:
     def _machine(self) -> LocalMachine:
         run, kind = self._run, self._places[0].partition(":")[0]
         numbers = self._numbers if self._open_keeper is None else ()
-        kinds: tuple[str, ...] = ()
-        if kind == "cuda":
-            room = room_of(numbers, self._known, run.memory_limit)
-            named = tuple(self._known[number].name if number in self._known else "" for number in numbers)
-            kinds = named if all(named) else ()
-        else:
-            room = (host_room(len(self._places), run.memory_limit),) * len(numbers)
+        named = tuple(self._known[number].name if number in self._known else "" for number in numbers)
+        on_cpu = (host_room(len(self._places), run.memory_limit),) * len(numbers)
+        room = room_of(numbers, self._known, run.memory_limit) if kind == "cuda" else on_cpu
         return LocalMachine(
             numbers,
             "cuda" if kind == "cuda" else "cpu",
@@ -328,7 +328,7 @@ class _Run:
             report_to=tuple(run.report_to),
             calibrate=True,
             memory_bytes=room,
-            kinds=kinds,
+            kinds=named if all(named) else (),
             **settings_of(run),
         )
 

@@ -10,6 +10,7 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GpusLost,
+    GpusUnheard,
     GroupFound,
     GroupKept,
     GroupLost,
@@ -40,7 +41,7 @@ class Host:
 
 class ClusterProgress:
     """`view` has the jobs, `groups` those that run, by id, `hosts` those that are there, by name, and `kinds` what GPUs are. `kept`: by
-    group, why it has not all GPUs that it was given.
+    group, why it has not all GPUs that it was given; `unheard`: by GPU, what its jobs wait for while nothing is heard of its worker.
     """
 
     def __init__(self, view: ProgressView) -> None:
@@ -49,6 +50,7 @@ class ClusterProgress:
         self.hosts: dict[str, Host] = {}
         self.kinds: dict[int, str] = {}
         self.kept: dict[str, GroupKept] = {}
+        self.unheard: dict[int, str] = {}
         self._group_of: dict[str, str] = {}
         self._tokens_per_step: dict[str, float] = {}
 
@@ -107,7 +109,11 @@ class ClusterProgress:
                 self.kinds |= dict(zip(gpus, kinds, strict=True))
             case NodeDraining(name) if name in self.hosts:
                 self.hosts[name].draining = True
+            case GpusUnheard(gpus, why):
+                self.unheard |= dict.fromkeys(gpus, why)
             case GpusLost(gpus):
+                for gpu in gpus:
+                    self.unheard.pop(gpu, None)
                 for host in list(self.hosts.values()):
                     host.gpus.difference_update(gpus)
                     if not host.gpus:
@@ -123,7 +129,9 @@ class ClusterProgress:
             self.view.place(name, group.gpus, self._host_of(group))
 
     def why_there(self, group: JobGroup) -> str:
-        """Why the group's GPUs are of several hosts, or not all that it was given; "" for neither."""
+        """What the group waits for, or why its GPUs are of several hosts, or not all that it was given; "" for none of these."""
+        if (why := next((why for gpu in group.gpus if (why := self.unheard.get(gpu))), "")) != "":
+            return why
         if (kept := self.kept.get(group.group_id)) is not None:
             return kept.reason
         over = [host.name for host in self.hosts.values() if not host.gpus.isdisjoint(group.gpus)]

@@ -30,9 +30,28 @@ def why_never(state: ClusterState, spec: JobSubmitted) -> str | None:
 
 def lack_of(state: ClusterState, spec: JobSubmitted) -> Lack | None:
     """What the job lacks if it cannot run on the GPUs that there are, or were. Nothing is known before the first have come."""
-    if (reason := _why_too_few(state, spec)) is not None:
-        return Lack(reason, state.memory.holds(state.cost, spec))
-    return Lack(reason, more_would_do=False) if (reason := _why_too_small(state, spec)) is not None else None
+    if (reason := _why_on_no_host(state, spec)) is not None:
+        return Lack(reason, more_would_do=False)
+    if (reason := _why_too_few(state, spec)) is not None and state.memory.holds(state.cost, spec):
+        return Lack(reason, more_would_do=True)
+    if (reason := _why_too_small(state, spec) or reason) is not None:  # which no smaller number mends comes first
+        return Lack(reason, more_would_do=False)
+    return None
+
+
+def _why_on_no_host(state: ClusterState, spec: JobSubmitted) -> str | None:
+    """Of a job whose base several hosts cannot hold."""
+    room = state.memory.smallest_room(state.cost, spec)
+    if not spec.on_one_host or not state.pool.num_gpus or room is None:
+        return None
+    nodes = state.pool.lasting_nodes.values()
+    widest = max([sum(state.memory.has_room(gpu, room) for gpu in node.gpus) for node in nodes], default=0)
+    if spec.gpus <= widest:
+        return None
+    return (
+        f"its base takes {spec.gpus} GPUs of one host, as it is not cut into stages, and none has more than {widest} with room for it. "
+        f"Train it over a smaller base, or add a host with {spec.gpus}"
+    )
 
 
 def lack_now(state: ClusterState, spec: JobSubmitted) -> Lack | None:
@@ -46,23 +65,36 @@ def lack_now(state: ClusterState, spec: JobSubmitted) -> Lack | None:
 def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
     pool = state.pool
     if spec.gpus > pool.most_gpus > 0:
-        if spec.gpus == spec.least_gpus:
-            return f"its base takes {spec.gpus} GPUs and the cluster has {pool.most_gpus}. Train it over a smaller base, or add GPUs"
-        return f"it asks for {spec.gpus} GPUs and the cluster has {pool.most_gpus}. Ask for fewer"
-    complete = pool.num_gpus == pool.most_gpus  # else those that are lost may come back, as a host may be taken back that is drained
-    if (
-        spec.gpus > pool.node_size > 0
-        and complete
-        and not has_room([len(node.gpus) for node in pool.nodes.values()], spec.gpus, pool.node_size)
-    ):
-        return f"it asks for {spec.gpus} GPUs, and the nodes of {pool.node_size} are too few to hold so many. Ask for fewer"
-    return None
+        wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
+        why = f"{wants} and the cluster has {pool.most_gpus}"
+    elif not _nodes_hold(state, spec.gpus):
+        wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
+        why = f"{wants}, and the nodes of {pool.node_size} are too few to hold so many"
+    else:
+        return None
+    helps = _fewer(state, min(spec.gpus - 1, pool.most_gpus)) >= spec.least_gpus
+    return f"{why}. {'Ask for fewer' if helps else 'Train it over a smaller base, or add GPUs'}"
+
+
+def _nodes_hold(state: ClusterState, gpus: int) -> bool:
+    """Whether nodes hold so many, as a policy takes them: on one, or whole ones and a part of one. Where some are lost they may come back,
+    as a host may be taken back that is drained.
+    """
+    pool = state.pool
+    if gpus <= pool.node_size or not pool.node_size or pool.num_gpus != pool.most_gpus:
+        return True
+    return has_room([len(node.gpus) for node in pool.nodes.values()], gpus, pool.node_size)
+
+
+def _fewer(state: ClusterState, most: int) -> int:
+    """The most GPUs that nodes hold, of up to so many."""
+    return next(gpus for gpus in range(most, -1, -1) if _nodes_hold(state, gpus))
 
 
 def _why_too_small(state: ClusterState, spec: JobSubmitted) -> str | None:
     pool, cost, profile = state.pool, state.cost, spec.profile
     if state.memory.rooms and pool.most_gpus:
-        return state.memory.why_too_large(cost, spec, pool.most_gpus)
+        return state.memory.why_too_large(cost, spec, pool.most_gpus, lambda most: _fewer(state, most))
     longest = profile.longest_sample_tokens
     budget = next((tokens for tokens in cost.budgets if tokens >= longest), cost.budgets[-1])
     if state.hosts_may_come or state.memory.rooms or cost.fits(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus):

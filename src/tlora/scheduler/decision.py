@@ -152,7 +152,7 @@ class Decision:
             roomy = {name: sum(memory.has_room(gpu, job.least_room) for gpu in node.gpus) for name, node in nodes.items()}
         freest = sorted(nodes, key=lambda name: (-len(self.draft.free_for(name, job.least_room)), name))
         holding = [name for name in freest if roomy[name] >= gpus][:1]
-        if holding or (gpus <= self.node_size and not job.least_room):
+        if holding or job.spec.on_one_host or (gpus <= self.node_size and not job.least_room):
             return holding
         whole, rest = divmod(gpus, self.node_size)
         chosen = [name for name in freest if roomy[name] == self.node_size][:whole]

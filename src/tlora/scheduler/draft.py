@@ -60,6 +60,14 @@ class Draft:
         free_places = {*places, *(node.place for node, free in changed if free)}
         return sorted(free_places.difference([node.place for node, free in changed if not free]))
 
+    def allocate_for(self, job: Job, count: int, kind: str = "") -> tuple[int, ...] | None:
+        """As `allocate`, GPUs on which the job can run."""
+        if not job.spec.on_one_host:
+            return self.allocate(count, job.least_room, kind)
+        if count > self.num_free:
+            return None
+        return self._allocate_roomy(count, job.least_room, kind, on_one=True)
+
     def allocate(self, count: int, least_room: float = 0.0, kind: str = "") -> tuple[int, ...] | None:
         """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken. With
         `least_room` only GPUs that have so much, with `kind` only such.
@@ -108,12 +116,14 @@ class Draft:
         self.num_free -= count
         return tuple(free[:count])
 
-    def _allocate_roomy(self, count: int, least_room: float, kind: str = "") -> tuple[int, ...] | None:
-        """By best fit on one node, or else on the nodes that have most such GPUs."""
+    def _allocate_roomy(self, count: int, least_room: float, kind: str = "", *, on_one: bool = False) -> tuple[int, ...] | None:
+        """By best fit on one node, or else, but for `on_one`, on the nodes that have most such GPUs."""
         free = {name: gpus for name in self.state.pool.nodes if (gpus := self.free_for(name, least_room, kind))}
         if sum(map(len, free.values())) < count:
             return None
         best = min([name for name, gpus in free.items() if len(gpus) >= count], key=lambda name: (len(free[name]), name), default=None)
+        if best is None and on_one:
+            return None
         names = [best] if best is not None else sorted(free, key=lambda name: (-len(free[name]), name))
         chosen = tuple(sorted([gpu for name in names for gpu in free[name]][:count]))
         self.take(chosen)

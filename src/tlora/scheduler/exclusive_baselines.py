@@ -113,7 +113,7 @@ def least_attained(job: Job) -> Key:
 
 def start_alone(draft: Draft, job: Job) -> bool:
     """Open a group of `job` on as many GPUs as it asks for, if there are."""
-    gpus = draft.allocate(job.spec.gpus, job.least_room)
+    gpus = draft.allocate_for(job, job.spec.gpus)
     if gpus is None:
         return False
     draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus), draft.state.memory.of(gpus)))

@@ -254,7 +254,7 @@ def _way_out(decision: Decision, view: View, index: int, room: int) -> _WayOut |
 def _let_go(decision: Decision, view: View, way: _WayOut) -> bool:
     """False where the GPUs that are free have too little room for it."""
     job = view.jobs[way.index]
-    gpus = decision.draft.allocate(way.gpus, job.least_room)
+    gpus = decision.draft.allocate_for(job, way.gpus)
     if gpus is None:
         return False
     others = view.jobs[: way.index] + view.jobs[way.index + 1 :]

@@ -27,7 +27,7 @@ def take_free(decision: Decision, job: Job, sizes: Sequence[int]) -> tuple[int, 
     """
     draft, kinds = decision.draft, decision.state.kinds
     if not kinds.differ:
-        return draft.allocate(sizes[-1], job.least_room)
+        return draft.allocate_for(job, sizes[-1])
     found = [
         (own.slowdowns[0], size, kinds.speeds[kind], kind)
         for kind in kinds.fastest_first()
@@ -37,7 +37,7 @@ def take_free(decision: Decision, job: Job, sizes: Sequence[int]) -> tuple[int, 
     while found:
         most = min(slowdown for slowdown, *_ in found) * (1 + decision.settings.growth_gain)
         best = min([way for way in found if way[0] <= most], key=lambda way: way[1:])
-        if (gpus := draft.allocate(best[1], job.least_room, best[3])) is not None:
+        if (gpus := draft.allocate_for(job, best[1], best[3])) is not None:
             return gpus
         found.remove(best)
     return None

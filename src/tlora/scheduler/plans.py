@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tlora.protocol import ParallelPlan
+from tlora.protocol import JobSubmitted, ParallelPlan
 from tlora.scheduler.job import Job
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import ROUNDING, group_step_seconds, lone_step_seconds
@@ -16,22 +16,28 @@ def exclusive_plan(cost: CostModel, job: Job, gpus: int, room_bytes: float | Non
 
     A budget that does not hold the job's longest sample is none; `why_never` refuses a job that has no budget at all.
     """
-    base, profile = job.spec.base_model, job.spec.profile
+    base, profile, over_hosts = job.spec.base_model, job.spec.profile, is_over_hosts(job.spec)
     chosen, layers = 0, 0
     for tokens in cost.budgets:
         if tokens < profile.longest_sample_tokens:
             continue
-        if not cost.fits(base, profile.adapter_parameters, tokens, gpus, room_bytes):
+        if not cost.fits(base, profile.adapter_parameters, tokens, gpus, room_bytes, over_hosts):
             break
         chosen = tokens
         if tokens * gpus >= profile.tokens_per_step:
             break
     if not chosen:
         longest, room = profile.longest_sample_tokens, cost.room_bytes(base) if room_bytes is None else room_bytes
-        fits = longest <= cost.budgets[-1] and cost.least_bytes(base, profile.adapter_parameters, longest, gpus, room) <= room
+        takes = base, profile.adapter_parameters, longest, gpus, room, over_hosts
+        fits = longest <= cost.budgets[-1] and cost.least_bytes(*takes) <= room
         assert fits, f"{job.spec.job_id}: no prepared budget holds a sample of {longest} tokens and fits"
-        chosen, layers = longest, cost.recomputed_layers(base, profile.adapter_parameters, longest, gpus, room)
+        chosen, layers = longest, cost.recomputed_layers(*takes)
     return ParallelPlan(gpus, chosen * gpus, layers)
+
+
+def is_over_hosts(spec: JobSubmitted) -> bool:
+    """Whether its base is in parts that GPUs of several hosts may hold."""
+    return spec.least_gpus > 1 and not spec.on_one_host
 
 
 def shared_plan(
@@ -52,6 +58,7 @@ def shared_plan(
     parameters = sum(job.spec.profile.adapter_parameters for job in jobs)
     longest = max(job.spec.profile.longest_sample_tokens for job in jobs)
     members = [job.as_member(job.weight) for job in jobs]
+    over_hosts = any(is_over_hosts(job.spec) for job in jobs)
     best, best_mean, tried = 0, 0.0, False
     for tokens in reversed(cost.budgets):
         budget = tokens * gpus
@@ -59,7 +66,7 @@ def shared_plan(
             break
         if tried and cost.fill_share * budget >= offered:  # the larger ones were not full either: nothing differs
             continue
-        if not cost.fits(base, parameters, tokens, gpus, room_bytes):
+        if not cost.fits(base, parameters, tokens, gpus, room_bytes, over_hosts):
             continue
         tried = True
         seconds = group_step_seconds(cost, base, budget, gpus, nodes, members)

@@ -118,8 +118,6 @@ class Predictions:
         each of these GPUs, where they are chosen; else that of the smallest on which each of the jobs can run. `kind`: likewise the slowest
         of theirs; else the reference.
         """
-        if gpus < jobs[0].spec.least_gpus:  # they have one base
-            return None
         assert self._state is not None, "predictions follow no state yet"
         if room_bytes is None:
             room_bytes = self._state.memory.for_jobs(jobs)
@@ -179,6 +177,8 @@ def _mean_sample_tokens(profile: JobProfile) -> float:
 
 def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int, room_bytes: float | None) -> Prediction | None:
     base = jobs[0].spec.base_model
+    if any(gpus < job.spec.least_gpus or (nodes > 1 and job.spec.on_one_host) for job in jobs):
+        return None
     if len(jobs) == 1:
         return _predict_alone(cost, jobs[0], gpus, nodes, room_bytes)
     plan = shared_plan(cost, gpus, nodes, jobs, room_bytes=room_bytes)

@@ -90,7 +90,7 @@ def _soonest(draft: Draft, job: Job, end_of: EndOf) -> tuple[float, int, tuple[s
         if time_by_node:
             node = min(time_by_node, key=lambda name: (time_by_node[name], name))
             return time_by_node[node], sum(at <= time_by_node[node] for at in coming[node]) - count, (node,)
-    if not size or (count <= size and not job.least_room):
+    if not size or job.spec.on_one_host or (count <= size and not job.least_room):
         return None
     if job.least_room:  # its GPUs may lie on any nodes
         every = sorted((at, name) for name, times in coming.items() for at in times)[:count]

@@ -193,7 +193,7 @@ def _place(decision: Decision, job: Job, without_preemption: bool) -> list[Job] 
         places += _joins(decision, job)
     if not places:  # what it asks for may be whole nodes and a part of another
         may_start = job.spec.gpus in sizes or (draft.num_free >= job.spec.gpus and not may_wait(decision, job, sizes))
-        gpus = draft.allocate(job.spec.gpus, job.least_room) if may_start else None
+        gpus = draft.allocate_for(job, job.spec.gpus) if may_start else None
         if gpus is None:
             return None
         decision.open([job], gpus)

@@ -19,6 +19,7 @@ from tlora.protocol import (
     Event,
     GpusAsked,
     GpusLost,
+    GpusUnheard,
     GroupFound,
     GroupKept,
     GroupLost,
@@ -106,6 +107,8 @@ class Scheduler:
 
     def _decide(self) -> list[Action]:
         state = self.state
+        if state.to_ask:
+            self._ask_those_that_wait()
         try:
             wanted = self._policy(state)
             if wanted and (reason := why_impossible(state, wanted)) is not None:
@@ -144,7 +147,7 @@ class Scheduler:
                 if event.group_id in state.groups:
                     state.make_ready(event.group_id)
                 return [], False
-            case BaseAdded():
+            case BaseAdded() | GpusUnheard():
                 return [], False
             case BaseMeasured(base, device, speed):
                 state.measure(base, device, speed)
@@ -171,10 +174,11 @@ class Scheduler:
                 return self._reject_too_large() if changed else [], changed
             case KindsFound(gpus, kinds, speeds):
                 return [], state.find_kinds(gpus, kinds, speeds)
-            case NodeDraining(node, finish):
-                return [StopGroup(group_id) for group_id in state.drain_node(node, finish=finish)], True
-            case GpusLost():
-                return [StopGroup(group_id) for group_id in state.lose_gpus(event.gpus)], True
+            case NodeDraining() | GpusLost():
+                is_lost = isinstance(event, GpusLost)
+                ended = state.lose_gpus(event.gpus) if is_lost else state.drain_node(event.node, finish=event.finish)
+                self._say_that_they_wait(*state.parked)
+                return [StopGroup(group_id) for group_id in ended], True
 
     def _add_node(self, event: NodeAdded) -> list[Action]:
         """Jobs that fit on what was there may not on what is there now: a wide one takes whole nodes, and the largest may be larger now."""
@@ -212,15 +216,30 @@ class Scheduler:
         return [], True
 
     def _ask_for(self, event: GpusAsked) -> None:
-        """Of a job that trains it comes too late. One for which there are too few GPUs is not said to wait before their host has come."""
+        """Of a job that trains: when it waits again. One for which there are too few GPUs is not said to wait before their host is here."""
         job_id = event.job_id
         job = self.state.jobs.get(job_id)
-        if job is None or job.group_id is not None or event.gpus > MOST_COUNTED or not self.state.ask_for(event):
+        if job is None or event.gpus > MOST_COUNTED:
+            return
+        if job.group_id is not None:
+            self.state.asked_later[job_id] = event
+            return
+        self.state.asked_later.pop(job_id, None)
+        if not self.state.ask_for(event):
             return
         if job_id in self.state.parked:
             self._unpark(job_id)
         elif self.state.hosts_may_come and job_id in self.state.pending and (lack := lack_of(self.state, job.spec)) is not None:
             self.state.park(job_id, lack)
+
+    def _ask_those_that_wait(self) -> None:
+        """Jobs that asked for other GPUs while they trained, and have lost or left their group since."""
+        state, asked = self.state, self.state.asked_later
+        names, state.to_ask = [name for name in state.to_ask if name in state.pending and name in asked], []
+        for name in dict.fromkeys(names):
+            self._ask_for(asked.pop(name))
+            if name in state.parked:
+                self._say_that_they_wait(name)
 
     def _release(self, job_id: str) -> tuple[list[Action], bool]:
         """Whether it was held, by a user. The hosts may be others by now."""

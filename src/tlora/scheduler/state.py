@@ -49,6 +49,8 @@ class ClusterState:
     held: set[str] = field(default_factory=set[str])
     parked: dict[str, Lack] = field(default_factory=dict[str, Lack])  # those of `held` that wait for hosts
     hosts_may_come: bool = False
+    asked_later: dict[str, GpusAsked] = field(default_factory=dict[str, GpusAsked])  # of jobs in groups: for when they wait again
+    to_ask: list[str] = field(default_factory=list[str])  # those of them that may wait by now
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, the last to change or end behind; some that have ended
@@ -181,6 +183,7 @@ class ClusterState:
         """It is finished, failed or cancelled. Its group goes on without it; the caller looks after an empty one."""
         job = self.jobs.pop(job_id)
         self.pending.pop(job_id, None)
+        self.asked_later.pop(job_id, None)
         if job_id in self.held:
             self.held.discard(job_id)
             self.parked.pop(job_id, None)
@@ -339,6 +342,8 @@ class ClusterState:
         self._run(job, 0.0, 0.0)
         job.status, job.group_id = "pending", None
         self.pending[job_id] = None
+        if job_id in self.asked_later:
+            self.to_ask.append(job_id)
 
     def _leave(self, known: Group, job_id: str) -> None:
         group = known.group.without(job_id)

@@ -41,6 +41,7 @@ class Capacity:
         self._hosts_may_come = config.hosts_may_come
         there = self._gpus or places.engine_gpus
         self._cuts = config.layout == "stages" and (there != 1 or self._hosts_may_come)  # else it lies as with auto
+        self._limit = None if config.memory_limit == "auto" else config.memory_limit
         if config.memory_limit != "auto" and (self._most is None or config.memory_limit < self._most):
             self._most, self._place = config.memory_limit, "a run here (memory_limit)"
         self._outlines: dict[str, BaseShape] = {}
@@ -50,8 +51,9 @@ class Capacity:
         """The base's outline was made."""
         outline = known_outline(self._directory, base_model, self._precision)
         if outline is not None:
-            if self._cuts and not outline.parts.no_stages:
-                outline = replace(outline, memory=outline.memory.cut(outline.parts.bytes_by_stages()))
+            if (self._cuts or self._hosts_may_come) and not outline.parts.no_stages:
+                stages, memory = outline.parts.bytes_by_stages(), outline.memory
+                outline = replace(outline, memory=memory.cut(stages) if self._cuts else replace(memory, stage_bytes=stages))
             self._outlines[name] = outline
 
     def memory_of(self, name: str) -> BaseMemory | None:
@@ -111,10 +113,11 @@ class Capacity:
     def least_gpus(self, base: str) -> int:
         """On fewer the base leaves no room for jobs, or is in no stages as it is ordered; 1 where that is not known."""
         outline, least = self._outlines.get(base), LEAST_STAGES if self._cuts else 1
-        if outline is None or self._most is None:
+        most = self._limit if self._hosts_may_come else self._most  # their GPUs may be larger: the back end counts as they come
+        if outline is None or most is None:
             return least
         there = None if self._hosts_may_come else self._gpus  # any number may come
-        return max(least, least_gpus(outline.memory.bytes_by_gpus[:there], self._most) or 1)
+        return max(least, least_gpus(outline.memory.bytes_by_gpus[:there], most) or 1)
 
     def most_gpus(self, base: str, there: int) -> int:
         """That a job gets of `there` (0: not known): in stages one for each layer."""

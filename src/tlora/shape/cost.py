@@ -197,34 +197,54 @@ class CostModel:
         return counted is None or counted.is_whole(room)
 
     def memory_bytes(
-        self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int = 1, room_bytes: float | None = None
+        self,
+        base: str,
+        adapter_parameters: float,
+        tokens_per_gpu: float,
+        gpus: int = 1,
+        room_bytes: float | None = None,
+        over_hosts: bool = False,
     ) -> float:
         """Bytes on each of `gpus` GPUs: weights, the state of `adapter_parameters` (all members together), activations of a micro-batch.
-        `room_bytes`: what such a GPU has, which decides whether the base lies on it whole.
+        `room_bytes`: what such a GPU has, which decides whether the base lies on it whole. `over_hosts`: in parts on several.
         """
         found, counted = self._of(base), self.memory.get(base)
         state = ADAPTER_BYTES * adapter_parameters
         if counted is None:
             return found.base_bytes + state + found.activation_bytes_per_token * tokens_per_gpu
         room = self.room_bytes(base) if room_bytes is None else room_bytes
+        if over_hosts:
+            counted = counted.over(hosts=True)
         return counted.weights(gpus, room) + state + counted.fixed_bytes + counted.token_bytes * tokens_per_gpu
 
-    def least_bytes(self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float) -> float:
+    def least_bytes(
+        self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float, over_hosts: bool = False
+    ) -> float:
         """As `memory_bytes`, with as many layers recomputed as there are."""
         counted = self.memory.get(base)
-        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes)
+        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes, over_hosts)
         return most if counted is None else most - (counted.token_bytes - counted.least_token_bytes) * tokens_per_gpu
 
-    def recomputed_layers(self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float) -> int:
+    def recomputed_layers(
+        self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float, over_hosts: bool = False
+    ) -> int:
         """With how many layers recomputed, at least, that is within `room_bytes`."""
         counted = self.memory.get(base)
-        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes)
+        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes, over_hosts)
         return 0 if counted is None else counted.least_layers(most - room_bytes, tokens_per_gpu)
 
-    def fits(self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int = 1, room_bytes: float | None = None) -> bool:
+    def fits(
+        self,
+        base: str,
+        adapter_parameters: float,
+        tokens_per_gpu: float,
+        gpus: int = 1,
+        room_bytes: float | None = None,
+        over_hosts: bool = False,
+    ) -> bool:
         """Whether that is within what may be planned for of a GPU: `room_bytes`, where it is known."""
         room = self.room_bytes(base) if room_bytes is None else room_bytes
-        return self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room) <= room
+        return self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room, over_hosts) <= room
 
     def observe(self, base: str, gpus: int, nodes: int, ratio: float, now: float) -> bool:
         """Take in how long something took, at `now` seconds, on one GPU, on one node, or on several. Whether predictions are now others.

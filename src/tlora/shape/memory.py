@@ -203,6 +203,7 @@ class BaseMemory:
     micro-batch, and of a token of one, without recomputation and with as much of it as there is. `streamed_bytes`: of its weights on one
     GPU to which they are streamed from the host's memory; 0 where they cannot be. `num_layers`: that can be recomputed, 0 where that is
     not known; `ordered_layers` of them are in every micro-batch. `in_stages`: on several GPUs it is always in parts, as is ordered.
+    `stage_bytes`: of the fullest of 2, 3, ... stages, which GPUs of several hosts may hold; empty where that is not known, or cannot be.
     """
 
     bytes_by_gpus: tuple[int, ...]
@@ -213,6 +214,11 @@ class BaseMemory:
     num_layers: int = 0
     ordered_layers: int = 0
     in_stages: bool = False
+    stage_bytes: tuple[int, ...] = ()
+
+    def over(self, *, hosts: bool) -> BaseMemory:
+        """With parts over GPUs of several `hosts`, or else of one."""
+        return self.cut(self.stage_bytes) if hosts and self.stage_bytes and not self.in_stages else self
 
     def cut(self, by_stages: Sequence[int]) -> BaseMemory:
         """Of a base that is ordered in stages: `by_stages` is what the fullest of 2, 3, ... takes."""
