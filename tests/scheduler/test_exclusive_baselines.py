@@ -149,6 +149,17 @@ def test_no_member_of_a_group_gives_way_to_a_job_that_it_goes_before(name: str) 
     assert actions[0] == StopGroup("g0") and started(actions) == ["highest", "high"]
 
 
+@pytest.mark.parametrize("name", ["srtf", "las"])
+def test_a_job_of_one_host_stops_none_on_several(name: str) -> None:
+    scheduler = made_scheduler(EXCLUSIVE[name](), 2, 2, 4)
+    scheduler.handle(GpusLost((4, 5, 6, 7)), 0.0)
+    for job in ("a", "b"):
+        scheduler.handle(made_spec(job, 2, tokens=2000.0, steps=10**6), 1.0)
+    wide = made_spec("wide", 4, tokens=4000.0, steps=1, priority=1.0, least_gpus=4, on_one_host=True)
+    assert scheduler.handle(wide, 2.0) == [] == scheduler.handle(Tick(), 3.0)
+    assert started(scheduler.handle(NodeAdded("n2", (4, 5, 6, 7)), 4.0)) == ["wide"]
+
+
 # -- least attained service --------------------------------------------------------------------------------------------------
 
 

@@ -208,7 +208,7 @@ def _behind(running: Iterable[_Running], rank: _Rank) -> Iterable[JobGroup]:
 def _who_gives_way(draft: Draft, job: Job, others: Iterable[JobGroup]) -> list[JobGroup] | None:
     """The first of `others` whose GPUs, with the free ones, make room for `job`, without any that are not needed; None if none do."""
     state, count, least = draft.state, job.spec.gpus, job.least_room
-    size = state.pool.node_size
+    size = max(count, state.pool.node_size) if job.spec.on_one_host else state.pool.node_size  # several nodes do not make up for one
     free = {name: len(draft.free_for(name, least)) for name in state.pool.nodes}
     chosen: list[JobGroup] = []
     for other in others:

@@ -58,7 +58,7 @@ class Reasons:
         state, asked = self._state, job.spec.gpus
         if state.pool.num_free >= asked:
             kept = self._kept
-            if Draft(state).allocate(asked, job.least_room) is None:
+            if Draft(state).allocate_for(job, asked) is None:
                 return f"it asks for {asked} {self._names[asked > 1]}, and the {state.pool.num_free} that are free do not hold it together"
             if kept is None or state.pool.num_free - len(kept.free) >= asked:
                 return ""

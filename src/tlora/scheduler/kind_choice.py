@@ -50,11 +50,11 @@ def may_wait(decision: Decision, job: Job, sizes: Sequence[int]) -> bool:
     state = decision.state
     if not state.kinds.differ:
         return True
-    roomy = [gpu for node in state.pool.lasting_nodes.values() for gpu in node.gpus if state.memory.has_room(gpu, job.least_room)]
-    counts = Counter([state.kinds.kind_of.get(gpu, "") for gpu in roomy])
-    return any(
-        size <= counts[kind] and decision.predict([job], size, kind=kind) is not None for kind in state.kinds.speeds for size in sizes
-    )
+    roomy = [[gpu for gpu in node.gpus if state.memory.has_room(gpu, job.least_room)] for node in state.pool.lasting_nodes.values()]
+    counts = [Counter([state.kinds.kind_of.get(gpu, "") for gpu in gpus]) for gpus in roomy]
+    hold = max if job.spec.on_one_host else sum
+    most = {kind: hold([own[kind] for own in counts]) for kind in state.kinds.speeds} if counts else {}
+    return any(size <= own and decision.predict([job], size, kind=kind) is not None for kind, own in most.items() for size in sizes)
 
 
 class _Faster(NamedTuple):
