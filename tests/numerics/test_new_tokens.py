@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import PhiConfig
 
 from tests.numerics import checks, poisons
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.world import Job, super_model, train
-from tests.tiny import make_samples
+from tests.tiny import FAMILIES, SHAPE, make_samples
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.new_tokens import TokenPass, TokenRows
@@ -46,6 +47,22 @@ def test_fp64_equals_peft_and_alone(family: str) -> None:
         model = super_model(family, torch.float64, ())
         checks.check_peft(model, [replace(job, pause_after=None) for job in jobs()], family, torch.float64, ())
         checks.check_l1(model, jobs(), packing_seed=12)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_the_embedding_gives_the_padding_tokens_row_no_gradient(family: str) -> None:
+    """A tied head does."""
+    changes = (("pad_token_id", 10),)
+    found = [replace(jobs()[0], pause_after=None)]
+    with fp64_throughout():
+        checks.check_peft(super_model(family, torch.float64, changes), found, family, torch.float64, changes)
+
+
+def test_a_tied_head_with_a_bias_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT 0.21 computes it without the bias then."""
+    monkeypatch.setitem(FAMILIES, "phi-tied", PhiConfig(**SHAPE, tie_word_embeddings=True))
+    with pytest.raises(ModelError, match="tied to the embedding and has a bias, which PEFT leaves out"):
+        super_model("phi-tied").layout(LoraConfig(target_modules=["q_proj"], trainable_token_indices=[10]))
 
 
 @pytest.mark.parametrize("family", ["llama-tied"])

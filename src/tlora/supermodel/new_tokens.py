@@ -123,11 +123,10 @@ class NewTokens:
 
     def row_slopes(self, rows: TokenRows, hidden_tH: Tensor, losses_t: Tensor, labels_t: Tensor, weights_t: Tensor) -> Tensor:
         """d(sum of weights * losses)/d(logits of the rows before scale and cap) [t, n], while they are in the head."""
-        head, bias_V, ids = self._head, self._head.bias_V, rows.tokens
-        part = Head(lambda: FrozenLinear(PlainWeight(rows.rows_nH), None if bias_V is None else bias_V[ids]), head.scale, head.softcap)
-        z_tn = part.logits(hidden_tH)
+        head, ids = self._head, rows.tokens
+        z_tn = Head(lambda: FrozenLinear(PlainWeight(rows.rows_nH), None), head.scale, head.softcap).logits(hidden_tH)
         target_t = (hidden_tH * self._base_rows(labels_t)).sum(1, dtype=z_tn.dtype)
-        target_t = (target_t if bias_V is None else target_t + bias_V[labels_t]).to(hidden_tH.dtype).to(z_tn.dtype) * head.scale
+        target_t = target_t.to(hidden_tH.dtype).to(z_tn.dtype) * head.scale
         target_t = torch.tanh(target_t / head.softcap) * head.softcap if head.softcap else target_t
         slopes_tn = (z_tn - (losses_t.to(z_tn.dtype) + target_t)[:, None]).exp() - (labels_t[:, None] == ids[None, :]).to(z_tn.dtype)
         if head.softcap:
@@ -261,6 +260,12 @@ def row_shapes(model: Any, lora: LoraConfig) -> tuple[AdapterShape, ...]:
     tokens = token_rows(lora, name, 0 if weight is None else weight.shape[0])
     if tokens and weight is None:
         raise ModelError(f"trainable_token_indices: {name} is no plain embedding, whose rows could be trained. Take it out")
+    head = model.get_output_embeddings()
+    if tokens and head is not None and head.weight is weight and getattr(head, "bias", None) is not None:
+        raise ModelError(
+            "trainable_token_indices: this base's head is tied to the embedding and has a bias, which PEFT leaves out where rows of a tied "
+            "head are trained, so the adapter would answer otherwise there. Take it out"
+        )
     return (AdapterShape(name, len(tokens), weight.shape[1], 0, 1.0, tokens),) if tokens and weight is not None else ()
 
 
