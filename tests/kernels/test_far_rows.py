@@ -109,16 +109,20 @@ def test_slots_are_added_up_far_away() -> None:
 
 
 def test_a_convolution_of_tokens_that_lie_far_away() -> None:
-    x_TC, weight_CW = drawn(1, (32, 16), FP16), drawn(2, (16, 4), FP16)
-    wanted, positions_T = torch.empty_like(x_TC), torch.arange(32, dtype=torch.int32)
-    launch: Any = triton_conv.convolve_kernel
+    """Forward, and the gradient: each kernel of two programs."""
+    count = 2 * triton_conv._TOKENS
+    x_TC, dy_TC, weight_CW = drawn(1, (count, 16), FP16), drawn(3, (count, 16), FP16), drawn(2, (16, 4), FP16)
+    positions_T = torch.arange(count, dtype=torch.int32)
     constants = triton_conv._constants(weight_CW, None, True)
-    launch[1, 1](x_TC, weight_CW, None, positions_T, wanted, 32, 16, *constants)
-    far_TC, found_TC = far(x_TC), far(torch.zeros_like(x_TC))
-    ahead = len(far_TC) - 32
-    with programs_from(ahead // 32):
-        launch[1, 1](far_TC, weight_CW, None, far(positions_T[:, None])[FAR - ahead :], found_TC, len(far_TC), 16, *constants)
-    assert torch.equal(found_TC[ahead:], wanted)
+    ahead = FAR // 16
+    far_x, far_dy, far_positions = far(x_TC), far(dy_TC), far(positions_T[:, None])[FAR - ahead :]
+    kernels: list[Any] = [triton_conv.convolve_kernel, triton_conv.convolve_back_kernel]
+    for launch, near, distant in zip(kernels, ((x_TC,), (dy_TC, x_TC)), ((far_x,), (far_dy, far_x)), strict=True):
+        wanted_TC, found_TC = torch.zeros_like(x_TC), far(torch.zeros_like(x_TC))
+        launch[2, 1](*near, weight_CW, None, positions_T, wanted_TC, count, 16, *constants)
+        with programs_from(ahead // triton_conv._TOKENS):
+            launch[2, 1](*distant, weight_CW, None, far_positions, found_TC, len(far_x), 16, *constants)
+        assert wanted_TC.abs().min(1).values.max() > 0 and torch.equal(found_TC[ahead:], wanted_TC)
 
 
 def test_a_loss_of_logits_that_lie_far_away() -> None:
