@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GraniteConfig, Olmo2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DiffLlamaConfig,
+    Exaone4Config,
+    GraniteConfig,
+    Olmo2Config,
+    PhiConfig,
+    Qwen3MoeConfig,
+)
 
 from tests.kernels.interpreter import MARKS, interpreted
 from tests.planning.partitioned import TOKENS, hint, kept_by
 from tests.tiny import FAMILIES, SHAPE
 from tlora.planning.memory import measure
 from tlora.supermodel.load import outline
+from tlora.supermodel.structure import find_calls
 from tlora.supermodel.supermodel import SuperModel
 
 with interpreted():  # the path imports it late, when the variable may not be set any more
@@ -25,6 +35,10 @@ _NARROWEST = 17  # elements; routers give less
 KEPT: dict[str, Any] = {family: FAMILIES[family] for family in ("llama", "qwen3", "gemma2", "gemma3", "phi3")} | {
     "olmo2": Olmo2Config(**SHAPE),
     "granite": GraniteConfig(**SHAPE, residual_multiplier=0.5),
+    "cohere": CohereConfig(**SHAPE),  # attention and MLP beside one another
+    "phi": PhiConfig(**SHAPE),
+    "diffllama": DiffLlamaConfig(**SHAPE),  # two attentions of the same queries, and a norm without weights of their difference
+    "exaone4": Exaone4Config(**SHAPE, layer_types=["full_attention"] * 2),  # norms of queries without positions
     "qwen3-moe": Qwen3MoeConfig(**SHAPE, head_dim=24, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 
@@ -40,11 +54,13 @@ def _count(outputs: list[Any]) -> int:
 @pytest.mark.parametrize("family", [each if each in ("qwen3", "gemma2") else pytest.param(each, marks=pytest.mark.slow) for each in KEPT])
 def test_a_layer_keeps_what_is_counted(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms of queries and keys keep what they read, beside what attention reads. Where a norm reads a block's output, or experts give it,
-    the layer's output is kept as well. Of queries, keys and values of one linear its whole output is kept, for the values.
+    the layer's output is kept as well. Of queries, keys and values of one linear its whole output is kept, for the values. Of outputs of
+    attention and MLP that are added at once the sum alone is kept.
     """
     KEPT[family].save_pretrained(tmp_path)
     meta = SuperModel(outline(str(tmp_path), "bfloat16"))
     memory = measure(meta, 0, GPU)
-    heads, shrunk = KEPT[family].num_attention_heads, len(meta.targets()) // 2 * 2 * 16  # of each linear x @ A of two blocks of rows
+    heads = KEPT[family].num_attention_heads * len(find_calls(meta.base).attentions) // SHAPE["num_hidden_layers"]
+    shrunk = len(meta.targets()) // 2 * 2 * 16  # of each linear x @ A of two blocks of rows
     model = AutoModelForCausalLM.from_config(KEPT[family], dtype=torch.bfloat16).eval()
     assert kept_by(model, _count, monkeypatch) == memory.phases[-1].kept_per_layer / 2 - 2 * heads - shrunk

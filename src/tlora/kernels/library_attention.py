@@ -140,11 +140,11 @@ def attend_batch(
     length = q.shape[2]
     windowed = window is not None and length > window
     if not softcap and not windowed and sinks_H is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return _library(q, k, v, None, scale)
     distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None, :]
     visible_LL = (distance >= 0) & (distance < window) if windowed and window is not None else distance >= 0
     if not softcap and sinks_H is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible_LL, scale=scale)
+        return _library(q, k, v, visible_LL, scale)
     scores = (q @ k.transpose(2, 3)) * (scale if scale is not None else q.shape[-1] ** -0.5)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -153,6 +153,16 @@ def attend_batch(
         scores = torch.cat([scores, sinks_H.to(q.dtype)[None, :, None, None].expand(len(q), -1, length, 1)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return weights.to(q.dtype)[..., :length] @ v
+
+
+def _library(q: Tensor, k: Tensor, v: Tensor, visible_LL: Tensor | None, scale: float | None) -> Tensor:
+    """PyTorch's attention, causal where it has no mask. For tensors without numbers it would keep the scores, which on devices it does not
+    where heads of q and v are alike.
+    """
+    if q.is_meta and q.shape[-1] == v.shape[-1]:
+        mask_LL = visible_LL.to(q.dtype) if visible_LL is not None else None
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask_LL is None, attn_mask=mask_LL, scale=scale)[0]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible_LL, is_causal=visible_LL is None, scale=scale)
 
 
 class _Flash(torch.autograd.Function):

@@ -6,6 +6,7 @@ estimate (`_estimate`), which the run replaces by what it measures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -36,7 +37,7 @@ from tlora.supermodel.held_linear import precisions_on, quantized
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.load import Base, hidden_states, layers_of
 from tlora.supermodel.lora_linear import ActiveBatch, LoraLinear
-from tlora.supermodel.multiply_adds import active_weights
+from tlora.supermodel.multiply_adds import active_weights, frozen_experts
 from tlora.supermodel.plain_path import groups_on
 from tlora.supermodel.recurrent_layers import why_not_in_passes
 from tlora.supermodel.routers import why_not_alone
@@ -150,7 +151,7 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     recurrent = sum(weight_CW.shape[0] for _, weight_CW, *_ in calls.convolutions)
     recurrent += sum(v_TGV.shape[1:].numel() for _, _, v_TGV, *_ in calls.delta_rules)
     inverses = sum(inverse_bytes(v_TGV) for _, _, v_TGV, *_ in calls.delta_rules)
-    given = sum(n for _, n in shapes) + recurrent + calls.beside_linears + hidden * outputs
+    given = sum(n for _, n in shapes) + recurrent + calls.beside_linears + outputs
     layer = (element * given + inverses) / layers + attention
     shrunk = element * len(shapes) * 2 * rank  # two adapters to a tile: two blocks of x @ A
     experts, again = (element * each for each in _expert_elements(model, device, ours))
@@ -192,11 +193,14 @@ def _expert_elements(model: SuperModel, device: torch.device, adapted: bool) -> 
     family's own operations keep what products give.
     """
     sizes, kernels, visits = model.experts.sizes, model.experts.fit_kernels(device), model.experts.visits(adapted)
+    frozen = frozen_experts(model).values()
+    given = math.ceil(sum(each.visits * each.out_features for each in frozen))
+    again = given + math.ceil(sum(each.visits * each.in_features for each in frozen))
     rows = sum(visits[name] * sum(size.product) for name, size in sizes.items())
     copies = sum(visits[name] * size.product[0] for name, size in sizes.items() if not name.endswith("down_proj"))
     if not adapted:
-        return sum(visits[name] * size.product[1] for name, size in sizes.items()), rows
-    return (rows - copies, rows) if kernels else (rows, 0)
+        return given + sum(visits[name] * size.product[1] for name, size in sizes.items()), again + rows
+    return (given + rows - copies, again + rows) if kernels else (given + rows, 0)
 
 
 def _linear_scratch(model: SuperModel) -> int:

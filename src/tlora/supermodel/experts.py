@@ -94,7 +94,7 @@ class ExpertBlock:
         """As an adapter has it."""
         experts, rows, columns = getattr(self.module, parameter).shape
         inputs, outputs = (rows, columns) if self.module.is_transposed != self.is_exchanged else (columns, rows)
-        return ExpertSize(inputs, outputs, experts, _per_token(self.module.config), self.is_exchanged)
+        return ExpertSize(inputs, outputs, experts, experts_per_token(self.module.config), self.is_exchanged)
 
     def jobs(self) -> dict[str, JobRows | None]:
         """What they add at each parameter in the pass that runs now."""
@@ -173,7 +173,12 @@ def expert_parameters(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _per_token(config: Any) -> int:
+def adaptable_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that these are in."""
+    return [name for name, _ in _adaptable(model)]
+
+
+def experts_per_token(config: Any) -> int:
     """To how many experts a token goes; 0 where the config does not say, or not for all layers alike."""
     found = (getattr(config, key, None) for key in _PER_TOKEN)
     return next((value for value in found if isinstance(value, int)), 0)

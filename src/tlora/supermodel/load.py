@@ -27,6 +27,7 @@ from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
 from tlora.supermodel.base_config import one_line, refuse_strange_config, unreadable
+from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.inject import find_linears
@@ -248,8 +249,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {one_line(error)}. {_COMPARE}") from None
     leave_out_other_modalities(model)
-    empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
-    if empty is not None:
+    if (empty := next((name for name, p in model.named_parameters() if not p.numel()), None)) is not None:
         raise ModelError(f"base_model {base_model}: by its config.json, {empty} has no numbers. {_COMPARE}")
     form = format_of(config, base_model)
     check_unpacked(form, base_precision, base_model)
@@ -258,7 +258,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
         hold_outlined(model, form, stored)
     elif base_precision is not None:
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
-    model.requires_grad_(False).eval()
+    stand_in(model.requires_grad_(False).eval())
     return Base(model, decoder_of(model, base_model), find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tlora.job import JobSpec
 from tlora.registry import OBJECTIVES
 from tlora.shape.work import FEATURE_WEIGHTS, SampleWork, sample_work
+from tlora.supermodel.frozen_experts import Visited, frozen_parameters
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.supermodel import SuperModel
 
@@ -20,7 +21,13 @@ def multiplied_weights(model: SuperModel, adapts_experts: bool) -> int:
 def active_weights(model: SuperModel, adapts_experts: bool) -> dict[str, int]:
     """Of each parameter of experts, the weights that a token is multiplied with."""
     visits = model.experts.visits(adapts_experts)
-    return {name: visits[name] * size.in_features * size.out_features for name, size in model.experts.sizes.items()}
+    own = {name: visits[name] * size.in_features * size.out_features for name, size in model.experts.sizes.items()}
+    return own | {name: int(each.visits * each.in_features * each.out_features) for name, each in frozen_experts(model).items()}
+
+
+def frozen_experts(model: SuperModel) -> dict[str, Visited]:
+    """Those parameters of experts that cannot be adapted."""
+    return frozen_parameters(model.model, {name.rpartition(".")[0] for name in model.experts.sizes})
 
 
 def timed_weights(model: SuperModel, device_type: str, adapts_experts: bool) -> int:

@@ -67,20 +67,26 @@ def find_unread(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> s
     return {graph.made[node] for node in added if readers[node] == 1 and calls[graph.made[node]] == 1}
 
 
-def count_kept_outputs(base: Base, linears: Mapping[str, BaseLinear | LoraLinear]) -> int:
-    """Decoder layers whose own output is kept beside those of all their linears: a norm reads the last one's, or experts give it. Of others
-    it is a sum with a linear's output, multiplied by a number or not, of which backward needs the sum alone.
+def count_kept_outputs(base: Base, linears: Mapping[str, LoraLinear]) -> int:
+    """Elements of a token that decoder layers keep of their own outputs, beside what all their linears give. A layer's output is kept,
+    but of it that is a sum with outputs of linears, multiplied by a number or not, backward needs the sum alone: of those with a norm or
+    experts last it is one more, of those with attention beside their MLP one less.
     """
     graph = _trace(base, linears)
     readers, kept = _count_readers(graph.result), 0
     for outputs, inputs in graph.layers:
-        open_nodes, node = list(outputs), None
-        while open_nodes and (node := open_nodes.pop()) not in graph.made:
+        kept += base.head.weight_VH.shape[1]
+        open_nodes = list(outputs)
+        while open_nodes:
+            node = open_nodes.pop()
+            if node not in outputs and readers[node] > 1:  # another reader needs it as it is
+                continue
+            if (name := graph.made.get(node)) is not None:
+                kept -= linears[name].out_features
+                continue
             before = [each for each, _ in node.next_functions if each is not None]
-            is_sum = node.name() in _SUMS or (node.name() in _SCALES and len(before) == 1)
-            if is_sum and node not in inputs and (node in outputs or readers[node] == 1):  # another reader needs it as it is
+            if node not in inputs and (node.name() in _SUMS or (node.name() in _SCALES and len(before) == 1)):
                 open_nodes += before
-        kept += node not in graph.made
     return kept
 
 
@@ -185,10 +191,20 @@ def find_calls(base: Base) -> PassCalls:
     finally:
         for hook in hooks:
             hook.remove()
+    for q, k, *_ in calls.attentions:  # without positions on the way, what the norm gives is made again
+        read.pop(_place(q), None)
+        read.pop(_place(k), None)
     parts = [args[:3] for args in calls.attentions if (wider := given.get(_place(args[2]))) is not None and wider.numel() > args[2].numel()]
     beside = sum(x.numel() // 2 for *of_scores, v in parts for x in of_scores if _place(x) != _place(v))
+    beside += sum(v.numel() // 2 for v in _further_values(calls.attentions))
     whole = {_place(v) for *_, v in parts}
     return replace(calls, beside_linears=beside + sum(elements for elements, place in read.values() if place not in whole))
+
+
+def _further_values(attentions: list[tuple[Any, ...]]) -> list[Tensor]:
+    """Those of attentions whose queries are another's before, with values of its own (differential attention)."""
+    first = dict[object, object]()
+    return [v for q, _, v, *_ in attentions if first.setdefault(_place(q), _place(v)) != _place(v)]
 
 
 def _place(x: Tensor) -> object:
@@ -197,12 +213,13 @@ def _place(x: Tensor) -> object:
 
 
 def _norms_beside_linears(base: Base) -> list[nn.Module]:
-    """Modules with weights in the same blocks as linears, but in those of recurrences."""
+    """Modules with weights in the same blocks as linears, and PyTorch's norms without, but in those of recurrences."""
     linears = {name.rpartition(".")[0] for name, module in base.model.named_modules() if isinstance(module, LoraLinear)}
     recurrences = tuple(f"{layer}." for layer in base.recurrent)
     return [
         module
         for name, module in base.model.named_modules()
         if name.rpartition(".")[0] in linears and not name.startswith(recurrences)
-        if not isinstance(module, LoraLinear | BaseLinear) and "weight" in dict(module.named_parameters(recurse=False))
+        if isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm)
+        or (not isinstance(module, LoraLinear | BaseLinear) and "weight" in dict(module.named_parameters(recurse=False)))
     ]

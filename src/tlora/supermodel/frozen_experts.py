@@ -1,0 +1,82 @@
+"""Experts that stay as they are, as their modules do not ask transformers' `ExpertsInterface`: what a token is multiplied with there, and
+what stands for their code on the meta device, where it cannot ask to which experts tokens go.
+
+Which modules these are is read off their forwards and parameters [E, A, B].
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
+from types import MethodType
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tlora.supermodel.experts import adaptable_modules, experts_per_token
+
+Kind = Literal["routed", "sorted", "all tokens"]
+_KINDS: dict[tuple[str, ...], tuple[Kind, tuple[str, ...]]] = {
+    ("hidden_states", "top_k_index", "top_k_weights"): ("routed", ("gate_up_proj", "down_proj")),  # LongCat-Flash
+    ("inputs", "expert_size"): ("sorted", ("weight",)),  # JetMoE
+    ("hidden_states",): ("all tokens", ("gate_up_proj", "down_proj")),  # Llama 4, with several experts a token
+}
+"""By the parameters of a module's forward, with the names of its parameters."""
+
+
+class Visited(NamedTuple):
+    """Of a parameter: by how many experts a token is multiplied, on average where some are identities, and the features of one."""
+
+    visits: Fraction
+    in_features: int
+    out_features: int
+
+
+def frozen_parameters(model: nn.Module, adaptable: Iterable[str]) -> dict[str, Visited]:
+    """All of such experts of `model`, but of the modules `adaptable`, by their dotted names."""
+    found, per_token = dict[str, Visited](), experts_per_token(cast(Any, model).config.get_text_config())
+    for name, kind, parameters in _frozen(model, adaptable):
+        counts = [len(parameter) for parameter in parameters.values()]
+        visits = Fraction(counts[0]) if kind == "all tokens" else Fraction(per_token * min(counts), max(counts))
+        for each, parameter in parameters.items():
+            rows, columns = parameter.shape[1:]
+            found[f"{name}.{each}"] = Visited(visits, *((rows, columns) if kind == "all tokens" else (columns, rows)))
+    return found
+
+
+def stand_in(model: nn.Module) -> None:
+    """Let such experts of `model`, on the meta device, give each row to the first of them: they keep the same bytes for backward, as if
+    none were an identity.
+    """
+    for name, kind, _ in _frozen(model, adaptable_modules(model)):
+        if kind in _STAND_INS:
+            module = model.get_submodule(name)
+            module.forward = MethodType(_STAND_INS[kind], module)
+
+
+def _frozen(model: nn.Module, adaptable: Iterable[str]) -> Iterator[tuple[str, Kind, dict[str, nn.Parameter]]]:
+    known = set(adaptable)
+    for name, module in model.named_modules():
+        kind, names = _KINDS.get(tuple(inspect.signature(type(module).forward).parameters)[1:], (None, ()))
+        parameters = {each: cast(Any, getattr(module, each, None)) for each in names}
+        fused = all(isinstance(p, nn.Parameter) and p.ndim == 3 and len(p) > 1 for p in parameters.values())
+        if kind is not None and fused and name not in known:
+            yield name, kind, parameters
+
+
+def _routed(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    slots = top_k_index.shape[-1]
+    rows = torch.arange(len(hidden_states), device=hidden_states.device).repeat_interleave(slots)
+    gate, up = nn.functional.linear(hidden_states[rows], module.gate_up_proj[0]).chunk(2, dim=-1)
+    y_SH = nn.functional.linear(module.act_fn(gate) * up, module.down_proj[0])
+    weighted_SH = y_SH * top_k_weights.reshape(-1, 1)
+    return torch.zeros_like(hidden_states).index_add_(0, rows, weighted_SH.to(hidden_states.dtype))
+
+
+def _sorted(module: Any, inputs: Tensor, _expert_size: object) -> Tensor:
+    return nn.functional.linear(inputs, module.weight[0])
+
+
+_STAND_INS: dict[Kind, Callable[..., Tensor]] = {"routed": _routed, "sorted": _sorted}
