@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="what to call this code where there is no git")
     options = parser.parse_args()
+    machine.interpret_all_precisions()
     found: dict[str, Any] = {"benchmark": "kernels", **machine.facts(torch.device(options.device), options.commit), "rows": []}
     for adapters in ADAPTERS:
         for tokens in options.tokens or ((128,) if options.tiny else (4096, 16384)):

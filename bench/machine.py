@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -16,6 +17,17 @@ from typing import Any
 import torch
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel")
+
+
+def interpret_all_precisions() -> None:
+    """Where kernels are interpreted (TRITON_INTERPRET=1): let Triton's own interpreter, which multiplies alike in all of them, take one
+    precision of `tl.dot` that it does not know by name (3.6).
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
+
+        known: Any = (*InterpreterOptions.allowed_dot_input_precisions, "bf16x6")
+        interpreter_builder.options = InterpreterOptions(allowed_dot_input_precisions=known)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """Memory of a micro-batch: what the measured model predicts, what the counted estimate predicts, what a run takes; and its speed.
 
     python -m bench.memory --shape llama-3-8b --budgets 2048,8192,16384 --room-gib 30 --out FILE
-    TRITON_INTERPRET=1 python -m bench.memory --shape tiny --device cpu --budgets 64 --lengths 32 --micro-batches 1   # runs, counts nothing
+    python -m bench.memory --shape tiny --device cpu --budgets 64 --lengths 32 --micro-batches 1   # runs, counts nothing
 
 Eight jobs train through the engine, optimizer steps included, with no, half of and all layers recomputed. Then the fewest layers with
 which the largest budget takes at most --room-gib beside the base and the adapters' state.
@@ -162,6 +162,7 @@ def format_row(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    machine.interpret_all_precisions()
     run_benchmark(read_options())
 
 

@@ -118,6 +118,8 @@ def main() -> None:
     if args.lend:
         lend(sys.stdin.read())
         return
+    if args.steps < WARM_STEPS + 2:
+        parser.error(f"--steps {args.steps}: must be {WARM_STEPS + 2} or more; the time between the first {WARM_STEPS} does not count")
     with tempfile.TemporaryDirectory() as name:
         os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
         if args.device == "cpu":

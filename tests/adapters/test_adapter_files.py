@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +200,18 @@ def saved(tmp_path: Path) -> tuple[Path, AdapterLayout]:
 def test_config_missing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"adapter_config.json: not found"):
         read_config(tmp_path)
+
+
+def test_adapters_of_a_run_that_is_named_in_place_of_one(tmp_path: Path) -> None:
+    """Also of a job that is not finished: its checkpoints are adapters."""
+    for number, name in enumerate(("checkpoint-2", "checkpoint-10")):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        (tmp_path / "a" / name / CONFIG_FILE).write_text("{}")
+        os.utime(tmp_path / "a" / name / CONFIG_FILE, (number, number))
+        for directory in (tmp_path / "a", tmp_path):
+            said = f"The newest of 2 in {directory} is" if number else "There is one:"
+            with pytest.raises(ModelError, match=rf"not found\. An adapter is .*{said} {tmp_path / 'a' / name}$"):
+                read_config(directory)
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe{}", b""])

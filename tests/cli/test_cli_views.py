@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tlora.api import JobView, OrderedData, OrderSpec
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, progress_view
 from tlora.cli.result_view import exit_code, print_results, resume_line
+from tlora.cli.service_view import print_jobs
 from tlora.cli.terminal import open_console, path_text, printable, shows_live
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.store.job_result import JobResult
@@ -108,6 +110,22 @@ def test_a_line_says_where_a_job_is_and_a_cpu_is_no_gpu(device: str, one: str, s
         (line,) = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         assert line.startswith(f"[1.0 s] a: training on {where}, step")
         assert ("GPU" in drawn(RunProgress(1.0, jobs, device=device))[0]) == (device != "cpu")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130])
+def test_a_servers_jobs_have_their_names_and_whole_ids_on_a_narrow_terminal(width: int):
+    identity = f"job-{'0123456789ab' * 2}"
+    order = OrderSpec(base_model="base", name="sql", data=OrderedData(file="file-1"))
+    view = JobView(
+        id=identity, name="sql", status="succeeded", base_model="base", created_at=0.0, steps=60, total_steps=60, order=order, reason="why"
+    )
+    console = Console(file=io.StringIO(), width=width, markup=False)
+    print_jobs(console, [view])
+    head, *rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert head.split()[:3] == ["job", "id", "status"] and all(len(line) <= width for line in rows)
+    assert rows[0].startswith("sql ") and "succeeded" in rows[0] and "60/60" in rows[0] and "why" in rows[0]
+    start, stop = head.index("id"), head.index("status")
+    assert "".join(line[start:stop].strip() for line in rows) == identity
 
 
 def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():

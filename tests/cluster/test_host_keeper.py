@@ -169,19 +169,25 @@ class Kept:
         self.keeper.step(self.now)
         return self.engine.heard[-1] if len(self.engine.heard) > before else None
 
+    def told(self, demand: Demand | None = None, seconds: float = 1.0) -> HostsWanted:
+        """What the engine hears of a step, where it hears something."""
+        order = self.step(demand, seconds)
+        assert order is not None, "the engine heard nothing"
+        return order
+
 
 def test_a_host_comes_works_idles_and_is_given_back() -> None:
     engine = Engine(live=hosts(a=2))
     kept = Kept(engine, idle_seconds=60.0)
     kept.step(Demand(waiting={1: 1}))
-    assert (kept.step() or ORDER).keep == ("a",) and engine.agents == {"a"}
+    assert kept.told().keep == ("a",) and engine.agents == {"a"}
     kept.step(Demand(frozenset("a")))
-    assert (kept.step(seconds=600) or ORDER).keep == ("a",)
+    assert kept.told(seconds=600).keep == ("a",)
     kept.step(Demand())
-    assert (kept.step(seconds=59) or ORDER).keep == ("a",)
+    assert kept.told(seconds=59).keep == ("a",)
     engine.slow.add("a")
-    assert (kept.step(seconds=2) or ORDER).drain == ("a",) and engine.agents == {"a"}
-    assert (kept.step() or ORDER).drain == ("a",) and not engine.agents
+    assert kept.told(seconds=2).drain == ("a",) and engine.agents == {"a"}
+    assert kept.told().drain == ("a",) and not engine.agents
     assert kept.notes == ["host a has come, with 2 GPUs", "host a is given back: it was idle for 60 s"]
 
 
@@ -360,7 +366,7 @@ def test_a_lost_engine_proves_nothing_and_its_hosts_are_begun_anew_when_it_is_ba
     assert kept.step() is None and kept.step() is None
     engine.lost, engine.live = "", hosts(a2=1)
     kept.step(Demand(waiting={1: 1}))
-    assert (kept.step() or ORDER).keep == ("a2",) and not kept.proofs
+    assert kept.told().keep == ("a2",) and not kept.proofs
     assert kept.notes[1:] == [
         "the engine cannot be reached: its head is gone. Its workers save their jobs; it is tried again",
         "the engine is there again",

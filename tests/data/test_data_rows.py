@@ -315,6 +315,14 @@ def test_saved_set_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
         ("x.json", b'[{"text": "a"}, ', "x.json, row 2: broken JSON"),
         ("x.json", b'[{"text": "a"}, {"text": "b', "x.json, row 2: broken JSON .*Unterminated string"),
         ("x.json", b'[{"text": "a"}] x', "after row 1: 'x' follows the array's end; expected one JSON array"),
+        (
+            "x.jsonl",
+            b'{"text": "a"}\n{"text": "a", "text": "b"}\n',
+            r"x.jsonl, line 2: the key 'text' stands twice in one object; keep one",
+        ),
+        ("x.json", b'[{"text": "a"}, {"text": "a", "b": 1, "text": "b"}]', "x.json, row 2: the key 'text' stands twice in one object"),
+        ("x.jsonl", b'{"messages": [{"role": "user", "content": "a", "role": "user"}]}\n', "x.jsonl, line 1: the key 'role' stands twice"),
+        ("x.json", b'[{"chosen": [{"role": "user", "content": "a", "content": ""}]}]', "x.json, row 1: the key 'content' stands twice"),
         ("x.json", b'["a", "b"]', "x.json, row 1: 'a' is no JSON object"),
         ("x.json", b"[12]", "x.json, row 1: 12 is no JSON object"),
         ("x.csv", b"a,b\n1,2\n1,2,3\n", "x.csv, line 3: 3 cells where the header has 2; quote cells that hold commas"),
@@ -326,6 +334,18 @@ def test_saved_set_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
 def test_broken_text(name: str, text: bytes, pattern: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(text)
     refused(tmp_path / name, pattern)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 16])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json"])
+def test_rows_after_one_with_a_key_twice_are_read(name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all bad rows are listed, and can be left out."""
+    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk)
+    lines = ['{"text": "a"}', '{"text": {"x": 1, "x": 1}}', '{"text": "b"}', '{"text": "c", "text": "c"}', '{"text": "d"}']
+    (tmp_path / name).write_text("\n".join(lines) if name == "x.jsonl" else f"[{', '.join(lines)}]")
+    found = [row for block in rows.read_blocks([tmp_path / name]) for row in rows.rows_of(block)]
+    assert [row.value["text"] for row in found if isinstance(row, rows.Row)] == ["a", "b", "d"]
+    assert [str(row).split(": ")[1].split(" stands")[0] for row in found if isinstance(row, DataError)] == ["the key 'x'", "the key 'text'"]
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_a_call_turn_without_a_call_is_text_and_said(tmp_path: Path, tokenizers:
         ({"tool_calls": [5]}, r"messages\[1\].tool_calls\[0\] is 5 \(int\); expected a call like"),
         ({"tool_calls": [{"type": "function"}]}, r"messages\[1\].tool_calls\[0\] is .*expected a call like"),
         ({"tool_calls": [{"function": {"name": None, "arguments": {}}}]}, r"messages\[1\].tool_calls\[0\] is .*expected a call like"),
+        ({"tool_calls": '[{"name": "f", "name": "g"}]'}, r"messages\[1\].tool_calls: the key 'name' stands twice in one object; keep one"),
         ({"function_call": "auto"}, r"messages\[1\].function_call is None .*expected a call like"),
         ({"function_call": {"name": "f"}, "tool_calls": [CALL]}, r"messages\[1\].function_call is .*write all calls into tool_calls"),
     ],

@@ -22,7 +22,7 @@ from tlora.cli import commands
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
-from tlora.store.run_directory import check_run_directory
+from tlora.store.run_directory import check_run_directory, write_run_file
 
 
 def bad_files(directory: Path) -> dict[str, tuple[Any, list[str]]]:
@@ -142,6 +142,30 @@ def test_a_directory_of_a_cluster_or_a_server_is_said_to_be_one(has: tuple[str, 
     for options in ((False, False), (True, False), (False, True)):
         with pytest.raises(ConfigError, match=rf"belongs to a {whose} of tlora, .*Train there with `{remedy}`.*, or choose another"):
             check_run_directory(run, *options)
+
+
+def test_a_run_may_have_jobs_that_are_called_as_a_clusters_directories(tmp_path: Path) -> None:
+    """And be called so itself, beside directories of another use."""
+    run = run_spec(tmp_path / "base", tmp_path / "jobs", [job(name, str(tmp_path / "a.jsonl")) for name in ("jobs", "workers")])
+    for path in (tmp_path / "workers", *(tmp_path / "jobs" / spec.name for spec in run.jobs)):
+        path.mkdir(parents=True)
+    write_run_file(tmp_path / "jobs", run, {"status": "stopped"})
+    check_run_directory(run, resume=True, overwrite=False)
+    check_run_directory(run, resume=False, overwrite=True)
+
+
+def test_the_jobs_of_a_cluster_are_no_run(base: Path, data: Path, tmp_path: Path) -> None:
+    """Each has what a run's jobs have, and another run would go on with them or delete them."""
+    jobs, out = [job("a", str(data / "b.jsonl"))], tmp_path / "out" / "jobs"
+    train(base, out, jobs)
+    (out / "run.json").unlink()
+    (tmp_path / "out" / "workers").mkdir()
+    (tmp_path / "out" / "events.jsonl").touch()
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(ConfigError, match=rf"output_dir {out} belongs to a cluster of tlora, which schedules the jobs in {out}\."):
+            train(base, out, jobs, **options)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_a_directory_of_somebody_else_is_never_touched(base: Path, data: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tiny_runs import TWO_LINEARS, job, rows, run_spec, sha256, steps_taken, train
+from tests.engine.tiny_runs import TWO_LINEARS, job, rows, run_spec, save_base, sha256, steps_taken, train
 from tlora.base_digest import trained_over
 from tlora.data.request import PrepareRequest
 from tlora.engine import driver
@@ -263,6 +263,21 @@ def test_another_order_of_the_same_name_does_not_go_on_from_its_checkpoints(made
     join = made.join("stays")
     other = Join(join.job.model_copy(update={"learning_rate": 0.5}), join.train_set)
     assert "learning_rate" in of(work(made.load(tmp_path), [other]), Failed, "stays")[0].reason
+
+
+def test_a_job_goes_on_over_the_base_that_it_began_over_and_no_other(made: Orders, tmp_path: Path) -> None:
+    told = work(made.load(tmp_path), [made.join("stays")], when(Stepped, "stays", 2, Leave("stays")))
+    (left,) = of(told, Left, "stays")
+    began = trained_over(tmp_path / "stays")
+    other = replace(made.load(tmp_path), base_model=str(save_base(tmp_path / "other", rms_norm_eps=1e-3)))
+    told = work(other, [made.join("stays"), made.join("short")])
+    reason = of(told, Failed, "stays")[0].reason
+    assert f"base_model {tmp_path / 'other'}: is not the base that the job was trained over" in reason and "submit the job again" in reason
+    assert of(told, Finished, "short"), "what begins there may"
+    assert trained_over(tmp_path / "stays") == began
+
+    told = work(made.load(tmp_path), [made.join("stays")])
+    assert [report.steps for report in of(told, Joined, "stays")] == [left.steps] and sha256(tmp_path / "stays") == made.shas["stays"]
 
 
 def test_data_is_prepared_where_it_was_not_before(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

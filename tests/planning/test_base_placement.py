@@ -44,7 +44,7 @@ def test_a_job_lies_where_there_is_memory_for_it(tmp_path: Path) -> None:
     small, between = needed["small"], needed["large"] - 1
     found, jobs = formed(between, needed["large"], small)
     assert found.holders.whole == {"large": (1,)} and not found.shared and not found.refused
-    assert found.why.endswith("; large fits on GPU 1 alone") and not any(job.problems for job in jobs)
+    assert found.why.endswith("; large fits on CPU process 1 alone") and not any(job.problems for job in jobs)
     assert formed(needed["large"], 1 << 40)[0].holders.whole == {}, "both fit on the smaller one"
     nowhere, jobs = formed(between, between)
     assert nowhere.holders.whole == {} and nowhere.refused == ["large"]

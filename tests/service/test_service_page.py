@@ -16,6 +16,7 @@ from sqlalchemy import update
 from tests.service.served import Served, listening, until
 from tlora.service.database.tables import jobs
 from tlora.service.keys import revoke_key
+from tlora.service.routes import page
 from tlora.service.signed import COOKIE_SECONDS
 
 HTML = {"Accept": "text/html"}
@@ -195,6 +196,17 @@ def test_each_job_stands_in_one_place_with_what_it_waits_for(served_slowly: Serv
     assert "No job of yours waits." in queue and "rests" in rest and f"tlora resume {paused['id']}" in rest
     text = Elements(served.client.get(f"/jobs/{paused['id']}", headers=alice).text).text
     assert "paused by its owner;" in text and f"tlora resume {paused['id']}" in text and "Waits for" not in text
+
+
+def test_the_page_says_where_earlier_jobs_are(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows the last that have ended."""
+    visitor, earlier = log_in(served, "alice"), "and earlier ones: tlora jobs lists them"
+    monkeypatch.setattr(page, "_LAST_ENDED", 1)
+    for name, more in (("first", False), ("second", True)):
+        served.wait("alice", served.submit("alice", name=name)["id"], "succeeded")
+        text = Elements(served.client.get("/", headers=visitor).text).text
+        assert name in text and (earlier in text) == more
+    assert "first" not in text
 
 
 def test_pages_are_compressed_for_clients_that_take_it_and_name_their_icon(served: Served) -> None:

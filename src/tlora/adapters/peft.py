@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = read_object(path)
     except FileNotFoundError:
-        raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves it") from None
+        what = f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as PEFT saves it"
+        raise ModelError(f"{what}{_adapters_in(directory)}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read ({error}). Save the adapter again with PEFT's save_pretrained") from None
     if config.get("peft_type") != "LORA":
@@ -216,6 +218,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise ModelError(f"{path}: bias={config['bias']!r} trains base weights, but the base is shared and frozen. Use bias='none'")
     return config
+
+
+def _adapters_in(directory: Path) -> str:
+    """The adapters and checkpoints in a run's or an unfinished job's `directory`, which may be meant; "" where there are none."""
+    inside = [file for place in ("*", "*/*") for file in directory.glob(f"{place}/{CONFIG_FILE}")]
+    with suppress(OSError, ValueError):  # none, or one that a run has replaced meanwhile
+        newest = max(inside, key=lambda file: file.stat().st_mtime_ns).parent
+        return f". The newest of {len(inside)} in {directory} is {newest}" if len(inside) > 1 else f". There is one: {newest}"
+    return ""
 
 
 def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> Tensor:

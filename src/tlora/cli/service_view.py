@@ -22,6 +22,7 @@ from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, pl
 
 STYLES = {"running": "cyan", "succeeded": "green", "failed": "bold red", "cancelled": "yellow", "paused": "yellow"}  # others are dim
 _SHOWN_EVENTS = 12
+_WIDE = 120  # columns: an id has 28, and those that are not folded 60
 
 
 def time_text(seconds: float) -> str:
@@ -46,22 +47,22 @@ def _loss(job: JobView, key: str) -> str:
 
 
 def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs") -> None:
-    """One line each."""
-    table = open_table()
-    for name, options in (("job", {"overflow": "fold"}), ("id", {"no_wrap": True}), ("status", {"no_wrap": True})):
-        table.add_column(name, **options)  # type: ignore[arg-type]
-    for name in ("steps", "train loss", "eval loss", "age"):
+    """One line each; a narrow console has neither losses nor ages, and folds what is long."""
+    table, wide = open_table(), console.width >= _WIDE
+    table.add_column("job", overflow="fold", min_width=8)
+    table.add_column("id", overflow="fold", no_wrap=wide)
+    table.add_column("status", no_wrap=True)
+    for name in ("steps", "train loss", "eval loss", "age") if wide else ("steps",):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     for job in jobs:
+        age = duration_text(max(0.0, time.time() - job.created_at))
         table.add_row(
             Text(printable(job.name)),
             job.id,
             Text(job.status, style=STYLES.get(job.status, "dim")),
             steps_text(job),
-            _loss(job, "train_loss"),
-            _loss(job, "eval_loss"),
-            duration_text(max(0.0, time.time() - job.created_at)),
+            *((_loss(job, "train_loss"), _loss(job, "eval_loss"), age) if wide else ()),
             Text(printable(why(job)), style="dim"),
         )
     console.print(table if table.row_count else Text(empty, style="dim"))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import NoReturn, cast
 
+from tlora.data.json_values import DECODER, KeyTwiceError
 from tlora.data.rows import Row
 from tlora.errors import DataError, shown
 
 
 def fail(row: Row, name: str, value: object, expected: str) -> NoReturn:
-    """Raise a DataError: the value called `name` in `row` is not what was `expected`."""
+    """Raise a DataError: the value called `name` in `row` is not what was `expected`, or it is JSON in a string with a key twice."""
+    try:
+        DECODER.decode(value if isinstance(value, str) else "")
+    except KeyTwiceError as error:
+        raise DataError(f"{row.place}: {name}: {error}") from None
+    except (ValueError, RecursionError):
+        pass
     raise DataError(f"{row.place}: {name} is {shown(value)} ({type(value).__name__}); expected {expected}")
 
 
@@ -48,8 +54,8 @@ def integers_of(row: Row, column: str) -> list[int]:
 
 
 def from_json(text: str) -> object:
-    """The value of the JSON in `text`; None if it is not JSON."""
+    """The value of the JSON in `text`; None if it is not JSON, or has a key twice (`fail` tells them apart)."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return DECODER.decode(text)
+    except (KeyTwiceError, ValueError, RecursionError):
         return None

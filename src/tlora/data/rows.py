@@ -21,6 +21,7 @@ from typing import IO, TypeVar, cast
 import pyarrow as pa
 
 from tlora.data.file_bytes import Source, check_head, open_bytes, read_arrow, read_parquet, records_of
+from tlora.data.json_values import DECODER, KeyTwiceError
 from tlora.data.sources import SUFFIXES, list_files
 from tlora.data_directory import data_suffix
 from tlora.errors import DataError, shown
@@ -234,7 +235,9 @@ def _parse_line(line: str, place: str) -> dict[str, object] | None:
 
 def _parse(text: str, place: str) -> object:
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
+    except KeyTwiceError as error:
+        return error
     except ValueError as error:
         raise DataError(f"{place}: broken JSON ({error}); expected one JSON object a line, or one array of objects in the file") from error
     except RecursionError as error:
@@ -242,6 +245,8 @@ def _parse(text: str, place: str) -> object:
 
 
 def _object(value: object, place: str) -> dict[str, object]:
+    if isinstance(value, KeyTwiceError):
+        raise DataError(f"{place}: {value}")
     if not isinstance(value, dict):
         raise DataError(f'{place}: {shown(value)} is no JSON object; expected a row like {{"text": ...}}')
     return cast("dict[str, object]", value)
@@ -315,7 +320,6 @@ class _Text:
 
 def _read_array(file: Path, refuse: Refuse) -> Iterator[Row]:
     number = 0
-    decoder = json.JSONDecoder()
     with open_bytes(file) as source:
         window = _Text(source.stream)
         window.skip_space()
@@ -325,7 +329,7 @@ def _read_array(file: Path, refuse: Refuse) -> Iterator[Row]:
         while True:
             number += 1
             place = f"{file}, row {number}"
-            value = _next_element(window, decoder, place)
+            value = _next_element(window, place)
             try:
                 row = _object(value, place)
             except DataError as error:
@@ -350,15 +354,17 @@ def _check_utf8(window: _Text, place: str) -> None:
         raise DataError(f"{place}, byte {byte}: not UTF-8 ({reason}); convert the file to UTF-8")
 
 
-def _next_element(window: _Text, decoder: json.JSONDecoder, place: str) -> object:
+def _next_element(window: _Text, place: str) -> object:
     window.skip_space()
-    consumed = 0
+    decoder, twice = DECODER, None
     while True:
         try:
             value, consumed = decoder.raw_decode(window.text)
             if consumed < len(window.text) or not window.fill():  # a number at the window's end may go on
                 window.text = window.text[consumed:]
-                return value
+                return twice or value
+        except KeyTwiceError as error:
+            decoder, twice = json.JSONDecoder(), error  # which finds the row's end
         except RecursionError as error:
             raise DataError(f"{place}: JSON nested too deeply; expected one flat object of columns") from error
         except ValueError as error:

@@ -5,13 +5,13 @@ OpenAI's API writes arguments as JSON in a string. A template that wants such a 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import cast
 
 from tlora.data.cells import fail, from_json
 from tlora.data.examples import Message
+from tlora.data.json_values import DECODER, KeyTwiceError
 from tlora.data.rows import Row
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input")  # OpenAI; Llama; LangChain; Anthropic
@@ -64,11 +64,11 @@ def unparsed(message: Message) -> Iterator[str]:
 
 def _values_in(text: str) -> Iterator[object]:
     """The JSON values in `text`, one after another up to its end; a last None if something else follows."""
-    decoder, position = json.JSONDecoder(), 0
+    position = 0
     while position < len(text):
         try:
-            value, position = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
+            value, position = DECODER.raw_decode(text, position)
+        except (KeyTwiceError, ValueError, RecursionError):
             value, position = None, len(text)
         yield value
         position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n,;"))

@@ -43,7 +43,7 @@ from tlora.store.full_disk import Backoff, DiskReserve, retry_when_disk_full
 from tlora.store.job_result import JobResult
 from tlora.store.recorder import RunContext
 from tlora.store.run_directory import pin_data
-from tlora.store.run_recovery import write_base_file
+from tlora.store.run_recovery import check_same_base, write_base_file
 from tlora.store.serving import ServingFiles
 from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
@@ -100,8 +100,7 @@ class Trainer:
         self._parts = SpanningJobs(rank_context, send, None if load.deterministic else time.monotonic)
         self._heartbeat = heartbeat or Heartbeat()
         self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note)
-        self._directory = Path(load.output_dir)
-        began = time.monotonic()
+        self._directory, began = Path(load.output_dir), time.monotonic()
         self._cut = cut_for(load, rank_context, expected)
         model, bound = load_base(load, expected, self._cut.ranges if self._cut is not None else self._parts.shared_load, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
@@ -116,8 +115,8 @@ class Trainer:
         options: Any = {"fence": self._check_claim, "wait_for_room": self._backoff, "base_precision": load.base_precision}
         context = RunContext(load.base_name or public_name(load.base_model), clock, note, reserve, writer, **options)
         pipeline = open_pipeline(self._cut, model, rank_context, send) if self._cut is not None else None
-        facts = {"base_model": context.base_model, **BaseGuard(load.base_model, find_directory(load.base_model), None).facts()}
-        paths = RunPaths(self._directory, self._serving, load.report_to, mark=partial(write_base_file, facts=facts))
+        self._base = {"base_model": context.base_model, **BaseGuard(load.base_model, find_directory(load.base_model), None).facts()}
+        paths = RunPaths(self._directory, self._serving, load.report_to, mark=partial(write_base_file, facts=self._base))
         self._driver = Driver(model, context, paths, STARTING_BUDGET, exchange=self._parts.exchange, pipeline=pipeline)
         self._driver.listener = self._listen
         self._group, self._records = self._driver.group, self._driver.records
@@ -278,6 +277,7 @@ class Trainer:
         return name not in self._unwanted and self._backoff(name, error)
 
     def _open_claimed(self, spec: JobSpec, data: Prepared | DataError) -> ReadyJob:
+        check_same_base(self._directory / spec.name, self._base)
         planned = plan_job(spec, data, self._group.model, self._directory)
         planned.span = self._parts.span_of(spec.name)
         self._memory.check(planned)

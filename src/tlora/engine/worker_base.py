@@ -33,7 +33,7 @@ from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
-from tlora.wording.numbers import gib
+from tlora.wording.numbers import gib, place_names
 from tlora.worker_protocol import Load
 
 
@@ -118,15 +118,16 @@ def load_base(
         compiling = outlined.compile_ahead(place, expected)
     check_precision(load.base_precision, place, outlined.base.head.weight_VH.dtype)
     base_bytes, limit_bytes = outlined.base.num_bytes, memory_limit(place, load.memory_limit)
+    one, several = place_names(place.type)
     if sharing is not None and not can_be_cut(outlined):
         if sharing.rank == 0 and must_share(base_bytes, limit_bytes):
-            note(f"{gib(base_bytes)} on each GPU, of {gib(limit_bytes)}: {_why_whole(outlined)}")
+            note(f"{gib(base_bytes)} on each {one}, of {gib(limit_bytes)}: {_why_whole(outlined)}")
         sharing = None
     if sharing is not None and not _is_shared(sharing, base_bytes, limit_bytes):
         sharing = None
     if sharing is not None:
         whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
-        note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} GPUs")
+        note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} {several}")
     streamed = stream_for_jobs_to_come(load, outlined, place, limit_bytes) if sharing is None and not stages else None
     if streamed is not None:
         whole, base_bytes = base_bytes, streamed.sizes.on_device(streamed.streaming.slots)

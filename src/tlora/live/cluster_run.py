@@ -74,7 +74,7 @@ from tlora.supermodel.load import Base, find_directory, layers_of, load_config, 
 from tlora.supermodel.stage_base import check_stages
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
-from tlora.wording.numbers import gib
+from tlora.wording.numbers import gib, place_names
 from tlora.worker_protocol import settings_of
 
 Arrival = tuple[float, JobSubmitted | JobRequest]
@@ -176,7 +176,7 @@ class _Run:
         self._watcher, self._began, self._shown = watcher, began, 0.0
         self._ended: dict[str, JobResult] = {}
         self._cluster = ClusterProgress(ProgressView((JobProgress(job.name, "preparing", job.r) for job in run.jobs), places[0]))
-        self._faults: set[str] = set()
+        self._faults, (self._one, self._several) = set[str](), place_names(places[0])
         self._facts = {"device": places[0].partition(":")[0] if len(places) == 1 else f"{len(places)} of {places[0].partition(':')[0]}"}
 
     def train(self, guard: BaseGuard) -> Results:
@@ -268,7 +268,7 @@ class _Run:
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
         count = least_gpus(self._memory.bytes_by_gpus[: self._most_gpus], limit)
         if count is not None and count > 1:
-            self._watcher.note(f"the base does not fit on one GPU ({gib(limit)}): each job gets {count} or more, which hold it in parts")
+            self._watcher.note(f"the base fits on no {self._one} ({gib(limit)}): each job gets {count} or more, which hold it in parts")
         return max(count or 1, LEAST_STAGES if cut else 1)
 
     def _profile(self) -> dict[str, ProfiledJob]:
@@ -285,7 +285,7 @@ class _Run:
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
             elif self._most_gpus is not None and spec.gpus > self._most_gpus:
-                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn, on {self._most_gpus} GPUs")
+                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn, on {self._most_gpus} {self._several}")
         return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 
     def _costs(self) -> CostModel:

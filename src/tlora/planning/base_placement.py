@@ -27,7 +27,7 @@ from tlora.shape.stages import LayerRange, cut_layers
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.stage_base import check_stages, why_no_stages
 from tlora.supermodel.supermodel import SuperModel
-from tlora.wording.numbers import gib
+from tlora.wording.numbers import gib, place_names
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def choose_form(
     GPU, left out where nothing is known of one; `before`: the form of the run that is resumed. Raises CapacityError for a base that does
     not fit at all, ModelError for one that does not fit whole and cannot be cut, and ConfigError where it shall be streamed.
     """
-    gpus, limit = len(limits), min(limits)
+    gpus, limit, (one, several) = len(limits), min(limits), place_names(device.type)
     if run.layout == "streamed":
         raise ConfigError(f"layout: streamed is for one GPU, and these are {gpus}, which can hold a base in parts. Take it out, or --gpus")
     whole = plan_memory(run, jobs, model, base_bytes, device, limit)
@@ -77,7 +77,7 @@ def choose_form(
     if unequal and some is None:
         whole = plan_memory(run, jobs, model, base_bytes, device, limit)  # jobs have the problems of the smallest GPU again
     wanted: LayoutSetting = run.layout
-    why, on_each = f"layout: {wanted}", f"each GPU holds the whole base, {gib(base_bytes)}"
+    why, on_each = f"layout: {wanted}", f"each {one} holds the whole base, {gib(base_bytes)}"
     if wanted == "auto" and gpus > 1 and models:
         known = models if reads_peers else list(map(_without_peers, models))
         taken = _predict_here(run, jobs, model, known, limits, before)
@@ -91,22 +91,22 @@ def choose_form(
     if wanted == "whole" or (fits_whole and is_enough and wanted != "shared"):
         return BasePlacement(False, on_each, whole)
     unshared = "" if can_be_cut(model) else "the base cannot be shared"
-    if gpus > 1 and wanted != "shared" and (unshared := unshared or ("" if reads_peers else "GPUs cannot read each other's memory")):
+    if gpus > 1 and wanted != "shared" and (unshared := unshared or ("" if reads_peers else f"{several} cannot read each other's memory")):
         unfused = not run.deterministic and takes_plain_path(whole.memory, device)
         if fits_whole and (unfused or rows_trained(jobs) or why_no_stages(model.base, device)):
             return BasePlacement(False, on_each, whole)
         return _in_stages(run, jobs, model, device, limits, speeds, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, count_for(jobs, model, shared_bytes, device, in_parts=gpus > 1), device, limit)
-    parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} GPUs"
+    parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} {several}"
     if shared_bytes > limit:
-        raise CapacityError(_no_form(whole, base_bytes, shared_bytes, limit, gpus, model))
+        raise CapacityError(_no_form(whole, base_bytes, shared_bytes, limit, gpus, model, device))
     if wanted == "shared" and gpus > 1:
         return BasePlacement(True, f"{why}: {parts}", shared)
     if not fits_whole:
-        return BasePlacement(True, f"the base does not fit on one GPU ({gib(limit)}): {parts}", shared)
+        return BasePlacement(True, f"the base does not fit on one {one} ({gib(limit)}): {parts}", shared)
     if len(_refused(shared)) < len(refused_whole):
-        return BasePlacement(True, f"with the whole base on each GPU {refused_whole[0]} does not fit: {parts}", shared)
+        return BasePlacement(True, f"with the whole base on each {one} {refused_whole[0]} does not fit: {parts}", shared)
     return BasePlacement(False, on_each, plan_memory(run, jobs, model, base_bytes, device, limit))
 
 
@@ -127,8 +127,9 @@ def _on_some(
 
     if (holders := find_holders(jobs, limits, refused, parts)) is None:
         return None
-    each = "; ".join(f"{name} fits on GPU {', '.join(map(str, able))} alone" for name, able in holders.whole.items())
-    return BasePlacement(False, f"each GPU holds the whole base, {gib(base_bytes)}; {each}", plans[-1], holders=holders)
+    one, _ = place_names(device.type)
+    each = "; ".join(f"{name} fits on {one} {', '.join(map(str, able))} alone" for name, able in holders.whole.items())
+    return BasePlacement(False, f"each {one} holds the whole base, {gib(base_bytes)}; {each}", plans[-1], holders=holders)
 
 
 def fixed_to(run: RunSpec, plan: RunPlan, reads_peers: bool) -> RunSpec:
@@ -158,15 +159,18 @@ def _in_stages(
     a stage does not fit.
     """
     check_stages(model.base, device)
+    one, several = place_names(device.type)
     if rows := rows_trained(jobs):
         raise ConfigError(
             f"{rows[0]} has trainable_token_indices, which needs embedding and head in one place, and the base would be in stages "
-            f"({reason}). Set layout: shared or whole, or train it on GPUs that hold the base"
+            f"({reason}). Set layout: shared or whole, or train it on {several} that hold the base"
         )
     gpus = len(limits)
     layers = len(layers_of(model.base.decoder))
     if layers < gpus:
-        raise ConfigError(f"layout: stages needs a decoder layer for each GPU, and the base has {layers} for {gpus}. Take --gpus {layers}")
+        raise ConfigError(
+            f"layout: stages needs a decoder layer for each {one}, and the base has {layers} for {gpus}. Take --gpus {layers}"
+        )
     parts = count_parts(model, device, max(job.spec.largest_rank for job in jobs), adapt_experts(jobs))
     cuts = cut_layers(parts.layer_weights, parts.head_weights, speeds or [1.0] * gpus)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
@@ -174,7 +178,7 @@ def _in_stages(
     if sizes[fullest] > limits[fullest]:
         raise CapacityError(
             f"the largest of {gpus} stages of the base needs {gib(sizes[fullest])}, and the limit is {gib(limits[fullest])}. Take more "
-            "GPUs, a smaller base, or base_precision: nf4"
+            f"{several}, a smaller base, or base_precision: nf4"
         )
     # Stage s keeps the activations of as many micro-batches as stages follow, itself included. All take what the tightest can.
     memories = [parts.stage_memory(cut.first, cut.stop, gpus - rank) for rank, cut in enumerate(ranges)]
@@ -183,7 +187,7 @@ def _in_stages(
     tightest = min(plans, key=_room)
     # what is wrong with jobs is that of the last plan
     plan = plan_memory(run, jobs, model, tightest.memory, device, tightest.limit_bytes, stages=gpus)
-    each = "; ".join(f"GPU {rank}: layers {cut.first} to {cut.stop - 1}, {gib(sizes[rank])}" for rank, cut in enumerate(ranges))
+    each = "; ".join(f"{one} {rank}: layers {cut.first} to {cut.stop - 1}, {gib(sizes[rank])}" for rank, cut in enumerate(ranges))
     return BasePlacement(False, f"{reason}: {each}", plan, tuple(ranges))
 
 
@@ -196,9 +200,10 @@ def _refused(plan: RunPlan) -> list[str]:
     return [job.spec.name for job in plan.jobs if job.too_large in job.problems]
 
 
-def _no_form(whole: RunPlan, base_bytes: int, shared_bytes: int, limit: int, gpus: int, model: SuperModel) -> str:
+def _no_form(whole: RunPlan, base_bytes: int, shared_bytes: int, limit: int, gpus: int, model: SuperModel, device: torch.device) -> str:
     """What is missing, and what would fit."""
-    needs = f"{gib(shared_bytes)} on each of {gpus} GPUs" if gpus > 1 else f"{gib(base_bytes)} on one GPU"
+    one, several = place_names(device.type)
+    needs = f"{gib(shared_bytes)} on each of {gpus} {several}" if gpus > 1 else f"{gib(base_bytes)} on one {one}"
     remedies: list[str] = []
     enough = next((count for count in range(gpus + 1, 17) if bytes_when_shared(model, base_bytes, count) <= limit), None)
     remedies += [f"--gpus {enough}"] if enough is not None else []

@@ -25,6 +25,7 @@ from tlora.store.earlier_orders import in_terms_of_today, pinned
 from tlora.store.job_result import is_finished
 from tlora.store.model_card import library_versions
 from tlora.store.overwrite import check_links, remove_run
+from tlora.store.scheduled_directory import refuse_scheduled
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.load import pin_revision
 from tlora.version import __version__
@@ -45,6 +46,7 @@ def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
         raise ConfigError(f"output_dir {directory} cannot be written ({existing} is read-only for you). Choose one where you may write")
     if existing != directory or all(durable.is_leftover(path) for path in directory.iterdir()):
         return
+    refuse_scheduled(directory)
     if resume:
         _check_resume(run, directory)
     elif overwrite:
@@ -77,12 +79,6 @@ def _refuse_occupied(directory: Path) -> None:
 
 
 def _no_run(directory: Path) -> ConfigError:
-    if (directory / "workers").is_dir() and (directory / "jobs").is_dir():
-        whose, remedy = ("server", "`tlora submit`") if (directory / "bases").is_dir() else ("cluster", "`tlora cluster`, which goes on")
-        return ConfigError(
-            f"output_dir {directory} belongs to a {whose} of tlora, which schedules the jobs in {directory / 'jobs'}. "
-            f"Train there with {remedy}, or choose another output_dir"
-        )
     return ConfigError(f"output_dir {directory} exists and is no run of tlora. Choose another, so that nothing of it is lost")
 
 

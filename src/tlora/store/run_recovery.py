@@ -10,11 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from tlora import durable
-from tlora.base_digest import BASE_FILE, read_fingerprint
-from tlora.errors import ConfigError
+from tlora.base_digest import BASE_FILE, TrainedOver, read_fingerprint, trained_over
+from tlora.errors import ConfigError, ModelError
+from tlora.group.isolation import try_call
 from tlora.job import JobSpec, RunSpec
 from tlora.json_file import read_object
-from tlora.store.run_directory import job_spec_in, lock_directory, run_spec_in
+from tlora.store.run_directory import earlier_order, job_spec_in, lock_directory, run_spec_in
+from tlora.store.scheduled_directory import refuse_scheduled
 
 _SETTINGS = ("base_model", "dtype", "base_precision", "deterministic", "cpu_threads")  # of the RunSpec
 Facts = Mapping[str, Any]
@@ -31,15 +33,34 @@ def write_base_file(directory: Path, facts: Facts) -> None:
     durable.write_file(directory / BASE_FILE, json.dumps(facts, indent=1) + "\n")
 
 
+def check_same_base(directory: Path, facts: Facts) -> None:
+    """A job that goes on in `directory` does so over the base that it was trained over, of which `facts` are this worker's.
+
+    Nothing is compared where an earlier version wrote no digest, or the file is damaged. Raises ModelError, and ConfigError for a damaged
+    `job.json`.
+    """
+    over, now = try_call(trained_over, directory), read_fingerprint(facts)
+    if not isinstance(over, TrainedOver) or over.files is None or now is None or over.files.quick == now.quick:
+        return
+    if earlier_order(directory) is not None:
+        raise ModelError(
+            f"base_model {facts['base_model']}: is not the base that the job was trained over (sizes, headers or sampled blocks differ), "
+            "and a job cannot go on over another. Put the earlier files back and submit the job again as it was, or train anew under "
+            "another name"
+        )
+
+
 def restore_run_file(run: RunSpec, note: Callable[[str], None]) -> None:
     """Rebuild a lost or damaged `run.json` of an earlier run from its jobs' `base.json`; the damaged one is set aside.
 
-    Does nothing if `run.json` is intact, or no job in `output_dir` was begun. Raises ConfigError if the jobs lack the facts, or disagree.
+    Does nothing if `run.json` is intact, or no job in `output_dir` was begun. Raises ConfigError if the jobs lack the facts, or disagree,
+    or are those of a cluster or a server.
     """
     directory = Path(run.output_dir)
     path = directory / "run.json"
     if not directory.is_dir() or (damage := _damage(path)) is None or not _begun_jobs(directory):
         return
+    refuse_scheduled(directory)
     with lock_directory(directory):
         begun = _begun_jobs(directory)
         facts = _common_facts({job.name: _read_facts(job, damage) for job in begun}, damage)

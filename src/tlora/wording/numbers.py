@@ -42,6 +42,11 @@ def place_names(device: str) -> tuple[str, str]:
     return ("CPU process", "CPU processes") if "cpu" in device else ("GPU", "GPUs")
 
 
+def places_text(count: int, device: str) -> str:
+    """1 GPU, 2 CPU processes."""
+    return f"{count} {place_names(device)[count != 1]}"
+
+
 def duration_text(seconds: float | None) -> str:
     """The two largest units of a duration."""
     if seconds is None or not math.isfinite(seconds):

@@ -84,7 +84,7 @@ def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: Wor
     told = Told(20, kill)
     results = world.train(tmp_path / "out", 2, watcher=told.watcher)
     assert results.status == "stopped"
-    assert told.said("all GPUs are lost") and told.said("--resume")
+    assert told.said("all ranks are lost") and told.said("--resume")
     for name, result in results.items():
         found = durable.find_verified(tmp_path / "out" / name)
         assert result.steps == (read_progress(found).step if found is not None else 0), "the table says where a resume goes on"

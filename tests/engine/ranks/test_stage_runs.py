@@ -85,11 +85,11 @@ def test_stages_give_the_bytes_of_one_process(world: World, tmp_path: Path, stag
     results = world.train(tmp_path / "out", stages, watcher=Watcher(note=lines.append))
     assert results.status == "done", ({result.name: result.reason for result in results.values()}, lines)
     world.same_bytes(tmp_path / "out")
-    assert any(line.startswith("layout: stages: GPU 0: layers 0 to ") for line in lines)
+    assert any(line.startswith("layout: stages: CPU process 0: layers 0 to ") for line in lines)
 
 
 def test_more_stages_than_layers_are_refused(world: World, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a decoder layer for each GPU, and the base has 4 for 5. Take --gpus 4"):
+    with pytest.raises(ConfigError, match="needs a decoder layer for each CPU process, and the base has 4 for 5. Take --gpus 4"):
         world.train(tmp_path / "out", 5)
 
 

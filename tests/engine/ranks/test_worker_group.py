@@ -294,7 +294,7 @@ def test_with_a_rank_all_is_lost_and_it_alone_is_suspected(
     monkeypatch.setattr(worker_group_module.os, "getpid", lambda: 77)
     for rank, jobs in enumerate((("a",), ("b",))):
         FlightRecorder(tmp_path, flight_name(77, rank)).begin(jobs)
-    with pytest.raises(RankError, match=r"rank 1 \(GPU 5\) is lost: was stopped"):
+    with pytest.raises(RankError, match=r"rank 1 \(CPU process 5\) is lost: was stopped"):
         worker_group._hear(1, Lost("was stopped for 5 s"))
     assert ranks.is_killed and read_flight(tmp_path, 77) == {"b"}
 
@@ -368,7 +368,7 @@ def test_a_rank_that_does_not_join_changes_nothing(made: Callable[..., Any], end
     ranks.take(), told.clear()
     if end == "dies":
         worker_group._hear(2, Lost("was killed by signal 9"))
-        reason = "the rank on GPU 9 has ended while it joined: was killed by signal 9"
+        reason = "the rank on CPU process 9 has ended while it joined: was killed by signal 9"
     else:
         worker_group._refuse_change(None, reason := "the rank on GPU 8 has not loaded the base in time")
     assert told == [GpusChanged((4,), reason)] and reason in capsys.readouterr().err

@@ -19,7 +19,7 @@ from tlora.errors import CapacityError, RankError
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.run_directory import earlier_base, hold_run_directory
 from tlora.supermodel.load import find_directory
-from tlora.wording.numbers import place_names
+from tlora.wording.numbers import place_names, places_text
 
 
 def train_on_ranks(order: CheckedRun, devices: Sequence[str], data_worker: DataWorker | None, started: RankGroup | None) -> Results:
@@ -35,7 +35,7 @@ def train_on_ranks(order: CheckedRun, devices: Sequence[str], data_worker: DataW
         try:
             results, devices = _attempt(order, devices, data_worker, rank_group, rank_group is started)
             if devices:
-                order.watcher.note(f"starting again from the last checkpoints, on {_gpus(devices)}")
+                order.watcher.note(f"starting again from the last checkpoints, on {places_text(len(devices), devices[0])}")
                 run = order.run
                 ended = {name: end.result for name, end in earlier_ends(run.jobs, Path(run.output_dir)).items()}
                 guard = BaseGuard(run.base_model, find_directory(run.base_model), earlier_base(run, True))
@@ -44,12 +44,12 @@ def train_on_ranks(order: CheckedRun, devices: Sequence[str], data_worker: DataW
             devices = _left(devices, rank_group)
             if not devices:
                 raise RankError(f"{lost}, as are all others. Start the run again") from None
-            order.watcher.note(f"{lost}; starting again on {_gpus(devices)}")
+            order.watcher.note(f"{lost}; starting again on {places_text(len(devices), devices[0])}")
             order = replace(order, again=True)
         except CapacityError as error:
             if results is None:
                 raise
-            order.watcher.note(f"{error}. All jobs are saved: resume with --resume on as many GPUs as before")
+            order.watcher.note(f"{error}. All jobs are saved: resume with --resume on as many {place_names(devices[0])[1]} as before")
             break
         data_worker = rank_group = None
     assert results is not None, "a run without GPUs"
@@ -75,7 +75,3 @@ def _attempt(
 def _left(devices: Sequence[str], rank_group: RankGroup) -> list[str]:
     """Without those whose ranks are lost by their own fault."""
     return [device for rank, device in enumerate(devices) if rank not in rank_group.lost or rank_group.lost[rank].by_another]
-
-
-def _gpus(devices: Sequence[str]) -> str:
-    return f"{len(devices)} {place_names(devices[0])[len(devices) > 1]}"

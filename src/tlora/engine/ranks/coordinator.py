@@ -58,7 +58,7 @@ from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
-from tlora.wording.numbers import duration_text, place_names
+from tlora.wording.numbers import duration_text, place_names, places_text
 from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 _SHOW_SECONDS = 0.25
@@ -165,7 +165,7 @@ class Coordinator:
             self._order.watcher.note(line)
         check_stages_alike(self.run, gpus, bool(form.stages))
         if self._order.again and form.refused:
-            raise CapacityError(f"{form.refused[0]} does not fit on {self._rank_group.count} GPU{'s' * (self._rank_group.count > 1)}")
+            raise CapacityError(f"{form.refused[0]} does not fit on {places_text(self._rank_group.count, place.type)}")
         self.shared, self._stages = form.shared, form.stages
         # No stage by itself knows what the others have room for.
         self._assigned = fixed_to(self.run, form.plan, reads_peers) if form.stages else self.run
@@ -267,7 +267,7 @@ class Coordinator:
         if dispatcher.open and not received:
             if self._aggregator.results.keys() <= order.ended.keys() and not self._aggregator.began:
                 self._raise_all_lost()
-            lost = "all GPUs are lost" if not dispatcher.ranks else "a part of the base is lost" if self._in_parts else "a rank is lost"
+            lost = "all ranks are lost" if not dispatcher.ranks else "a part of the base is lost" if self._in_parts else "a rank is lost"
             again = "" if self.may_begin_again and dispatcher.ranks else " Resume with --resume"
             order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished.{again}")
         order.watcher.progress(self._aggregator.progress(self._seconds))

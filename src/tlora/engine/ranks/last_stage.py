@@ -32,6 +32,7 @@ from tlora.supermodel.load import layers_of
 from tlora.supermodel.optimizer_steps import DueSteps
 from tlora.supermodel.stage import AdapterCut, stage_of
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import place_names
 
 if TYPE_CHECKING:
     from tlora.engine.session import Loaded
@@ -226,5 +227,5 @@ class StagePipeline(Pipeline):
         """Of the stage that has failed, as what it is."""
         failed = self._links.failed
         assert failed is not None, "no stage has failed"
-        said = f"GPU {failed.rank}: {failed.reason}"
+        said = f"{place_names(self._model.device.type)[0]} {failed.rank}: {failed.reason}"
         return torch.OutOfMemoryError(said) if failed.out_of_memory else StageError(said)

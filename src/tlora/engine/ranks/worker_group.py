@@ -42,6 +42,7 @@ from tlora.errors import ConfigError, RankError
 from tlora.job import JobSpec
 from tlora.link.flight import forget_flight
 from tlora.link.log import note
+from tlora.wording.numbers import place_names
 from tlora.worker_protocol import (
     Alive,
     GpusChanged,
@@ -98,7 +99,7 @@ class WorkerGroup:
     ) -> None:
         """`heartbeat` gets what the rank is at that has been at it for the longest time. `expected` is asked for what `Trainer` expects."""
         self._load, self._send, self._heartbeat, self._expected = load, send, heartbeat, expected
-        self._first_gpus = gpus
+        self._first_gpus, (self._one, self._several) = gpus, place_names(load.device)
         self._rank_group = RankGroup(len(gpus), program=RANK_OF_WORKER)
         self._change, self._order, self._gang = GpuChange(gpus), 0, StageGang(load.stages, len(gpus))
         self._lent: frozenset[int] = frozenset()  # GPUs of other hosts, of those that it shall have
@@ -121,7 +122,7 @@ class WorkerGroup:
                 for rank, report in rank_group.listen(_LOOK_SECONDS):
                     self._hear(rank, report)
                 for rank in self._change.late(time.monotonic()):
-                    self._refuse_change(None, f"the rank on GPU {self._change.gpu_of[rank]} has not loaded the base in time")
+                    self._refuse_change(None, f"the rank on {self._one} {self._change.gpu_of[rank]} has not loaded the base in time")
                 # What is said to a rank that is not there is lost; a gang that waits holds what is for ranks.
                 while not self._told.empty() and (self._gang.waits or all(rank in rank_group.hellos for rank in self._change.taking)):
                     self._obey(self._told.get())
@@ -266,7 +267,7 @@ class WorkerGroup:
             if joining != rank:
                 self._rank_group.drop(joining)
         self._rank_group.release_lenders(self._change.gpus)
-        note(f"the GPUs stay {', '.join(map(str, self._change.gpus))}: {reason}")
+        note(f"the {self._several} stay {', '.join(map(str, self._change.gpus))}: {reason}")
         self._send_plan()
         self._send(GpusChanged(self._change.gpus, reason, order=self._order))
 
@@ -280,7 +281,7 @@ class WorkerGroup:
         change = self._change
         match report:
             case Lost(reason) if rank in change.joining:
-                self._refuse_change(rank, f"the rank on GPU {change.gpu_of[rank]} has ended while it joined: {reason}")
+                self._refuse_change(rank, f"the rank on {self._one} {change.gpu_of[rank]} has ended while it joined: {reason}")
             case Lost(lent=True) if self._stopping and not self._gang.is_cut:
                 pass  # it has nothing to save
             case Bye() if self._stopping and self._gang.is_cut:
@@ -396,4 +397,4 @@ class WorkerGroup:
         for other in self._change.gpu_of:
             if other != rank:
                 forget_flight(Path(self._load.output_dir), os.getpid(), other)
-        raise (LostLenderError if lent else RankError)(f"rank {rank} (GPU {self._change.gpu_of[rank]}) is lost: {reason}")
+        raise (LostLenderError if lent else RankError)(f"rank {rank} ({self._one} {self._change.gpu_of[rank]}) is lost: {reason}")

@@ -139,7 +139,8 @@ def show_page(request: Request) -> HTMLResponse:
         more_waiting=max(0, len(waiting) - _MOST_WAITING),
         paused=list(paused.values())[:_MOST_WAITING],
         more_paused=max(0, len(paused) - _MOST_WAITING),
-        ended=ended,
+        ended=ended[:_LAST_ENDED],
+        more_ended=len(ended) > _LAST_ENDED,
         fault=services.live.fault,
     )
     return _packed(request, page)
@@ -175,7 +176,7 @@ def _rows(connection: Connection, tenant: str, ids: list[str]) -> list[Row[Any]]
 
 def _ended(connection: Connection, tenant: str) -> list[Row[Any]]:
     query = select(jobs).where(jobs.c.tenant == tenant, jobs.c.ended.is_not(None)).order_by(jobs.c.ended.desc())
-    return list(connection.execute(query.limit(_LAST_ENDED)))
+    return list(connection.execute(query.limit(_LAST_ENDED + 1)))
 
 
 def _card(services: Services, job: JobView) -> dict[str, Any]:
