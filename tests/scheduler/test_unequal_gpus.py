@@ -245,6 +245,41 @@ def test_whatever_happens_all_groups_fit(name: str, seed: int) -> None:
         all_fit(scheduler)
 
 
+@pytest.mark.parametrize("name", ["srtf", "las"])
+@pytest.mark.parametrize(("hosts", "gpus"), [(((80, 24), (24, 80)), 2), (((80,), (24, 24), (80, 80)), 3), (((80, 24), (80, 24, 80)), 2)])
+def test_those_on_large_cards_give_way_to_a_job_that_these_alone_hold_together(
+    name: str, hosts: tuple[tuple[int, ...], ...], gpus: int
+) -> None:
+    """They lie on several hosts: no room was made on them."""
+    scheduler, mirror = Scheduler(LIVE_POLICIES[name](), costs()), Mirror()
+    for host, cards in enumerate(hosts):
+        own = tuple(range(10 * host, 10 * host + len(cards)))
+        tell(scheduler, mirror, MemoryFound(own, tuple([card * GB for card in cards])), 0.0)
+        tell(scheduler, mirror, NodeAdded(f"n{host}", own), 0.0)
+    state = scheduler.state
+    for gpu in sorted(state.pool.node_of):
+        tell(scheduler, mirror, small(f"long{gpu}", steps=10**6), 1.0)
+    assert not state.pool.num_free
+    tell(scheduler, mirror, small("wide", gpus=gpus, longest=512, parameters=2 * 10**9), 50_000.0)
+    (group,) = [known.group for known in state.groups.values() if "wide" in known.group.job_ids]
+    assert len(group.gpus) == gpus and all(state.memory.room_bytes[gpu] == 80 * GB for gpu in group.gpus)
+    assert len(state.pending) == gpus, "no others give way"
+    all_fit(scheduler)
+
+
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_a_job_for_large_cards_alone_gets_them_wherever_they_lie(name: str) -> None:
+    """It was rejected, as hosts of four are too few of which two have two cards."""
+    scheduler, mirror = Scheduler(LIVE_POLICIES[name](), costs()), Mirror()
+    for first, size, card in ((0, 4, 80), (10, 2, 80), (20, 2, 80), (30, 1, 24)):
+        tell_host(scheduler, mirror, first, size, card * GB)
+    tell(scheduler, mirror, small("wide", gpus=8, longest=512, parameters=2 * 10**9), 1.0)
+    (group,) = [known.group for known in scheduler.state.groups.values()]
+    large = (0, 1, 2, 3, 10, 11, 20, 21)
+    assert group.gpus == large or (name == "residual_capacity-growth" and set(group.gpus) < set(large))
+    all_fit(scheduler)
+
+
 def tell_host(scheduler: Scheduler, mirror: Mirror, first: int, size: int, card: int) -> None:
     gpus = tuple(range(first, first + size))
     tell(scheduler, mirror, MemoryFound(gpus, (card,) * size), 0.0)

@@ -70,8 +70,8 @@ def test_lanes_are_left_out_by_their_number_of_gpus() -> None:
     submit(state, "a", gpus=4)
     submit(state, "b", gpus=1)
     waiting.follow(state)
-    first, second = waiting.first(), waiting.first({(4, 0.0)})
-    assert first is state.jobs["a"] and second is state.jobs["b"] and waiting.first({(1, 0.0), (4, 0.0)}) is None
+    first, second = waiting.first(), waiting.first({(4, 0.0, False)})
+    assert first is state.jobs["a"] and second is state.jobs["b"] and waiting.first({(1, 0.0, False), (4, 0.0, False)}) is None
 
 
 def test_another_state_begins_anew() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from tlora.protocol import JobSubmitted
-from tlora.scheduler.draft import has_room
-from tlora.scheduler.job import Lack
+from tlora.scheduler.draft import finds_room, has_room
+from tlora.scheduler.job import Job, Lack, Lane
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import CostModel
 
@@ -54,12 +55,70 @@ def _why_on_no_host(state: ClusterState, spec: JobSubmitted) -> str | None:
     )
 
 
-def lack_now(state: ClusterState, spec: JobSubmitted) -> Lack | None:
-    """What a job lacks that could run if all GPUs were there that there were."""
-    pool = state.pool
-    if pool.num_gpus == pool.most_gpus or has_room([len(node.gpus) for node in pool.lasting_nodes.values()], spec.gpus, pool.node_size):
+def those_without_room(state: ClusterState, names: Iterable[str], *, now: bool = True) -> list[str]:
+    """Of jobs that wait those for which no GPU has room; with `now` also those that the GPUs that are there and not to be left would not
+    hold, were all of them free. While none is there, those that could not run if all were that there were.
+    """
+    lacks, found = dict[Lane, bool](), list[str]()
+    for name in names:
+        job = state.jobs[name]
+        if not job.least_room and job.spec.gpus <= state.pool.node_size:
+            continue  # which is nearly every job
+        if job.lane not in lacks:
+            lacks[job.lane] = job.least_room == math.inf or (now and _lack_for_now(state, job) is not None)
+        if lacks[job.lane]:
+            found.append(name)
+    return found
+
+
+def park(state: ClusterState, *waiting: str) -> None:
+    """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""
+    for name in waiting:
+        if (lacks := _lack_for_now(state, state.jobs[name])) is not None:
+            state.park(name, lacks)
+
+
+def _lack_for_now(state: ClusterState, job: Job) -> Lack | None:
+    return lack(state, job) if state.pool.node_size else lack_of(state, job.spec)
+
+
+def unpark(state: ClusterState, *parked: str) -> None:
+    """Let those of the jobs wait that can run on what is there by now; say anew of the others what they lack."""
+    for name in parked:
+        job = state.jobs[name]
+        job.least_room = state.memory.least_room(state.cost, job.spec, state.pool.most_gpus)
+        if (lacks := lack(state, job)) is None:
+            state.unpark(name)
+        else:
+            state.parked[name] = lacks
+
+
+def lack(state: ClusterState, job: Job) -> Lack | None:
+    """What the job lacks: on the GPUs that there are or were, or else on those that are left of them."""
+    ever, now = lack_of(state, job.spec), lack_now(state, job)
+    are_all_there = sum([len(node.gpus) for node in state.pool.lasting_nodes.values()]) == state.pool.most_gpus
+    return ever if ever is not None and (are_all_there or not ever.more_would_do) else now or ever
+
+
+def lack_now(state: ClusterState, job: Job) -> Lack | None:
+    """What the job lacks if it finds no room on the GPUs that are there now and are not to be left, were all of them free."""
+    nodes, memory, gpus = state.pool.lasting_nodes.values(), state.memory, job.spec.gpus
+    sizes = [len(node.gpus) for node in nodes]
+
+    def with_room(least: float) -> list[int]:
+        return [sum([memory.has_room(gpu, least) for gpu in node.gpus]) for node in nodes]
+
+    if finds_room(job, with_room(job.least_room) if job.least_room else sizes, state.pool.node_size):
         return None
-    return Lack(f"it asks for {spec.gpus} GPUs, and the {pool.num_gpus} that are there now do not hold so many", more_would_do=True)
+    smallest = memory.smallest_room(state.cost, job.spec) if memory.rooms else 0
+    there, fit = sum(sizes), 0 if smallest is None else sum(with_room(smallest))
+    asks, are = f"it asks for {gpus} GPU{'' if gpus == 1 else 's'}", "is" if there == 1 else "are"
+    if not there:
+        return Lack(f"{asks}, and none is there now", more_would_do=True)
+    if fit < there:
+        has = "has" if fit == 1 else "have"
+        return Lack(f"{asks}, and of the {there} that {are} there now {fit} {has} room for it", more_would_do=fit > 0)
+    return Lack(f"{asks}, and the {there} that {are} there now {'does' if there == 1 else 'do'} not hold so many", more_would_do=True)
 
 
 def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
@@ -67,13 +126,19 @@ def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
     if spec.gpus > pool.most_gpus > 0:
         wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
         why = f"{wants} and the cluster has {pool.most_gpus}"
-    elif not _nodes_hold(state, spec.gpus):
+    elif not (_may_lie_apart(state, spec) or _nodes_hold(state, spec.gpus)):
         wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
         why = f"{wants}, and the nodes of {pool.node_size} are too few to hold so many"
     else:
         return None
     helps = _fewer(state, min(spec.gpus - 1, pool.most_gpus)) >= spec.least_gpus
     return f"{why}. {'Ask for fewer' if helps else 'Train it over a smaller base, or add GPUs'}"
+
+
+def _may_lie_apart(state: ClusterState, spec: JobSubmitted) -> bool:
+    """Whether its GPUs may lie on any nodes, as those of jobs do for which the smallest have no room."""
+    room = state.memory.smallest_room(state.cost, spec)
+    return not spec.on_one_host and room is not None and room > state.memory.rooms[0]
 
 
 def _nodes_hold(state: ClusterState, gpus: int) -> bool:

@@ -219,6 +219,14 @@ def has_room(free: Collection[int], count: int, size: int) -> bool:
     return empty > whole or (empty == whole and (not rest or any(rest <= own < size for own in free)))
 
 
+def finds_room(job: Job, free: Collection[int], size: int) -> bool:
+    """Whether `allocate_for` finds as many GPUs as the job asks for on nodes of which each has so many free with room for it."""
+    count = job.spec.gpus
+    if job.spec.on_one_host:
+        return max(free, default=0) >= count
+    return sum(free) >= count if job.least_room else has_room(free, count, size)
+
+
 def _members(jobs: Sequence[Job]) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Names and weights: a flow's weight is what it needs."""
     return tuple([job.spec.job_id for job in jobs]), tuple([job.weight for job in jobs])

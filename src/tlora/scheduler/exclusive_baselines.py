@@ -12,8 +12,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from tlora.protocol import JobGroup
-from tlora.scheduler.draft import Draft, has_room
-from tlora.scheduler.job import Job
+from tlora.scheduler.draft import Draft, finds_room
+from tlora.scheduler.job import Job, Lane
 from tlora.scheduler.plans import exclusive_plan
 from tlora.scheduler.reservation import TRIED, Reservation, end_alone, end_of, reserve
 from tlora.scheduler.scheduler import Policy
@@ -59,8 +59,8 @@ def easy(settings: Settings = Settings()) -> Policy:  # noqa: B008 (it is frozen
             return []
         waiting.follow(state)
         draft, kept = Draft(state), None
-        failures: dict[tuple[int, float], int] = {}
-        hopeless: set[tuple[int, float]] = set()
+        failures: dict[Lane, int] = {}
+        hopeless: set[Lane] = set()
         while (job := waiting.first(hopeless)) is not None:
             waiting.take(job)
             if start_alone(draft, job) or (kept is not None and _start_under(draft, kept, job, settings)):
@@ -128,7 +128,7 @@ def _each_that_fits(key: Callable[[Job], Key]) -> Policy:
             return []
         waiting.follow(state)
         draft = Draft(state)
-        too_many: set[tuple[int, float]] = set()  # lanes: GPUs only get fewer within a decision, so that those behind do not fit either
+        too_many: set[Lane] = set()  # GPUs only get fewer within a decision, so that those behind do not fit either
         while (job := waiting.first(too_many)) is not None:
             if start_alone(draft, job):
                 waiting.take(job)
@@ -153,7 +153,7 @@ def _preemptive(rank: Callable[[Job, float], _Rank]) -> Policy:
         draft = Draft(state)
         running: list[_Running] | None = None
         stopped: list[Job] = []
-        too_many: set[tuple[int, float]] = set()
+        too_many: set[Lane] = set()
         while True:
             candidates = [job for job in stopped if job.lane not in too_many]
             first = waiting.first(too_many)
@@ -207,21 +207,20 @@ def _behind(running: Iterable[_Running], rank: _Rank) -> Iterable[JobGroup]:
 
 def _who_gives_way(draft: Draft, job: Job, others: Iterable[JobGroup]) -> list[JobGroup] | None:
     """The first of `others` whose GPUs, with the free ones, make room for `job`, without any that are not needed; None if none do."""
-    state, count, least = draft.state, job.spec.gpus, job.least_room
-    size = max(count, state.pool.node_size) if job.spec.on_one_host else state.pool.node_size  # several nodes do not make up for one
+    state, least, size = draft.state, job.least_room, draft.state.pool.node_size
     free = {name: len(draft.free_for(name, least)) for name in state.pool.nodes}
     chosen: list[JobGroup] = []
     for other in others:
         chosen.append(other)
         _add(free, state, other, 1, least)
-        if has_room(free.values(), count, size):
+        if finds_room(job, free.values(), size):
             break
     else:
         return None
     needed = [chosen[-1]]
     for other in chosen[-2::-1]:
         _add(free, state, other, -1, least)
-        if not has_room(free.values(), count, size):
+        if not finds_room(job, free.values(), size):
             _add(free, state, other, 1, least)
             needed.append(other)
     return needed

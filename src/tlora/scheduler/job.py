@@ -12,6 +12,7 @@ from tlora.shape.sharing import Member, even_sample_tokens
 RECENT_SECONDS = 86400.0  # what was `recent_at` counts for 1 / e after so long
 
 Status = Literal["pending", "held", "placed", "ended"]
+Lane = tuple[int, float, bool]
 
 
 class Lack(NamedTuple):
@@ -52,9 +53,9 @@ class Job:
         self.sample_tokens = even_sample_tokens(self.spec.profile)
 
     @property
-    def lane(self) -> tuple[int, float]:
+    def lane(self) -> Lane:
         """Jobs of one lane find room on the same GPUs."""
-        return self.spec.gpus, self.least_room
+        return self.spec.gpus, self.least_room, self.spec.on_one_host
 
     @property
     def weight(self) -> float:

@@ -14,7 +14,7 @@ from tlora.protocol import JobGroup
 from tlora.scheduler.decision import Decision
 from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow, part
-from tlora.scheduler.job import Job
+from tlora.scheduler.job import Job, Lane
 from tlora.scheduler.kind_choice import kind_on, may_wait, speed_up, take_free
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, PreemptionPlan, apply, offers
@@ -121,10 +121,10 @@ def _place_those_who_wait(decision: Decision, waiting: Waiting, displaced: Seque
     """
     settings = decision.settings
     tries = _GAPS_TRIED if settings.elastic or settings.sharing or settings.preemption else 1
-    failures: dict[tuple[int, float], int] = {}
+    failures: dict[Lane, int] = {}
     stopped = [*displaced]
     held: list[int] = []
-    hopeless: set[tuple[int, float]] = set()
+    hopeless: set[Lane] = set()
     starving = [job for job in reversed(decision.starving) if job.status == "pending"]
     while True:
         job = waiting.first(hopeless)

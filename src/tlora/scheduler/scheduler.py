@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from tlora.protocol import (
@@ -39,7 +39,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.scheduler.admission import MOST_COUNTED, lack_now, lack_of, why_never, why_unsound
+from tlora.scheduler.admission import MOST_COUNTED, lack_of, park, those_without_room, unpark, why_never, why_unsound
 from tlora.scheduler.sound_groups import why_impossible
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.tenants import Tenants
@@ -107,8 +107,7 @@ class Scheduler:
 
     def _decide(self) -> list[Action]:
         state = self.state
-        if state.to_ask:
-            self._ask_those_that_wait()
+        self._judge_those_that_wait_anew()
         try:
             wanted = self._policy(state)
             if wanted and (reason := why_impossible(state, wanted)) is not None:
@@ -169,38 +168,45 @@ class Scheduler:
                 return self._add_node(event), True
             case MemoryFound(gpus, memory_bytes):
                 changed = state.find_memory(gpus, memory_bytes)
+                has_come = self._has_come(gpus)
                 if changed:
-                    self._unpark()
-                return self._reject_too_large() if changed else [], changed
+                    self._judge_all(now=has_come)
+                return self._reject_too_large() if changed else [], changed and has_come
             case KindsFound(gpus, kinds, speeds):
-                return [], state.find_kinds(gpus, kinds, speeds)
+                return [], state.find_kinds(gpus, kinds, speeds) and self._has_come(gpus)
             case NodeDraining() | GpusLost():
                 is_lost = isinstance(event, GpusLost)
                 ended = state.lose_gpus(event.gpus) if is_lost else state.drain_node(event.node, finish=event.finish)
-                self._say_that_they_wait(*state.parked)
+                self._ask_those_that_wait()
+                self._judge_all()
                 return [StopGroup(group_id) for group_id in ended], True
+
+    def _has_come(self, gpus: Iterable[int]) -> bool:
+        """Or the host that has the GPUs is about to come: then it is decided."""
+        return any(gpu in self.state.pool.node_of for gpu in gpus)
 
     def _add_node(self, event: NodeAdded) -> list[Action]:
         """Jobs that fit on what was there may not on what is there now: a wide one takes whole nodes, and the largest may be larger now."""
-        pool, actions = self.state.pool, list[Action]()
+        pool = self.state.pool
         size, most, was_complete = pool.node_size, pool.most_gpus, pool.num_gpus == pool.most_gpus
         self.state.add_node(event.node, event.rack, event.gpus)
-        self._unpark()
-        if not most:
-            self._park(*self.state.pending)
-        elif (pool.node_size > size or not was_complete) and (self.state.hosts_may_come or pool.most_gpus == most):
-            actions = self._park_or_reject(self._too_wide())  # without hosts to come not while the cluster is not known as a whole
-        self._say_that_they_wait(*self.state.parked)
-        return actions
+        may_lack = pool.node_size > size or not was_complete
+        self._judge_all(pending=may_lack)
+        if self.state.hosts_may_come or not may_lack or not most or pool.most_gpus > most:  # or the cluster is not known as a whole
+            return []
+        without_room, jobs = those_without_room(self.state, self.state.pending), self.state.jobs
+        return self._reject([name for name in without_room if lack_of(self.state, jobs[name].spec) is not None])
 
-    def _too_wide(self) -> list[str]:
-        """Jobs that wait for more GPUs than a node has, and than the nodes hold."""
-        state, lacks = self.state, dict[int, bool]()
-        wide = [(name, spec) for name in state.pending if (spec := state.jobs[name].spec).gpus > state.pool.node_size]
-        for _, spec in wide:
-            if spec.gpus not in lacks:
-                lacks[spec.gpus] = lack_of(state, spec) is not None
-        return [name for name, spec in wide if lacks[spec.gpus] and lack_of(state, spec) is not None]
+    def _judge_all(self, *, pending: bool = True, now: bool = True) -> None:
+        """Where hosts may come, of jobs that wait, since other GPUs are there: which go aside, which no more, and what the others lack. Not
+        `pending`: these found room before. `now`: as `those_without_room`.
+        """
+        state = self.state
+        if not state.hosts_may_come:
+            return
+        unpark(state, *state.parked)
+        park(state, *those_without_room(state, state.pending, now=now) if pending else ())
+        self._say_that_they_wait(*state.parked if now else ())
 
     def _submit(self, spec: JobSubmitted, *, trains: bool = False) -> tuple[list[Action], bool]:
         """One that `trains` already fits on what is there."""
@@ -211,12 +217,12 @@ class Scheduler:
         if reason is not None:
             return [RejectJob(spec.job_id, reason)], False
         self.state.submit(spec)
-        if not trains:
-            self._park(spec.job_id)
         return [], True
 
     def _ask_for(self, event: GpusAsked) -> None:
-        """Of a job that trains: when it waits again. One for which there are too few GPUs is not said to wait before their host is here."""
+        """Of a job that trains: when it waits again. Whether GPUs are there for one that waits is for the next decision: their host may be
+        about to come.
+        """
         job_id = event.job_id
         job = self.state.jobs.get(job_id)
         if job is None or event.gpus > MOST_COUNTED:
@@ -225,35 +231,31 @@ class Scheduler:
             self.state.asked_later[job_id] = event
             return
         self.state.asked_later.pop(job_id, None)
-        if not self.state.ask_for(event):
-            return
-        if job_id in self.state.parked:
-            self._unpark(job_id)
-        elif self.state.hosts_may_come and job_id in self.state.pending and (lack := lack_of(self.state, job.spec)) is not None:
-            self.state.park(job_id, lack)
+        if self.state.ask_for(event) and job_id in self.state.parked:
+            unpark(self.state, job_id)
 
     def _ask_those_that_wait(self) -> None:
         """Jobs that asked for other GPUs while they trained, and have lost or left their group since."""
-        state, asked = self.state, self.state.asked_later
-        names, state.to_ask = [name for name in state.to_ask if name in state.pending and name in asked], []
-        for name in dict.fromkeys(names):
-            self._ask_for(asked.pop(name))
-            if name in state.parked:
-                self._say_that_they_wait(name)
+        for name in list(self.state.waiting_anew) if self.state.asked_later else ():
+            if name in self.state.pending and (asked := self.state.asked_later.pop(name, None)) is not None:
+                self._ask_for(asked)
+
+    def _judge_those_that_wait_anew(self) -> None:
+        """Jobs that have been submitted, released or stopped since the last decision, or ask for other GPUs."""
+        state = self.state
+        self._ask_those_that_wait()
+        names, state.waiting_anew = dict.fromkeys(state.waiting_anew), []
+        if names and state.hosts_may_come:
+            park(state, *those_without_room(state, [name for name in names if name in state.pending]))
+            self._say_that_they_wait(*[name for name in names if name in state.parked])
 
     def _release(self, job_id: str) -> tuple[list[Action], bool]:
         """Whether it was held, by a user. The hosts may be others by now."""
         if job_id not in self.state.held or job_id in self.state.parked:
             return [], False
         self.state.release(job_id)
-        return self._park_or_reject([job_id] if lack_of(self.state, self.state.jobs[job_id].spec) is not None else []), True
-
-    def _park(self, *waiting: str) -> None:
-        """Put aside those of the jobs that cannot run on what is there, so that none waits behind them, until hosts have come."""
-        for name in waiting if self.state.hosts_may_come else ():
-            if (lack := lack_of(self.state, self.state.jobs[name].spec)) is not None:
-                self.state.park(name, lack)
-                self._say_that_they_wait(name)
+        never = not self.state.hosts_may_come and lack_of(self.state, self.state.jobs[job_id].spec) is not None
+        return self._reject([job_id] if never else []), True
 
     def _say_that_they_wait(self, *parked: str) -> None:
         """Once of each."""
@@ -262,33 +264,19 @@ class Scheduler:
                 self._told_to_wait.add(name)
                 self._on_wait(name, self.state.parked[name].reason)
 
-    def _unpark(self, *names: str) -> None:
-        """Those of the jobs that can run on what is there by now; of all without `names`, and then not on GPUs that are lost."""
-        for name in names or list(self.state.parked):
-            lack = lack_of(self.state, spec := self.state.jobs[name].spec)
-            if lack is None and not names:
-                lack = lack_now(self.state, spec)
-            if lack is None:
-                self.state.unpark(name)
-            else:
-                self.state.parked[name] = lack
-
     def _reject_too_large(self) -> list[Action]:
         """Jobs that wait and for which no GPU has room any more, since less of it was found than was known when they came. Where hosts may
-        come they wait for these.
+        come they wait aside.
         """
-        jobs = self.state.jobs
-        return self._park_or_reject([name for name in self.state.pending if jobs[name].least_room == math.inf])
+        state = self.state
+        return self._reject([name for name in state.pending if state.jobs[name].least_room == math.inf and not state.hosts_may_come])
 
-    def _park_or_reject(self, names: list[str]) -> list[Action]:
-        """Jobs that wait and cannot run on what is there: the former where hosts may come."""
-        state, actions = self.state, list[Action]()
-        if state.hosts_may_come:
-            self._park(*names)
-            return actions
+    def _reject(self, names: list[str]) -> list[Action]:
+        """Jobs that wait and can never run."""
+        actions = list[Action]()
         for name in names:
-            actions.append(RejectJob(name, why_never(state, state.jobs[name].spec) or "no GPU has room for it"))
-            state.end_job(name)
+            actions.append(RejectJob(name, why_never(self.state, self.state.jobs[name].spec) or "no GPU has room for it"))
+            self.state.end_job(name)
         return actions
 
     def _adopt(self, found: GroupFound) -> list[Action]:

@@ -50,7 +50,7 @@ class ClusterState:
     parked: dict[str, Lack] = field(default_factory=dict[str, Lack])  # those of `held` that wait for hosts
     hosts_may_come: bool = False
     asked_later: dict[str, GpusAsked] = field(default_factory=dict[str, GpusAsked])  # of jobs in groups: for when they wait again
-    to_ask: list[str] = field(default_factory=list[str])  # those of them that may wait by now
+    waiting_anew: list[str] = field(default_factory=list[str])  # jobs that may have begun to wait since the last decision
     groups: dict[str, Group] = field(default_factory=dict[str, Group])
     groups_of_base: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     latest: dict[str, None] = field(default_factory=dict[str, None])  # groups, the last to change or end behind; some that have ended
@@ -143,6 +143,7 @@ class ClusterState:
         self.jobs_submitted += 1
         self._count(job, 1)
         self.pending[spec.job_id] = None
+        self.waiting_anew.append(spec.job_id)
 
     def _measure_alone(self, job: Job) -> None:
         spec, tokens = job.spec, job.spec.profile.tokens_per_step
@@ -342,8 +343,7 @@ class ClusterState:
         self._run(job, 0.0, 0.0)
         job.status, job.group_id = "pending", None
         self.pending[job_id] = None
-        if job_id in self.asked_later:
-            self.to_ask.append(job_id)
+        self.waiting_anew.append(job_id)
 
     def _leave(self, known: Group, job_id: str) -> None:
         group = known.group.without(job_id)

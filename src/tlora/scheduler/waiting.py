@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from heapq import heappop, heappush
 
-from tlora.scheduler.job import Job
+from tlora.scheduler.job import Job, Lane
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 
@@ -52,7 +52,7 @@ def rank(job: Job, now: float, settings: Settings, levels: Mapping[str, int]) ->
 
 
 Key = tuple[float, ...]
-_ONE_LANE = (0, 0.0)
+_ONE_LANE: Lane = (0, 0.0, False)
 
 _Entry = tuple[Key, int, Job]  # between is the job's `times_unqueued` when it came: one that has left and come back is another entry
 
@@ -77,7 +77,7 @@ class Waiting:
         self._forget()
 
     def _forget(self) -> None:
-        self._lanes: dict[tuple[int, float], list[_Entry]] = {}
+        self._lanes: dict[Lane, list[_Entry]] = {}
         self._known: dict[str, int] = {}  # job -> `times_unqueued`, of all entries
         self._taken: list[_Entry] = []
 
@@ -99,7 +99,7 @@ class Waiting:
             self._known[name] = job.times_unqueued
             heappush(self._lane(job), (self._key(job), job.times_unqueued, job))
 
-    def first(self, without: Collection[tuple[int, float]] = ()) -> Job | None:
+    def first(self, without: Collection[Lane] = ()) -> Job | None:
         """The first in order of those whose lane is not in `without`."""
         best: _Entry | None = None
         for own, lane in self._lanes.items():
