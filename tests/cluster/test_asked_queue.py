@@ -42,7 +42,7 @@ def test_an_engine_hears_of_jobs_that_take_more_than_is_there(tmp_path: Path) ->
     """Of a base in stages, and of replicas that it can give GPUs to."""
     engine = Engine(lambda *_: None)
     with local_backend(tmp_path, open_keeper=lambda _: engine) as backend:
-        backend._hosts_may_come = backend._wide._hosts_may_come = True
+        backend._hosts_may_come = True
         wide = replace(submitted("wide"), gpus=9)
         for spec in (LARGE, wide):
             backend.submit(spec, job(spec.job_id))

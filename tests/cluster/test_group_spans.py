@@ -21,12 +21,12 @@ def group_on(*gpus: int) -> JobGroup:
     return JobGroup("g", "base", gpus, ParallelPlan(len(gpus), 1024), ("a",), (1.0,))
 
 
-def wide(layout: LayoutSetting = "auto", *, come: bool = True) -> tuple[WideGroups, Nodes, list[str]]:
+def wide(layout: LayoutSetting = "auto") -> tuple[WideGroups, Nodes, list[str]]:
     """Hosts `here` with GPUs 0 and 1, and `b` with 1000."""
     nodes, said = Nodes(), list[str]()
     nodes.see([NodeAdded("here", (0, 1)), NodeAdded("b", (1000,))])
     on_one_host = lambda gpus: tuple(max(by_host(gpus, lambda gpu: gpu // 1000).values(), key=len))  # noqa: E731
-    return WideGroups(nodes, on_one_host, layout, said.append, hosts_may_come=come), nodes, said
+    return WideGroups(nodes, on_one_host, layout, said.append), nodes, said
 
 
 @pytest.mark.parametrize(("orders", "least", "spans"), [(2, 1, False), (3, 1, True), (1, 3, True), (1, 2, False)])
@@ -65,13 +65,11 @@ def test_a_job_asks_for_what_is_there_or_what_its_base_needs() -> None:
     assert groups.admit(submitted(4)).gpus == 3, "the scheduler gives whole hosts and a part of one"
     groups.see_hosts([MemoryFound((0, 1, 1000), (10**9,) * 3)])
     assert groups.admit(submitted(8)).gpus == 3, "nothing is known of its base"
-    fixed, *_ = wide(come=False)
-    assert fixed.admit(large) == large, "the scheduler says why it can never run"
 
 
 def test_jobs_that_came_before_the_first_host_ask_for_what_comes() -> None:
     nodes, said = Nodes(), list[str]()
-    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, hosts_may_come=True)
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append)
     orders = {"wide": submitted(4), "base": submitted(4, least=4), "one": submitted(1), "gone": submitted(4), "two": submitted(2)}
     assert [groups.admit(replace(job, job_id=name)).gpus for name, job in orders.items()] == [4, 4, 1, 4, 2]
     there, first, more = {"wide", "base", "one", "two"}, NodeAdded("a", (0,)), NodeAdded("b", (1000, 1001))
@@ -88,7 +86,7 @@ def test_jobs_that_came_before_the_first_host_ask_for_what_comes() -> None:
 def test_jobs_ask_anew_when_hosts_go() -> None:
     """They kept the number that they asked for by hosts that are gone, also those that trained there."""
     nodes, said = Nodes(), list[str]()
-    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, hosts_may_come=True)
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append)
     nodes.see([NodeAdded("a", (0, 1)), NodeAdded("b", (1000, 1001)), NodeAdded("c", (2000,))])
     names = {"waits": 4, "trains": 4, "fits": 2, "one": 1, "gone": 4}
     assert [groups.admit(replace(submitted(gpus), job_id=name)).gpus for name, gpus in names.items()] == [4, 4, 2, 1, 4]
@@ -117,7 +115,7 @@ def test_what_jobs_ask_for_costs_nothing_where_it_stays(monkeypatch: pytest.Monk
 
 def test_a_job_asks_for_what_an_engine_can_bring() -> None:
     nodes, can_bring, said = Nodes(), 0, list[str]()
-    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, lambda: can_bring, hosts_may_come=True)
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, lambda: can_bring)
     assert groups.admit(submitted(8)).gpus == 8, "nothing is known yet"
     nodes.see([NodeAdded("b", (1000,))])
     assert groups.admit(submitted(8)).gpus == 1
@@ -129,7 +127,7 @@ def test_a_job_asks_for_what_an_engine_can_bring() -> None:
 def test_a_job_that_waits_for_what_an_engine_no_longer_brings_asks_anew() -> None:
     """It waited for hosts from which no worker comes, beside one that it could train on."""
     nodes, can_bring = Nodes(), 8
-    groups = WideGroups(nodes, lambda gpus: gpus, "auto", lambda _line: None, lambda: can_bring, hosts_may_come=True)
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", lambda _line: None, lambda: can_bring)
     nodes.see([first := NodeAdded("b", (1000, 1001, 1002, 1003))])
     assert groups.admit(submitted(8)).gpus == 8
     assert groups.ask_anew([first], {"a"}, []) == groups.ask_anew([], {"a"}, []) == []

@@ -43,9 +43,10 @@ def order(name: str, gpus: int = 1, least: int = 1, parameters: int = 10**7) -> 
 class Controlled:
     """`told`: jobs that were said to wait, and why; `placed`: the groups that were started."""
 
-    def __init__(self, backend: LocalBackend, policy: str, memory: BaseMemory) -> None:
+    def __init__(self, backend: LocalBackend, policy: str, memory: BaseMemory, *, may_come: bool = True) -> None:
         self.backend, self.told, self.placed = backend, list[tuple[str, str]](), list[JobGroup]()
-        self.scheduler = Scheduler(LIVE_POLICIES[policy](), costs(memory), on_wait=lambda *said: self.told.append(said))
+        on_wait = (lambda *said: self.told.append(said)) if may_come else None
+        self.scheduler = Scheduler(LIVE_POLICIES[policy](), costs(memory), on_wait=on_wait)
         backend.follow(self.scheduler.state)
 
     def come(self, name: str, *gpus: int, room: int) -> None:
@@ -82,7 +83,7 @@ class Controlled:
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[LocalBackend]:
     with local_backend(tmp_path, gpus=()) as made:
-        made._hosts_may_come = made._wide._hosts_may_come = True
+        made._hosts_may_come = True
         yield made
 
 
@@ -309,3 +310,40 @@ def test_one_that_trained_fits_on_what_it_had(backend: LocalBackend) -> None:
     controlled.come("a", STRIDE, room=12 * GB)
     assert backend._wide.admit(order("a"), (STRIDE,)) == order("a")
     assert backend._wide.admit(order("b"), (STRIDE, 2 * STRIDE)) == order("b", gpus=2, least=2)
+
+
+# -- a controller's own GPUs, to which no others come ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_of_two_unequal_gpus_the_larger_trains_what_the_smaller_does_not_hold(tmp_path: Path, policy: str) -> None:
+    """A job of two replicas was rejected: "1 of those here has so much. Ask for 1"."""
+    said = list[str]()
+    with local_backend(tmp_path, note=said.append, memory_bytes=(12 * GB, 24 * GB)) as backend:
+        controlled = Controlled(backend, policy, MEMORY, may_come=False)
+        controlled.submit(order("wide", gpus=2), order("one"))
+        assert controlled.placed[0].gpus == (1,) and {"wide", "one"} == controlled.scheduler.state.jobs.keys()
+        assert said == ["wide: some of its 2 replicas run in turn: 2 GPUs are there as it arrives, of which 1 are too small for it"]
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
+def test_more_of_the_smaller_gpus_hold_a_base_of_which_there_are_too_few_larger(tmp_path: Path, policy: str) -> None:
+    """By the largest it takes two, of which there is one; three of any hold it. It was rejected."""
+    rooms = (24 * GB, 12 * GB, 12 * GB, 12 * GB)
+    with local_backend(tmp_path, gpus=(0, 1, 2, 3), memory_bytes=rooms) as backend:
+        controlled = Controlled(backend, policy, replace(MEMORY, bytes_by_gpus=(30 * GB, 16 * GB, 10 * GB, 9 * GB)), may_come=False)
+        controlled.submit(order("large", least=2, gpus=2))
+        (group,) = controlled.placed
+        assert len(group.gpus) >= 3 == controlled.scheduler.state.jobs["large"].spec.least_gpus
+
+
+def test_jobs_of_a_controllers_own_gpus_ask_for_as_many_as_hold_what_less_is_free_of(tmp_path: Path) -> None:
+    """A worker finds others on its GPU. The job was rejected."""
+    with local_backend(tmp_path, memory_bytes=(24 * GB, 24 * GB)) as backend:
+        controlled = Controlled(backend, "fifo", MEMORY, may_come=False)
+        controlled.submit(order("first", gpus=2), order("second"))
+        assert [group.job_ids for group in controlled.placed] == [("first",)]
+        backend.reconciler.events.append(MemoryFound((0, 1), (12 * GB, 12 * GB)))
+        controlled.pass_on()
+        second = controlled.scheduler.state.jobs["second"]
+        assert (second.spec.gpus, second.spec.least_gpus) == (2, 2)

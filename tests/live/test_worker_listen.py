@@ -18,12 +18,14 @@ import yaml
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, write_rows
+from tlora.cluster.gpus import Gpu
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.live import cluster_run
 from tlora.live.cluster_run import _Run, train_on_cluster
+from tlora.shape.memory import BaseMemory
 
 
 @pytest.mark.timeout(900)
@@ -81,3 +83,15 @@ def test_the_memory_of_this_machine_orders_no_gpus_where_larger_ones_may_come(tm
     assert (alone._least_gpus(), listens._least_gpus()) == (2, 1)
     listens._run = file.model_copy(update={"memory_limit": 1 << 29})
     assert listens._least_gpus() == 2, "what is ordered holds on all hosts"
+
+
+def test_the_smaller_of_two_gpus_orders_no_gpus_for_jobs_that_the_larger_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job ordered both, which hold the base in parts, and one with more than these leave was rejected."""
+    file = run_spec(save_base(tmp_path / "base"), tmp_path / "out", [job("a", "none.jsonl")])
+    run = _Run(file, tmp_path / "out", ("cuda:0", "cuda:1"), "fifo", Watcher(), 0.0)
+    monkeypatch.setattr(cluster_run, "memory_limit", lambda *_: 20 << 30)
+    monkeypatch.setattr(cluster_run, "numbers_of", tuple)
+    run._memory = BaseMemory((40 << 30, 12 << 30), 0.0, 0.0, 0.0)
+    for others, least in ((24 << 30) + (200 << 20), 2), (80 << 30, 1):
+        run._known = {0: Gpu(24 << 30, "a", "small"), 1: Gpu(others, "b", "large")}
+        assert run._least_gpus() == least

@@ -88,6 +88,11 @@ def room_of(gpus: Sequence[int], known: Mapping[int, Gpu], memory_limit: int | L
     return tuple(found)
 
 
+def larger_room(rooms: Sequence[int]) -> int:
+    """That of the largest GPU; 0 where it is the first, but for the 1 % by which GPUs of one model may differ."""
+    return most if (most := max(rooms)) > 1.01 * rooms[0] else 0
+
+
 def host_room(places: int, memory_limit: int | Literal["auto"]) -> int:
     """As `room_of`, for processes on a CPU, which share its memory."""
     return memory_limit if memory_limit != "auto" else int(CPU_SHARE * psutil.virtual_memory().available) // places

@@ -99,7 +99,7 @@ class LocalBackend:
         there, hosts = self.worker_pool, self.worker_pool.remote_hosts
         self._engine_hosts = EngineHosts(there, open_keeper)
         wide = self._nodes, hosts.hosts.on_one_host, machine.layout, note, lambda: self._engine_hosts.can_bring
-        self._wide = WideGroups(*wide, hosts_may_come=self._hosts_may_come)
+        self._wide = WideGroups(*wide)
         self._wide.see_hosts(self._events)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
         self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, host_of=hosts.hosts.host_of)

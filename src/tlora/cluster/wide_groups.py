@@ -33,8 +33,8 @@ class _Asked(NamedTuple):
 
 
 class WideGroups:
-    """`on_one_host`: of GPUs those of the host that has most of them. With `hosts_may_come` there may be more than now: `can_bring` says
-    how many there can be in all where an engine brings them, and 0 where they come by themselves. `cost` has the bytes of bases.
+    """`on_one_host`: of GPUs those of the host that has most of them. `can_bring`: how many there can be in all where an engine brings
+    them, else 0. `cost` has the bytes of bases.
     """
 
     def __init__(
@@ -44,11 +44,9 @@ class WideGroups:
         layout: LayoutSetting,
         note: Callable[[str], object],
         can_bring: Callable[[], int] = lambda: 0,
-        *,
-        hosts_may_come: bool,
     ) -> None:
         self._nodes, self._on_one_host, self._layout, self._note = nodes, on_one_host, layout, note
-        self._can_bring, self._hosts_may_come = can_bring, hosts_may_come
+        self._can_bring = can_bring
         self._could_bring = 0  # when jobs were asked last
         self._restless: dict[str, _Asked] = {}  # jobs that may ask for others whenever a host comes or goes
         self._content: dict[str, _Asked] = {}
@@ -67,8 +65,6 @@ class WideGroups:
         """The job as it asks for GPUs that are there as it arrives, or that an engine can bring, or that it `had` before a restart: other
         replicas of it take turns.
         """
-        if not self._hosts_may_come:
-            return job
         asked = self._asked(job, had)
         self._keep(asked)
         self._raise(asked, self._raised)
@@ -79,7 +75,7 @@ class WideGroups:
     def see_hosts(self, told: Iterable[Event]) -> bool:
         """What there is of GPUs and their memory, as the scheduler hears of it. Whether that is another than before."""
         is_news = False
-        for event in told if self._hosts_may_come else ():
+        for event in told:
             match event:
                 case NodeAdded(_, gpus):
                     self._memory.take_back(gpus)

@@ -21,7 +21,7 @@ from tlora.cache_directory import open_caches
 from tlora.cluster.controller import run as run_controller
 from tlora.cluster.engine_hosts import OpenKeeper
 from tlora.cluster.event_log import EventLog, not_told
-from tlora.cluster.gpus import Gpu, host_room, list_gpus, numbers_of, room_of
+from tlora.cluster.gpus import Gpu, host_room, larger_room, list_gpus, numbers_of, room_of
 from tlora.cluster.learned_costs import LearnedCosts, learned_of
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
@@ -266,6 +266,7 @@ class _Run:
         if self._hosts_may_come and self._run.memory_limit == "auto":
             return LEAST_STAGES if cut else 1  # the back end counts by the hosts' memory, as they come, and by that of this one
         limit = memory_limit(torch.device(self._places[0]), self._run.memory_limit)
+        limit = max(limit, larger_room(room_of(self._numbers, self._known, self._run.memory_limit)))
         count = least_gpus(self._memory.bytes_by_gpus[: self._most_gpus], limit)
         if count is not None and count > 1:
             self._watcher.note(f"the base fits on no {self._one} ({gib(limit)}): each job gets {count} or more, which hold it in parts")
@@ -314,8 +315,7 @@ class _Run:
         return _numbers(self._places)
 
     def _machine(self) -> LocalMachine:
-        run, kind = self._run, self._places[0].partition(":")[0]
-        numbers = self._numbers if self._open_keeper is None else ()
+        run, kind, numbers = self._run, self._places[0].partition(":")[0], self._numbers if self._open_keeper is None else ()
         named = tuple(self._known[number].name if number in self._known else "" for number in numbers)
         on_cpu = (host_room(len(self._places), run.memory_limit),) * len(numbers)
         room = room_of(numbers, self._known, run.memory_limit) if kind == "cuda" else on_cpu
