@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Store
 
 from tlora.errors import RankError
 from tlora.sharing.host_memory import pin
+from tlora.sharing.meeting_store import MeetingStore
 from tlora.sharing.multicast import turn_multicast_off
 from tlora.sharing.peers import Peers
 
@@ -140,7 +142,8 @@ def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _G
     turn_multicast_off()  # torch reads it as it allocates
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    group, own, why = _register_group(peers), None, None
+    store, own, why = MeetingStore(peers), None, None
+    group = _register_group(peers, store)
     try:
         torch.cuda.empty_cache()  # this memory is not the caching allocator's
         own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
@@ -151,18 +154,18 @@ def _connect_symmetric(num_bytes: int, peers: Peers, device: torch.device) -> _G
         raise RuntimeError(refused[0])
     handle = _SymmetricMemory.rendezvous(own, group.group_name)
     assert not handle.multicast_ptr, "multicast is on, and must not be"
-    return _GpuMemory(own, [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(peers.world_size)], (handle, group))
+    return _GpuMemory(own, [handle.get_buffer(peer, (num_bytes,), torch.uint8) for peer in range(peers.world_size)], (handle, group, store))
 
 
-def _register_group(peers: Peers) -> Any:
-    """A group of the peers that symmetric memory finds by its name, and whose store it uses. The registry does not hold it: keep it.
+def _register_group(peers: Peers, store: Store) -> Any:
+    """A group of the peers that symmetric memory finds by its name, and whose `store` it uses. The registry does not hold it: keep both.
     torch's default group is left to the process's own training code.
     """
     from torch._C import _distributed_c10d as c10d
     from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
 
     name: Any = f"tlora-peers-{peers.name}"
-    group = ProcessGroup(PrefixStore(name, peers.store), peers.rank, peers.world_size)
+    group = ProcessGroup(store, peers.rank, peers.world_size)
     gloo = ProcessGroupGloo(PrefixStore(f"{name}/gloo", peers.store), peers.rank, peers.world_size, _GROUP_TIME)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)

@@ -9,7 +9,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,22 +66,30 @@ class Peers:
         try:
             self.store.set(f"{key}/{self.rank}", json.dumps(value))
             for peer in range(self.world_size):
-                self._wait_for(f"{key}/{peer}", peer, deadline)
+                self._wait_for(f"{key}/{peer}", [peer], key, deadline)
             return [json.loads(self.store.get(f"{key}/{peer}")) for peer in range(self.world_size)]
         except RuntimeError as error:  # of torch's stores: the rank that keeps it is gone
             raise RankError(f"the ranks' store cannot be reached any more: {str(error).splitlines()[0]}. Start all ranks again") from None
 
-    def _wait_for(self, key: str, peer: int, deadline: float) -> None:
+    def wait_for(self, key: str, what: str) -> None:
+        """Return once the store has `key`, which another rank sets as it comes to `what`. Other threads run meanwhile. Raises RankError
+        for a rank that fails, dies or does not come.
+        """
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        self._wait_for(key, others, what, time.monotonic() + self._sharing.timeout_seconds)
+
+    def _wait_for(self, key: str, peers: Sequence[int], what: str, deadline: float) -> None:
         polls = 0
         while not self.store.check([key]):
             if self.store.check([_FAILED]):
                 raise RankError(f"the base was not loaded: {self.store.get(_FAILED).decode()}. Mend that and start all ranks again")
-            if polls % _LOOK_EVERY == 0 and not self.is_alive(peer) and not self.store.check([key]):  # its last word may have come since
-                raise RankError(f"rank {peer} has died while the base was loaded. Look at what it said and start all ranks again")
+            dead = [peer for peer in peers if not self.is_alive(peer)] if polls % _LOOK_EVERY == 0 else []
+            if dead and not self.store.check([key]):  # its last word may have come since
+                raise RankError(f"rank {dead[0]} has died while the base was loaded. Look at what it said and start all ranks again")
             if time.monotonic() > deadline:
                 raise RankError(
-                    f"rank {peer} of {self.world_size} has not come to {key.split('/')[0]!r} within {self._sharing.timeout_seconds:g} s. "
-                    "Start all ranks together, with the same world size and store"
+                    f"rank {' or '.join(map(str, peers))} of {self.world_size} has not come to {what!r} within "
+                    f"{self._sharing.timeout_seconds:g} s. Start all ranks together, with the same world size and store"
                 )
             polls += 1
             time.sleep(_POLL_SECONDS)
