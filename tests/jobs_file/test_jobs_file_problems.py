@@ -265,7 +265,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
         ("hello", "jobs.yaml:1: the file is not a mapping"),
         ('{"a": 1}\n{"b": 2}\n', "jobs.yaml:2: this is not valid YAML"),
         ("a: 1\n---\nb: 1\n", "jobs.yaml:2: this is not valid YAML"),
-        ("a:\n\t- b\n", "jobs.yaml:2: this is not valid YAML"),
+        ("a:\n\t- b\n", "jobs.yaml:2: the line begins with a tab, and YAML takes spaces alone"),
         ("a: *x\n", "jobs.yaml:1: this is not valid YAML: found undefined alias"),
         ("a: \x00\n", "jobs.yaml:1: this is not valid YAML: unacceptable character"),
         (b"a: 1\nb: \xff\n", "jobs.yaml:2: byte 8 is not UTF-8"),

@@ -131,6 +131,19 @@ def test_what_the_server_cannot_take_is_one_message(job_controller: Desk, place:
     assert job_controller.asked("/v1/files")["data"] == []
 
 
+def test_a_job_that_the_server_refuses_is_named(job_controller: Desk, place: Path) -> None:
+    """With what became of the others."""
+    lines = [
+        f"  - {{name: {name}, data: data.jsonl, max_steps: 1, batch_size: 500, gpus: {gpus}}}\n"
+        for name, gpus in (("fits", 1), ("wide", 500))
+    ]
+    for order, told in ((lines[::-1], "No job was accepted"), (lines, "1 jobs before it were accepted: submit the others alone")):
+        (place / "jobs.yaml").write_text("base_model: base\njobs:\n" + "".join(order))
+        found = job_controller("submit", "jobs.yaml", status=2)
+        assert "error: wide: gpus: 500 is more than this server's" in found.output and told in found.output
+    assert [job["name"] for job in job_controller.asked("/v1/jobs")["data"]] == ["fits"]
+
+
 def test_a_base_that_is_not_served_and_one_under_its_directorys_name(job_controller: Desk, place: Path) -> None:
     found = job_controller("submit", "jobs.yaml", "--set", "base_model=other/model", status=2)
     assert "base_model other/model: the server does not serve it. It serves base" in found.output

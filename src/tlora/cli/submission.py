@@ -12,7 +12,7 @@ from tlora.client.connection import Connection
 from tlora.client.jobs import find_job
 from tlora.client.orders import Plan, find_base, order_of
 from tlora.client.transfers import upload_files
-from tlora.errors import ConfigError, TloraError
+from tlora.errors import ConfigError, ServiceError, TloraError
 from tlora.job import DataSource
 from tlora.jobs_file import read_settings
 
@@ -33,10 +33,10 @@ def submit_plan(connection: Connection, plan: Plan, start_from: str | None, tell
             else:
                 jobs = connection.send("POST", "/v1/sweeps", Sweep, body).data
         except TloraError as error:
-            if not accepted:
-                raise
-            message = f"{', '.join(submission.names[:3])}: {error}. {len(accepted)} jobs before it were accepted: submit the others alone"
-            raise ConfigError(message) from error
+            if not accepted and (len(plan.submissions) == 1 or not isinstance(error, ServiceError) or not error.status):
+                raise  # it has no answer, or it needs no name
+            told = f"{len(accepted)} jobs before it were accepted: submit the others alone" if accepted else "No job was accepted"
+            raise ConfigError(f"{', '.join(submission.names[:3])}: {error}. {told}") from error
         for job in jobs:
             tell(f"{job.name}: accepted as {job.id}")
         accepted += jobs

@@ -88,6 +88,8 @@ def read_yaml(text: str, where: Callable[[int], str], problems: list[Problem]) -
         node = _LOADER(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
+        if error.problem_mark and re.match(r" *\t", "".join(text.split("\n")[line - 1 : line])):  # which libyaml does not say
+            raise ConfigError(f"{where(line)}: the line begins with a tab, and YAML takes spaces alone; indent it with spaces") from None
         raise ConfigError(
             f"{where(line)}: this is not valid YAML: {error.problem or error.context}; check indentation, quotes and brackets there"
         ) from None
