@@ -227,7 +227,8 @@ def _compute(worker: Worker, load: Load, gpus: tuple[int, ...], store: RemoteSto
     to blame, and it may begin anew. Raises RankError.
     """
     from tlora.engine.ranks.lending import Lender
-    from tlora.engine.ranks.worker_group import LostLenderError, WorkerGroup
+    from tlora.engine.ranks.lent_ranks import LostLenderError
+    from tlora.engine.ranks.worker_group import WorkerGroup
 
     inbox, report = (worker.inbox, worker.report) if store is None else (store.inbox, store.report)
     if (lending := worker.lending) is not None:

@@ -84,6 +84,12 @@ class SupervisedProcess:
             ended = self.identity is None or self.identity.wait(timeout_seconds)
         return ended and (not self.whole_session or wait_for_session(self.pid, deadline))
 
+    def give_stdin(self, text: str) -> None:
+        """All that a child reads on its stdin, if none was given at its start."""
+        assert self._child is not None and self._child.stdin is not None, "its stdin is not ours"
+        with contextlib.suppress(BrokenPipeError), self._child.stdin as stdin:  # if it has died, its watcher notices
+            stdin.write(text.encode())
+
     def kill(self, timeout_seconds: float | None = None) -> None:
         """Kill it and wait for its end: it writes nothing from then on."""
         if self._child is not None:
@@ -120,12 +126,13 @@ def start_process(
     log: Log,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    stdin: str = "",
+    stdin: str | None = "",
     *,
     own_session: bool = True,
 ) -> SupervisedProcess:
     """Run `python -m module`. `environment` is added to this process' own. The text of `stdin`, such as a secret, which argv would show to
-    everybody, is all that it can read there. With `own_session` Ctrl-C is this process' alone. Raises OSError.
+    everybody, is all that it can read there; None: it waits there for `give_stdin`. With `own_session` Ctrl-C is this process' alone.
+    Raises OSError.
     """
     return _start((module, *arguments), log, environment, stdin, own_session=own_session)
 
@@ -163,7 +170,7 @@ def _start(
     command: Sequence[str],
     log: Log,
     environment: Mapping[str, str] | None,
-    stdin: str | int,
+    stdin: str | int | None,
     *,
     own_session: bool = True,
 ) -> SupervisedProcess:
@@ -172,18 +179,16 @@ def _start(
         # -P: without it a user's queue.py in the current directory would be run
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", *command],
-            stdin=(subprocess.PIPE if stdin else subprocess.DEVNULL) if isinstance(stdin, str) else stdin,
-            stdout=output if isinstance(stdin, str) else stdin,
+            stdin=stdin if isinstance(stdin, int) else subprocess.DEVNULL if stdin == "" else subprocess.PIPE,
+            stdout=stdin if isinstance(stdin, int) else output,
             stderr=output,
             env={**os.environ, **(environment or {})},
             start_new_session=own_session,
         )
-    if stdin and isinstance(stdin, str):
-        assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which its watcher notices
-            child.stdin.write(stdin.encode())
-            child.stdin.close()
-    return SupervisedProcess(identify(child.pid), log, child)
+    process = SupervisedProcess(identify(child.pid), log, child)
+    if isinstance(stdin, str) and stdin:
+        process.give_stdin(stdin)
+    return process
 
 
 def describe_exit(status: int) -> str:

@@ -20,6 +20,7 @@ import tlora
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, save_base, write_rows
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import SetGpus, SetPlan, Stop
+from tlora.engine.ranks import worker_group
 from tlora.engine.ranks.worker_group import WorkerGroup
 from tlora.job import JobSpec
 from tlora.worker_protocol import Finished, GpusChanged, Join, Joined, Left, Load, Loaded, Memory, Report, Stepped
@@ -144,6 +145,21 @@ def test_a_group_grows_by_a_gpu(world: World, tmp_path: Path) -> None:
     spans = [job.then or job.span for job in worker.group._jobs.values()]
     assert {rank for span in spans for rank in span.ranks} == {0, 1}
     world.finish(worker, tmp_path)
+
+
+@pytest.mark.slow
+def test_what_grows_takes_a_process_that_was_there_ahead(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a worker that has one GPU and sees others. What is started ahead after that ends with the worker."""
+    monkeypatch.setattr(worker_group, "visible_gpus", lambda device, gpus: [0, 1, 2])
+    worker = world.worker(tmp_path, 0)
+    ranks = worker.group._rank_group
+    worker.until(lambda told: ranks._ahead is not None)
+    assert ranks._ahead is not None
+    ahead = ranks._ahead.pid
+    assert worker.change(0, 1)[0] == GpusChanged((0, 1))
+    assert ranks.hellos[1].pid == ahead
+    world.finish(worker, tmp_path)
+    assert ranks._ahead is None
 
 
 @pytest.mark.slow

@@ -22,9 +22,8 @@ from tlora.engine.messages import Listen, SetGpus, SetPlan, Stop
 from tlora.engine.ranks import lending, lent_ranks
 from tlora.engine.ranks.lending import Lender
 from tlora.engine.ranks.lending_line import LENDING, Lent
-from tlora.engine.ranks.lent_ranks import LentRanks
+from tlora.engine.ranks.lent_ranks import LentRanks, LostLenderError
 from tlora.engine.ranks.rank_group import RankGroup
-from tlora.engine.ranks.worker_group import LostLenderError
 from tlora.errors import ConfigError
 from tlora.link.keyed_listener import KeyedListener, dial_keyed
 from tlora.link.lines import LONGEST_LINE, Line

@@ -21,7 +21,7 @@ from tests.engine.ranks.test_lent_gpus import LENT, Host, listen
 from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.lending_line import LENDING, Lent
-from tlora.engine.ranks.worker_group import LostLenderError
+from tlora.engine.ranks.lent_ranks import LostLenderError
 from tlora.link.keyed_listener import dial_keyed
 from tlora.worker_protocol import GpusChanged, Joined, Load, Loaded, Report
 

@@ -65,6 +65,10 @@ class GpuChange:
     def is_done(self) -> bool:
         return not self.joining and self.wanted == self.gpus and not self.ending
 
+    def may_grow(self, visible: Collection[int]) -> bool:
+        """Whether it can get one of those GPUs, and no change is under way."""
+        return self.wanted is None and not set(visible) <= set(self.gpus)
+
     def want(self, gpus: tuple[int, ...]) -> None:
         assert gpus, "a worker has a GPU"
         self.wanted, self.placed = tuple(sorted(gpus)), False
@@ -120,8 +124,14 @@ def worker_device(device: str, gpus: tuple[int, ...], gpu: int) -> str:
     """
     if device != "cuda":
         return device
-    names = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    there = [int(name) for name in names] if names and all(name.isdecimal() for name in names) else list(gpus)
+    there = visible_gpus(device, gpus)
     if gpu not in there:
         raise ConfigError(f"GPU {gpu}: CUDA_VISIBLE_DEVICES hides it from this worker, which sees {there}. Start a worker there")
     return f"cuda:{there.index(gpu)}"
+
+
+def visible_gpus(device: str, gpus: tuple[int, ...]) -> list[int]:
+    """The GPUs that a worker which was started with `gpus` may come to have, in the order of their devices; none on a CPU."""
+    names = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    there = [int(name) for name in names] if names and all(name.isdecimal() for name in names) else list(gpus)
+    return there if device == "cuda" else []

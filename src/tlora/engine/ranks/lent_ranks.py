@@ -13,12 +13,17 @@ from pathlib import Path
 
 from tlora.engine.messages import FROM_RANK, FromRank, Sending
 from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, LendingMessage, Lent, RankEnded, StartRank, read_frame
+from tlora.errors import RankError
 from tlora.link.keyed_listener import CUT_SECONDS, KeyedListener
 from tlora.link.lines import Line
 from tlora.link.tls_port import ADMISSION_SECONDS
 from tlora.worker_protocol import Listening
 
 Hear = Callable[[int, FromRank | Sending | None], object]
+
+
+class LostLenderError(RankError):
+    """A host that has lent its GPUs is lost. What is here is sound: the jobs go on from their checkpoints."""
 
 
 class LentRank:

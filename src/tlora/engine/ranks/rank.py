@@ -389,7 +389,8 @@ def main() -> None:
     try:
         if of_worker := sys.argv[1:] == [OF_WORKER]:
             ignore_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        status = serve(sys.stdin.read(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), of_worker=of_worker)
+        address, _, number = sys.stdin.read().partition("\n")  # a rank that was started ahead gets its number there
+        status = serve(address, int(number or os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), of_worker=of_worker)
     except BaseException:
         note(traceback.format_exc())
     leave(status)  # libraries' threads must not keep a rank alive whose owner waits for it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tlora.batching.replicas import ReplicaPlacement
@@ -81,6 +81,8 @@ class RankGroup:
         self.spans: dict[str, ReplicaPlacement] = {}  # jobs that several ranks compute now: what these tell each other is passed on
         self._looked, self._began = 0.0, dict.fromkeys(range(count), time.monotonic())
         self.rendezvous: object = None  # kept open for the ranks of a launcher
+        self._ahead: SupervisedProcess | None = None  # of the next rank that is added
+        self._prepared = False
 
     @property
     def address(self) -> str:
@@ -103,11 +105,28 @@ class RankGroup:
             self._start(rank)
 
     def _start(self, rank: int) -> None:
+        ahead, self._ahead, self._prepared = self._ahead, None, False
+        if ahead is not None:
+            ahead.give_stdin(f"{self._meeting.address}\n{rank}")
+        if ahead is None or ahead.has_ended:
+            ahead = self._start_process(rank, self._meeting.address)
+        self._processes[rank] = ahead
+
+    def _start_process(self, rank: int, stdin: str | None) -> SupervisedProcess:
         environment = {**NO_MULTICAST, "WORLD_SIZE": str(max(self.count, rank + 1)), "LOCAL_RANK": str(rank), "RANK": str(rank)}
         module, *arguments = self._program
         of_run = self._program == RANK
         log = self._meeting.directory / f"gpu{rank}.log" if of_run else open(2, "wb", 0, closefd=False)  # noqa: SIM115
-        self._processes[rank] = start_process(module, log, arguments, environment, self._meeting.address, own_session=of_run)
+        return start_process(module, log, arguments, environment, stdin, own_session=of_run)
+
+    def prepare(self) -> None:
+        """Have the process of the next rank that is added load its libraries by then. It waits, without a GPU, and ends with this process.
+        Where the system has none to spare, that rank starts as others do.
+        """
+        if not self._prepared:
+            self._prepared = True
+            with suppress(OSError):
+                self._ahead = self._start_process(self.count, None)
 
     def add(self) -> int:
         """Start one more rank, whose number is returned. Raises OSError where the system has no process or file to spare."""
@@ -272,6 +291,10 @@ class RankGroup:
 
     def close(self) -> None:
         """May be called twice. Ranks of this host that are still there save their jobs and end, and are waited for."""
+        if self._ahead is not None:
+            self._ahead.kill()
+            self._ahead.give_stdin("")
+            self._ahead = None
         self.stop()
         self._meeting.end_lines()
         for rank, process in sorted(self._processes.items(), key=lambda item: self.is_lent(item[0])):

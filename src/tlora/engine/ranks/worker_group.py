@@ -34,8 +34,9 @@ from tlora.engine.messages import (
     Spread,
     Stop,
 )
-from tlora.engine.ranks.gpu_change import GpuChange, worker_device
+from tlora.engine.ranks.gpu_change import GpuChange, visible_gpus, worker_device
 from tlora.engine.ranks.job_spans import choose_span, moves
+from tlora.engine.ranks.lent_ranks import LostLenderError
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER, Lost, RankGroup
 from tlora.engine.ranks.stage_gang import StageGang
 from tlora.errors import ConfigError, RankError
@@ -81,10 +82,6 @@ class _Job:
     leaving: bool = False
 
 
-class LostLenderError(RankError):
-    """A host that has lent its GPUs is lost. What is here is sound: the jobs go on from their checkpoints."""
-
-
 class WorkerGroup:
     """Leads the ranks of one worker."""
 
@@ -100,6 +97,7 @@ class WorkerGroup:
         """`heartbeat` gets what the rank is at that has been at it for the longest time. `expected` is asked for what `Trainer` expects."""
         self._load, self._send, self._heartbeat, self._expected = load, send, heartbeat, expected
         self._first_gpus, (self._one, self._several) = gpus, place_names(load.device)
+        self._visible = visible_gpus(load.device, gpus)
         self._rank_group = RankGroup(len(gpus), program=RANK_OF_WORKER)
         self._change, self._order, self._gang = GpuChange(gpus), 0, StageGang(load.stages, len(gpus))
         self._lent: frozenset[int] = frozenset()  # GPUs of other hosts, of those that it shall have
@@ -319,6 +317,8 @@ class WorkerGroup:
                 self._send(report)
             case Stepped() | Measured():
                 self._send(report)
+                if self._whole and not (self._stopping or self._gang.is_cut) and change.may_grow(self._visible):
+                    self._rank_group.prepare()
             case _ if isinstance(report, JobEnd):
                 self._end(report)
             case _:
