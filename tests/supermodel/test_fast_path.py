@@ -25,11 +25,11 @@ from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels import delta_rule
 from tlora.kernels.device import as_if_on, launched_as
 from tlora.objectives import Dpo
-from tlora.shape.token_cost import HIDES_LAUNCHES
+from tlora.shape.token_cost import HIDES_LAUNCHES, SLOW_HOST
 from tlora.supermodel import losses as loss_module
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, Shape
+from tlora.supermodel.cuda_graphs import Backward, Shape
 from tlora.supermodel.fast_path import _sees_the_same_again, linears_in_passes
 from tlora.supermodel.kernel_tiles import digest_on_plain_path
 from tlora.supermodel.load import hidden_states, make_base

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 _MOST_CAPTURED, _MOST_COUNTED = 64, 4096  # shapes at a time
 _UNCAPTURED = 1  # micro-batches of a shape that run as they are
 _PRICE = 3  # of a shape's graph, in launches from Python: that one, and two for the capture (130 and 260 ms over a 1.7B base)
-SLOW_HOST = 1.5
-"""By how much slower hosts launch: on an H100's a lone job of 1,400 tokens a step over an 8B, which hides its launches on the host above,
-was 5 to 10 % faster with graphs, padding included."""
-
 _SMALLEST, _FINEST = 128, 16  # tokens: of the rough sizes, and between two fine ones
 
 Backward = Callable[[Tensor], object]

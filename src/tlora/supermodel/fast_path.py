@@ -27,10 +27,10 @@ from tlora.kernels.delta_rule import CHUNK
 from tlora.kernels.device import card_of, describe_class, launched_as, why_plain
 from tlora.kernels.frozen import BaseWeights, PlainWeight
 from tlora.kernels.lora_tables import ADDRESS_FIELDS, RUNS_STEP, Run, Slots, build_tables, rank_width
-from tlora.shape.token_cost import HIDES_LAUNCHES
+from tlora.shape.token_cost import HIDES_LAUNCHES, SLOW_HOST
 from tlora.supermodel.attention import chunk_of
 from tlora.supermodel.batch import PackedBatch
-from tlora.supermodel.cuda_graphs import SLOW_HOST, Backward, CudaGraphs, Shape
+from tlora.supermodel.cuda_graphs import Backward, CudaGraphs, Shape
 from tlora.supermodel.expert_jobs import kernel_batch
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.held_experts import held_experts
