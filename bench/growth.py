@@ -1,9 +1,10 @@
 """How long a group of jobs takes to grow by a GPU and to give it back, and how long each job stands still for it.
 
-    python -m bench.growth [--shape llama-3-8b | --base DIRECTORY] [--jobs 4] [--rank 16] [--device cuda] [--json FILE]
+    python -m bench.growth [--shape llama-3-8b | --base DIRECTORY] [--jobs 4] [--rank 16] [--rounds 2] [--device cuda] [--json FILE]
 
-One real worker leads its ranks from this process: on GPU 0, then on 0 and 1, then on 0. A job's pause is the longest time between two of
-its steps from the command until the change is through and it has stepped again, less its usual time. Steps are counted in its metrics.
+One real worker leads its ranks from this process: on GPU 0, then on 0 and 1, then on 0, and so on; kernels are compiled in the first round.
+A job's pause is the longest time between two of its steps from the command until the change is through and it has stepped again, less its
+usual time. Steps are counted in its metrics.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,16 @@ class Reports:
 
     heard: list[tuple[float, Report]] = field(default_factory=list[tuple[float, Report]])
     news: threading.Condition = field(default_factory=threading.Condition)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def follow(self, work: Callable[[], None]) -> None:
+        """Do `work`; whoever waits for news hears when it has ended, also by an error."""
+        try:
+            work()
+        finally:
+            self.ended.set()
+            with self.news:
+                self.news.notify_all()
 
     def hear(self, report: Report) -> None:
         with self.news:
@@ -46,18 +58,23 @@ class Reports:
     def steps(self, name: str) -> list[float]:
         return [at for at, report in self.heard if isinstance(report, Stepped) and report.job_id == name]
 
+    def _until(self, done: Callable[[], bool]) -> None:
+        with self.news:
+            self.news.wait_for(lambda: done() or self.ended.is_set())
+            if not done():
+                raise SystemExit("error: the worker has ended, as it says above")
+
     def until_all_step(self, names: list[str], times: int) -> None:
         with self.news:
             before = {name: len(self.steps(name)) for name in names}
-            self.news.wait_for(lambda: all(len(self.steps(name)) >= before[name] + times for name in names))
+        self._until(lambda: all(len(self.steps(name)) >= before[name] + times for name in names))
 
     def change(self, names: list[str], inbox: queue.SimpleQueue[Any], gpus: tuple[int, ...]) -> dict[str, Any]:
         """Seconds until the worker has these GPUs, and of each job's pause."""
         self.until_all_step(names, USUAL_REPORTS)
         asked, before = time.monotonic(), len(self.heard)
         inbox.put(SetGpus(gpus))
-        with self.news:
-            self.news.wait_for(lambda: any(isinstance(report, GpusChanged) for _, report in self.heard[before:]))
+        self._until(lambda: any(isinstance(report, GpusChanged) for _, report in self.heard[before:]))
         through, report = next(each for each in self.heard[before:] if isinstance(each[1], GpusChanged))
         assert isinstance(report, GpusChanged) and not report.refused, report
         self.until_all_step(names, USUAL_REPORTS)
@@ -69,8 +86,8 @@ class Reports:
         return {"gpus": gpus, "seconds": through - asked, "pauses": pauses}
 
 
-def measure(base: Path, device: str, rank: int, count: int, directory: Path) -> dict[str, Any]:
-    """The two changes, and how many steps each job has taken twice or never."""
+def measure(base: Path, device: str, rank: int, count: int, rounds: int, directory: Path) -> dict[str, Any]:
+    """All changes, and how many steps each job has taken twice or never."""
     sizes = SIZES[device]
     names = [f"job{number}" for number in range(count)]
     work = make_work([Order(name, sizes.sample_tokens[0], 2, rank, ENDLESS) for name in names], sizes, base, directory / "data", seed=0)
@@ -78,13 +95,13 @@ def measure(base: Path, device: str, rank: int, count: int, directory: Path) -> 
     reports = Reports()
     load = Load(str(base), str(directory / "jobs"), device, time.time())
     group = WorkerGroup(load, (0,), inbox, reports.hear, Heartbeat(), tuple)
-    thread = threading.Thread(target=group.go_on)
+    thread = threading.Thread(target=reports.follow, args=(group.go_on,))
     thread.start()
     inbox.put(SetPlan(4096))
     for name in names:
         job = work.jobs[name]
         inbox.put(Join(job.spec, job.train_set, job.eval_set))
-    changes = [reports.change(names, inbox, gpus) for gpus in ((0, 1), (0,))]
+    changes = [reports.change(names, inbox, gpus) for gpus in ((0, 1), (0,)) * rounds]
     inbox.put(Stop())
     thread.join()
     wrong: dict[str, int] = {}
@@ -98,6 +115,7 @@ def measure(base: Path, device: str, rank: int, count: int, directory: Path) -> 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2, help="times that the group grows and gives back")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         os.environ["TLORA_CACHE"] = str(Path(name) / "cache")
@@ -106,7 +124,7 @@ def main() -> None:
         base = find_base(args, Path(name))
         if args.device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(torch.cuda.device_count())))
-        found = measure(base, args.device, args.rank, args.jobs, Path(name))
+        found = measure(base, args.device, args.rank, args.jobs, args.rounds, Path(name))
     for change in found["changes"]:
         print(f"GPUs {change['gpus']}: {change['seconds']:.2f} s; longest pause of a job {max(change['pauses'].values()):.2f} s")
     print(f"steps lost or taken twice: {sum(found['steps_lost_or_doubled'].values())}")
