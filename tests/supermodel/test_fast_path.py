@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import FAMILIES, make_model, make_samples
@@ -34,7 +35,7 @@ from tlora.supermodel.fast_path import _sees_the_same_again, linears_in_passes
 from tlora.supermodel.kernel_tiles import digest_on_plain_path
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.lora_linear import LoraLinear
-from tlora.supermodel.recurrent_layers import why_not_in_passes
+from tlora.supermodel.recurrent_layers import _in_pass, why_not_in_passes
 from tlora.supermodel.supermodel import JobLoss, SuperModel
 
 with interpreted():  # the path imports them late, when the variable may not be set any more
@@ -225,6 +226,25 @@ def test_recurrent_layers_are_compiled_once() -> None:
     join(shared, "qwen3.5", "a")
     shared.evaluate(batch_of("a", count=1))
     assert num_graphs() == 2, "one for both recurrent layers, and one for attention"
+
+
+def test_recurrences_of_a_pass_hand_on_views_of_their_gradients() -> None:
+    """A gradient that is copied once more for each recurrence costs as much as the convolution: an index gives one, a squeeze does not."""
+    tokens, channels = 5, 6
+    mixed = torch.zeros(1, tokens, channels, requires_grad=True)
+    given = {"hidden_states": mixed.transpose(1, 2), "weight": torch.zeros(channels, 4), "activation": "silu"}
+    rule: dict[str, Any] = {key: torch.zeros(1, tokens, 2, 4, requires_grad=True) for key in ("query", "key", "value")}
+    rule |= {key: torch.zeros(1, tokens, 2, requires_grad=True) for key in ("g", "beta")}
+    number = torch.zeros(1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        results = _in_pass("causal_conv1d_fn", given, number), _in_pass("torch_chunk_gated_delta_rule", rule, number)[0]
+    names: set[str] = set()
+    ahead = [result.grad_fn for result in results]
+    while ahead:
+        if (node := ahead.pop()) is not None:
+            names.add(node.name())
+            ahead += [behind for behind, _ in node.next_functions]
+    assert "SqueezeBackward1" in names and not any("Select" in name or "Index" in name for name in names), names
 
 
 def test_a_hybrid_in_fp32_takes_the_reference_path_and_says_why() -> None:

@@ -30,6 +30,7 @@ from tlora.kernels.triton_delta_rule import invert_kernel, output_kernel, prepar
 
 _FOLDED = 16  # tokens of a program of the last kernel
 _INVERT_WARPS = 1  # so that its 15 steps wait for no barrier
+_GRADIENT_WARPS = 8  # of the kernels that hold the most sums: with four, these do not fit into registers
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class _Blocks:
     chunk_stages: int
 
 
-_BLOCKS = {2: _Blocks(32, 64, 4, 8, 2, 1), 4: _Blocks(16, 16, 4, 8, 1, 1)}
+_BLOCKS = {2: _Blocks(64, 64, 4, 4, 2, 1), 4: _Blocks(16, 16, 4, 8, 1, 1)}
 """By bytes per element. In fp32 all kernels spill by up to 3 KB a thread, so that no run takes them: they are there to be compared."""
 
 
 def all_tiles(dtype: torch.dtype) -> tuple[object, ...]:
     """All sizes that a sample's bits may depend on."""
-    return _BLOCKS[dtype.itemsize], _FOLDED, CHUNK, _INVERT_WARPS
+    return _BLOCKS[dtype.itemsize], _FOLDED, CHUNK, _INVERT_WARPS, _GRADIENT_WARPS
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,12 @@ class _Inputs:
         options = {"num_warps": warps or blocks.chunk_warps, "num_stages": blocks.chunk_stages}
         kernel[len(self.tables.chunks) * self.heads,](*args, *self.constants(blocks.chunk), self.normalize, **options)
 
-    def launch_of_samples(self, kernel: Any, *args: Any) -> None:
+    def launch_of_samples(self, kernel: Any, *args: Any, warps: int | None = None) -> None:
         """A program for each sample, head and block of V's columns."""
         blocks = self.blocks
         constants = self.constants(blocks.scan)
         programs = len(self.tables.samples) * self.heads * -(-self.v.shape[2] // constants[-1])
-        kernel[programs,](*args, *constants, num_warps=blocks.scan_warps, num_stages=blocks.scan_stages)
+        kernel[programs,](*args, *constants, num_warps=warps or blocks.scan_warps, num_stages=blocks.scan_stages)
 
 
 def _block(size: int) -> int:
@@ -193,14 +194,16 @@ def backward(
     strides = *x.query_strides, *x.key_strides
     x.launch_of_chunks(within_kernel, x.q, x.k, made.c_TG, dout, read_TG, dnew_TGV, tables.chunks, x.scale, *strides)
     scanned = x.q, x.k, made.w_TGK, made.carry_TG, read_TG, made.whole_CG, dout, dnew_TGV, dstate_CGKV
-    x.launch_of_samples(scan_back_kernel, *scanned, tables.samples, *strides)
+    x.launch_of_samples(scan_back_kernel, *scanned, tables.samples, *strides, warps=_GRADIENT_WARPS)
     dq_TGK, dk_TGK = (x.empty(x.tokens, x.heads, x.q.shape[2], dtype=torch.float32) for _ in range(2))
     states = made.c_TG, made.whole_CG, state_CGKV, dstate_CGKV, new_TGV, dout
-    x.launch_of_chunks(output_back_kernel, x.q, x.k, *states, dq_TGK, dk_TGK, dc_TG, tables.chunks, x.scale, *strides)
+    results = dq_TGK, dk_TGK, dc_TG
+    x.launch_of_chunks(output_back_kernel, x.q, x.k, *states, *results, tables.chunks, x.scale, *strides, warps=_GRADIENT_WARPS)
     dv_TGV, dg_TG, dbeta_TG = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.v, x.g, x.beta))
     read = x.k, x.v, x.beta, made.c_TG, inverse_TGS, state_CGKV, new_TGV, dnew_TGV, dc_TG
     strides = *x.key_strides, *x.value_strides
-    x.launch_of_chunks(prepare_back_kernel, *read, dk_TGK, dv_TGV, dg_TG, dbeta_TG, tables.chunks, *strides)
+    results = dk_TGK, dv_TGV, dg_TG, dbeta_TG
+    x.launch_of_chunks(prepare_back_kernel, *read, *results, tables.chunks, *strides, warps=_GRADIENT_WARPS)
     return _fold(x, x.q, dq_TGK, x.scale), _fold(x, x.k, dk_TGK, 1.0), dv_TGV, dg_TG, dbeta_TG
 
 

@@ -150,15 +150,19 @@ def takes_all_at_once(device: torch.device) -> bool:
 
 
 def _in_pass(name: str, given: Mapping[str, Any], pass_number: Tensor) -> Any:
-    """What `name` gives for the samples of a pass. Traced by torch.compile."""
+    """What `name` gives for the samples of a pass. Traced by torch.compile.
+
+    The batch of one is squeezed: the gradient of an index is a tensor of its own, here with its channels outermost, which the next product
+    would have to copy.
+    """
     if name == "causal_conv1d_fn":
         activation, weight_CW = given.get("activation"), given["weight"]
         assert activation is None or activation in _SILU, f"a convolution with {activation} is no operation of a pass"
-        x_TC = given["hidden_states"][0].t()
+        x_TC = given["hidden_states"].squeeze(0).t()
         y_TC = torch.ops.tlora.packed_convolution(x_TC, weight_CW, given.get("bias"), activation is not None, pass_number)
         return y_TC.t()[None]
     assert name == "torch_chunk_gated_delta_rule" and _begins(given), f"{name} is no operation of a pass as it is called"
-    q, k, v, g, beta = (given[key][0] for key in ("query", "key", "value", "g", "beta"))
+    q, k, v, g, beta = (given[key].squeeze(0) for key in ("query", "key", "value", "g", "beta"))
     out, _ = torch.ops.tlora.packed_delta_rule(q, k, v, g, beta, bool(given.get("use_qk_l2norm_in_kernel")), pass_number)
     return out[None], None
 
