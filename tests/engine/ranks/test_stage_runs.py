@@ -19,7 +19,9 @@ from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.conftest import save_base
 from tests.engine.ranks.worlds import fork_children, record_ranks
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sentence, train, write_rows
+from tlora.engine.messages import Stop
 from tlora.engine.ranks import rank_group
+from tlora.engine.ranks.rank_group import RankGroup
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
@@ -110,15 +112,26 @@ def test_stages_on_one_gpu_are_said(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
-def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path, first: int, then: int) -> None:
-    told: list[int] = []
+def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path, first: int, then: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage ends first: of what it saves, the others have parts."""
+    told, send = list[int](), RankGroup.send
+    stops: list[tuple[int, list[int]]] = []
+
+    def see(group: RankGroup, rank: int, command: Any) -> None:
+        if isinstance(command, Stop):
+            stops.append((rank, group.living))
+        send(group, rank, command)
+
+    monkeypatch.setattr(RankGroup, "send", see)
 
     def stop(progress: RunProgress) -> None:
         if not told and sum(job.step for job in progress.jobs) >= 6:
             told.append(progress.jobs[0].step)
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert world.train(tmp_path / "out", first, watcher=Watcher(stop)).signal_number == signal.SIGINT
+    stopped = world.train(tmp_path / "out", first, watcher=Watcher(stop))
+    assert stopped.signal_number == signal.SIGINT
+    assert [rank for rank, _ in stops] == ([1, 0] if first == 2 else []) and all(1 not in living for rank, living in stops if rank == 0)
     assert world.train(tmp_path / "out", then, resume=True).status == "done"
     world.same_bytes(tmp_path / "out")
 
