@@ -63,6 +63,13 @@ def test_they_keep_what_is_counted(family: str, tmp_path: Path) -> None:
     assert active_weights(counted, False) == active_weights(shared, False)
 
 
+def test_a_job_that_orders_them_is_counted_as_one_at_attention(tmp_path: Path) -> None:
+    """It is refused by its own message, also where a plan counts the base for it first."""
+    CONFIGS["jetmoe"]().save_pretrained(tmp_path)
+    model, gpu = SuperModel(outline(str(tmp_path), "float32")), torch.device("cuda")
+    assert memory.measure(model, 0, gpu, 16, True) == memory.measure(model, 0, gpu, 16)
+
+
 def _block(model: Any, family: str) -> Any:
     layer = model.model.layers[-1]
     return layer.feed_forward if family == "llama4" else layer.mlp

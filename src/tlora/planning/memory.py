@@ -301,8 +301,8 @@ def _probe_lora(model: SuperModel, rank: int, adapts_experts: bool) -> LoraConfi
     """All linears where they may be adapted (those of blocks of experts may not), and all parameters of experts or none."""
     experts = tuple(f"{block}." for block in expert_modules(model.model))
     names = [n for n in model.targets() if not n.startswith(experts)]
-    parameters = sorted({name.rsplit(".", 1)[-1] for name in model.experts.sizes}) if adapts_experts else None
-    return LoraConfig(r=max(rank, ROW_ALIGNMENT), target_modules=names, target_parameters=parameters)
+    parameters = sorted({name.rsplit(".", 1)[-1] for name in model.experts.sizes}) if adapts_experts else []
+    return LoraConfig(r=max(rank, ROW_ALIGNMENT), target_modules=names, target_parameters=parameters or None)
 
 
 def _saved_bytes(model: SuperModel, name: str, num_tokens: int, device: torch.device) -> int:
