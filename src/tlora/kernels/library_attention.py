@@ -157,9 +157,9 @@ def attend_batch(
 
 def _library(q: Tensor, k: Tensor, v: Tensor, visible_LL: Tensor | None, scale: float | None) -> Tensor:
     """PyTorch's attention, causal where it has no mask. For tensors without numbers it would keep the scores, which on devices it does not
-    where heads of q and v are alike.
+    where heads of q and v are alike. Raises RuntimeError where they are not as many.
     """
-    if q.is_meta and q.shape[-1] == v.shape[-1]:
+    if q.is_meta and q.shape[-1] == v.shape[-1] and q.shape[:2] == k.shape[:2] == v.shape[:2]:
         mask_LL = visible_LL.to(q.dtype) if visible_LL is not None else None
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask_LL is None, attn_mask=mask_LL, scale=scale)[0]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible_LL, is_causal=visible_LL is None, scale=scale)
