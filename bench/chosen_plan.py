@@ -26,9 +26,9 @@ from bench.shapes import SHAPES
 TOGETHER, ALONE = ("whole", "shared", "stages"), "streamed"  # on all GPUs, and on one
 # What a run on several GPUs says of its layout.
 _SAID = {
-    "whole": r"each GPU holds the whole base",
-    "shared": r" of the base's .* on each of \d+ GPUs",
-    "stages": r"GPU 0: layers \d+ to \d+, ",
+    "whole": r"each (?:GPU|CPU process) holds the whole base",
+    "shared": r" of the base's .* on each of \d+ (?:GPUs|CPU processes)",
+    "stages": r"(?:GPU|CPU process) 0: layers \d+ to \d+, ",
 }
 
 

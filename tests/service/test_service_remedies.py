@@ -27,7 +27,8 @@ WHAT_A_JOB_RUNS = (
     "durable.py",
     "manifest.py",
 )
-OF_THE_COMMAND = ("run_directory.py", "overwrite.py", "run_recovery.py")  # looked at before a run begins, by `tlora train` alone
+# Looked at before a run begins, by `tlora train` alone.
+OF_THE_COMMAND = ("run_directory.py", "overwrite.py", "run_recovery.py", "scheduled_directory.py")
 OTHERS = ("output_dir", "--resume", "--overwrite", "TLORA_", "resume the run", "put it back")
 
 

@@ -153,7 +153,7 @@ def test_where_nothing_fits_on_what_is_left_one_message_says_how_to_go_on(world:
     assert killed
     assert results.status == "stopped"
     told = "\n".join(lines)
-    assert "resume with --resume on as many GPUs" in told, told
+    assert "resume with --resume on as many CPU processes" in told, told
     assert world.train(tmp_path / "out", 2, 0.85, resume=True).status == "done"
     world.same_bytes(tmp_path / "out")
 

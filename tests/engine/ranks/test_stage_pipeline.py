@@ -171,7 +171,7 @@ def test_an_error_that_no_job_repeats_is_forgiven(where: str, base: Path, sets: 
 
     setattr(pipeline.early[1], where, failing(1, RuntimeError("a bit flipped"), is_fourth)(getattr(pipeline.early[1], where)))
     same_weights(pipeline.train(runs(sets)), alone, ["a", "b", "wide"])
-    assert any("GPU 1: RuntimeError: a bit flipped" in note.line for note in of(pipeline.heard, Noted))
+    assert any("CPU process 1: RuntimeError: a bit flipped" in note.line for note in of(pipeline.heard, Noted))
 
 
 def test_a_step_that_fails_at_one_stage_fails_the_job_alone(base: Path, sets: tuple[Dataset, Dataset], alone: dict[str, Tensor]) -> None:
@@ -211,7 +211,7 @@ def test_a_job_that_fails_at_one_stage_fails_alone(base: Path, sets: tuple[Datas
     early._go_forward = has_b(early._go_forward)  # type: ignore[method-assign]
     ended = pipeline.train(runs(sets))
     same_weights(ended, alone, ["a", "wide"])
-    assert (ended["b"].status, ended["b"].reason) == ("failed", "StageError: GPU 0: ValueError: a bad sample")
+    assert (ended["b"].status, ended["b"].reason) == ("failed", "StageError: CPU process 0: ValueError: a bad sample")
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -234,7 +234,7 @@ def test_a_job_that_a_stage_cannot_take_in_fails_alone(
             engine.run_micro_batch()
     ended = {report.job_id: report for report in of(pipeline.heard, Ended)}
     same_weights(ended, alone, ["a", "b", "wide"])
-    assert (ended["late"].status, ended["late"].reason) == ("failed", f"OutOfMemoryError: GPU {rank}: OutOfMemoryError: no room")
+    assert (ended["late"].status, ended["late"].reason) == ("failed", f"OutOfMemoryError: CPU process {rank}: OutOfMemoryError: no room")
 
 
 @pytest.mark.slow
