@@ -77,7 +77,7 @@ def test_a_base_that_does_not_fit_is_shared_with_the_same_bytes(world: World, tm
     results = world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(note=lines.append))
     assert results.status == "done", {result.name: result.reason for result in results.values()}
     world.same_bytes(tmp_path / "out")
-    assert any("with the whole base on each GPU" in line for line in lines)
+    assert any("with the whole base on each CPU process" in line for line in lines)
     assert read_object(tmp_path / "out" / "run.json")["base_shared"] is True
 
 
