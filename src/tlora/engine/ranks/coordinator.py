@@ -223,24 +223,16 @@ class Coordinator:
                 while not received and dispatcher.open and dispatcher.ranks and not self._must_end:
                     self._hear()
                 self._stopping = True
-                self._end_last_stage()
-                self._rank_group.stop()
-                while self._rank_group.living:
-                    self._hear()
+                for first in (len(self._stages) - 1, 0):  # the last stage before the others, which have parts of what it saves
+                    self._rank_group.stop(first)
+                    while any(rank >= first for rank in self._rank_group.living):
+                        self._hear()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     self._rank_group.kill()
                 self._record("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
                 raise
             return self._finish(received)
-
-    def _end_last_stage(self) -> None:
-        """Before the others, which have parts of what it saves."""
-        last = len(self._stages) - 1
-        if last in self._rank_group.living and last in self._rank_group.going:
-            self._rank_group.end(last)
-            while last in self._rank_group.living:
-                self._hear()
 
     @property
     def _must_end(self) -> bool:

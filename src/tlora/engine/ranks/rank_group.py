@@ -275,9 +275,9 @@ class RankGroup:
         self.lost[rank] = Lost(broken.reason if broken is not None else reason, broken, self.is_lent(rank))
         return [(rank, self.lost[rank])]
 
-    def stop(self) -> None:
-        """Ranks save their jobs and end; those that have nothing to save end at once."""
-        for rank in self.living:
+    def stop(self, first: int = 0) -> None:
+        """Ranks from `first` on save their jobs and end; those that have nothing to save end at once."""
+        for rank in [each for each in self.living if each >= first]:
             if rank in self.going:
                 self.send(rank, Stop())
                 continue
