@@ -9,7 +9,7 @@ over their number fall first and rise then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tlora.batching.dispatch import Rank, dispatch
@@ -101,11 +101,13 @@ def _fill(items: Sequence[Item], each: Sequence[float], most_work: float, budget
 
 class SliceCount:
     """Into how many slices a global batch is cut: `count` is what to try now and, once `settled`, what was found. It begins at `first`, and
-    doubles up to the first slower step.
+    doubles up to the first slower step. After that it is halved where a step was slower, and grows by one (or a sixteenth of `most`)
+    elsewhere; of the counts that are left it becomes the nearest to that.
 
-    A step that is slower than the fastest by a margin is measured once more; if it is again, `count` is halved, and grows by one (or a
-    sixteenth of `most`) a step from there. The last trials go to the counts that are nearly as fast as the fastest, those that were
-    measured least first. Of a count's steps the lower median counts: what disturbs a step makes it longer.
+    A step that is slower than the fastest by a margin is measured once more. If it is again, nothing beyond that count is tried: seconds
+    fall up to the best count and rise from there. When no count is left that could be as fast, and in the last trials, those that are
+    nearly as fast as the fastest are measured again, those first that were measured least. Of a count's steps the lower median counts: what
+    disturbs a step makes it longer.
     """
 
     def __init__(self, most: int, first: int, trials: int = TRIALS) -> None:
@@ -132,25 +134,34 @@ class SliceCount:
         tried = self.tried
         fastest = min(tried, key=tried.__getitem__)  # of equals the least
         limit = tried[fastest] * (1 + _MARGIN)
+        slow = {count for count, seconds in tried.items() if seconds > limit}
         if self.settled:
             self.count = fastest
-        elif self._left <= _LAST_TRIALS:
+        elif self._left <= _LAST_TRIALS or not self._go_on(fastest, slow):
             near = [count for count, seconds in tried.items() if seconds <= limit + tried[fastest] * _MARGIN]
             self.count = min(near, key=lambda count: (len(self._measured[count]), tried[count]))
-        elif tried[self.count] <= limit:
-            self._increase()
-        elif len(self._measured[self.count]) > 1:
-            self._decrease()
 
-    def _increase(self) -> None:
-        if self.count == self._most:
-            self._decrease()
-        else:
-            more = self.count if self._doubles else math.ceil(self._most / _INCREASES)
-            self.count = min(self._most, self.count + more)
+    def _go_on(self, fastest: int, slow: Collection[int]) -> bool:
+        """To a count that could be as fast, if one is left."""
+        if self._is_measured_once(self.count) and (self.count in slow or len(self._measured) == 1):  # the very first steps warm up
+            return True
+        known = [count for count in slow if not self._is_measured_once(count)]
+        least = max((count for count in known if count < fastest), default=0) + 1
+        beyond = min((count for count in known if count > fastest), default=self._most + 1)
+        left = [n for n in range(least, beyond) if n not in self._measured or (n in slow and self._is_measured_once(n))]
+        aim = self._next(self.count in slow)
+        self.count = min(left, key=lambda count: (abs(count - aim), count), default=self.count)
+        return bool(left)
 
-    def _decrease(self) -> None:
-        self._doubles, self.count = False, max(1, self.count // 2)
+    def _next(self, was_slow: bool) -> int:
+        """By additive increase and multiplicative decrease."""
+        self._doubles = self._doubles and not was_slow and self.count < self._most
+        if self._doubles:
+            return min(self._most, 2 * self.count)
+        return self.count // 2 if was_slow or self.count == self._most else self.count + math.ceil(self._most / _INCREASES)
+
+    def _is_measured_once(self, count: int) -> bool:
+        return len(self._measured[count]) == 1
 
     def _seconds(self, count: int) -> float:
         measured = sorted(self._measured[count])

@@ -23,7 +23,7 @@ from tlora.group.reports import Computed, Ended, Noted, Stepped
 from tlora.supermodel.supermodel import SuperModel
 
 __all__ = ["base"]  # the fixture
-BUDGET, TRIALS = 200, 8
+BUDGET, TRIALS = 200, 10
 
 
 @pytest.fixture(scope="module")
