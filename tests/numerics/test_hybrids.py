@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers import JambaConfig, JambaForCausalLM
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba import modeling_mamba as mamba
@@ -18,7 +21,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from tests.numerics import checks, poisons
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.world import Job, super_model
-from tests.tiny import HYBRIDS, make_model, make_samples
+from tests.tiny import HYBRIDS, SHAPE, make_model, make_samples
 from tlora.data.dataset import Sample
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
@@ -114,6 +117,13 @@ def test_a_layer_that_sees_other_samples_is_refused_at_load(bug: str, monkeypatc
     monkeypatch.setattr(recurrent_layers, "RECURRENCES", left)
     with pytest.raises(ModelError, match="gives packed samples other logits than single ones"):
         make_base(make_model("qwen3.5"), "qwen3.5")
+
+
+def test_a_family_whose_code_hands_no_lengths_on_is_refused_with_the_remedy() -> None:
+    config = JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=8)
+    said = f"cannot run packed samples: in transformers {re.escape(transformers.__version__)} its code hands causal_conv1d_fn no lengths"
+    with pytest.raises(ModelError, match=f"{said}.* Install a newer transformers, .*LFM2's from 5.23 on"):
+        make_base(JambaForCausalLM(config), "jamba")
 
 
 def inputs(tokens: int, name: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
-from tlora.supermodel.recurrent_layers import cut_at_samples
+from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
 from tlora.supermodel.row_products import width_that_mixes
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
@@ -309,9 +309,8 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
 @torch.no_grad()
 def _check_packing(base: Base) -> None:
     """The family's own eager attention on each sample alone is the oracle; any family that packs wrongly is refused here."""
-    model, lengths = base.model, (19, 5, 19)
+    model, lengths, device = base.model, (19, 5, 19), base.head.weight_VH.device
     generator = torch.Generator().manual_seed(0)
-    device = base.head.weight_VH.device
     ids = [torch.randint(0, base.vocab_size, (n,), generator=generator).to(device) for n in lengths]
     model.set_attn_implementation("eager")
     try:
@@ -322,7 +321,8 @@ def _check_packing(base: Base) -> None:
             alone = torch.cat([base.decoder(input_ids=i[None], use_cache=False).last_hidden_state[0].float() for i in ids])
         model.set_attn_implementation(attention.NAME)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-        hidden_TH = hidden_states(base, torch.cat(ids), positions, lengths)
+        with all_cut():
+            hidden_TH = hidden_states(base, torch.cat(ids), positions, lengths)
         packed = (base.head.logits(hidden_TH) if ends else hidden_TH).float()
         leaks = _leaks(base, torch.cat(ids), positions, lengths)
     except (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError) as error:

@@ -8,12 +8,15 @@ others is refused at load, where samples that reach each other are found (`load.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tlora.kernels import delta_rule
@@ -43,6 +46,7 @@ RECURRENCES: Mapping[str, Recurrence] = {
 """By the names that modeling files call them by."""
 
 
+_uncut: ContextVar[set[str] | None] = ContextVar("operations without the lengths of samples", default=None)
 _IN_PASSES = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 _SILU = ("silu", "swish")
 
@@ -60,6 +64,21 @@ def cut_at_samples(model: nn.Module) -> list[str]:
             module.forward = MethodType(bound_by_class[type(module)], module)
             found.append(name)
     return found
+
+
+@contextmanager
+def all_cut() -> Iterator[None]:
+    """Raises ValueError at its end for a recurrence that ran meanwhile without the lengths of samples: the family's code hands it none."""
+    token = _uncut.set(found := set())
+    try:
+        yield
+    finally:
+        _uncut.reset(token)
+    if found:
+        raise ValueError(
+            f"in transformers {transformers.__version__} its code hands {min(found)} no lengths of samples, so it mixes them. Install a "
+            "newer transformers, if its code there does (LFM2's from 5.23 on), or use another base"
+        )
 
 
 def _bound(kind: type[nn.Module]) -> FunctionType:
@@ -125,6 +144,8 @@ def by_sample(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         if pass_number is not None:
             return _in_pass(name, {**dict(zip(names, args, strict=False)), **kwargs}, pass_number)
         if sequence_lengths is None:
+            if (uncut := _uncut.get()) is not None:
+                uncut.add(name)
             return operation(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         rest = given.pop("kwargs", {})  # what is for attention
