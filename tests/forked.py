@@ -58,14 +58,15 @@ _PARENTS = ("tlora", "tlora.engine.ranks.rank", "tlora.service.intake_process") 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _LARGEST_REQUEST = 1 << 20
 _BEYOND = 512  # the numbers of files that a child keeps
+_ADOPTING = threading.Lock()  # one request at a time, to whichever server: while it lasts, what others fork becomes this process's child
 
 
 class Server:
     """A process that forks children for this one. It ends with it: its end of the socket is closed then, however this one ends."""
 
     def __init__(self, requests: socket.socket, process: subprocess.Popen[Any] | None = None) -> None:
-        self._lock, self._socket, self._process = threading.Lock(), requests, process
-        self._owner = os.getpid()
+        self._socket, self._process = requests, process
+        self._owner, self._asked = os.getpid(), 0
 
     @classmethod
     def start(cls, kind: str, environment: Mapping[str, str] = os.environ) -> Server:
@@ -84,13 +85,25 @@ class Server:
         return self._socket.fileno()
 
     def fork(self, request: dict[str, Any], streams: Sequence[int]) -> int:
-        """The pid of a child that runs `request`; the process that forked it has ended by then, and the child been handed to this one."""
+        """The pid of a child that runs `request`; the process that forked it has ended by then, and the child been handed to this one.
+
+        Where this is interrupted (by Ctrl-C, or by a test's time limit) the child may have been forked: it is ended by the next call, which
+        hears of it first.
+        """
         prctl = ctypes.CDLL(None).prctl
-        with self._lock:
+        with _ADOPTING:
+            self._asked += 1
             prctl(_SUBREAPER, 1, 0, 0, 0)
             try:
-                socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
-                return int(self._socket.recv(100))
+                numbered = request | {"number": self._asked, "parent": self._owner}
+                socket.send_fds(self._socket, [json.dumps(numbered).encode()], streams)
+                while True:
+                    answer = self._socket.recv(100)
+                    assert answer, "the server that forks children has ended"
+                    number, pid = map(int, answer.split())
+                    if number == self._asked:
+                        return pid
+                    _end_child(pid)
             finally:
                 prctl(_SUBREAPER, 0, 0, 0, 0)
 
@@ -98,6 +111,14 @@ class Server:
         self._socket.close()
         if self._process is not None:
             self._process.wait()
+
+
+def _end_child(pid: int) -> None:
+    """Where it is a child of this process: one that was forked and handed to another has ended by itself."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 class ForkingPopen(subprocess.Popen[Any]):
@@ -165,6 +186,7 @@ def _serve_requests(kind: str, requests: socket.socket) -> dict[str, Any]:
         line, streams, *_ = socket.recv_fds(requests, _LARGEST_REQUEST, 16)
         if not line:
             os._exit(0)
+        request: dict[str, Any] = json.loads(line) | {"streams": streams}
         reading, writing = os.pipe()
         between = os.fork()
         if not between:
@@ -175,14 +197,15 @@ def _serve_requests(kind: str, requests: socket.socket) -> dict[str, Any]:
                     os.sched_yield()
                 os.close(reading)
                 os.close(writing)
-                request = json.loads(line) | {"streams": streams}
+                if os.getppid() != request["parent"]:  # it was interrupted, and nobody knows of this child
+                    os._exit(0)
                 if request["arguments"][0] in _PARENTS and (own := _fork_server(kind, requests, streams)):
                     requests = own
                     continue
                 requests.detach()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 return request
-            os.write(writing, str(child).encode())
+            os.write(writing, f"{request['number']} {child}".encode())
             os._exit(0)
         os.waitpid(between, 0)
         with contextlib.suppress(BrokenPipeError):  # who asked has been killed

@@ -108,3 +108,42 @@ def test_a_process_that_a_test_forks_has_children_of_its_own() -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+class InterruptedOnce(socket.socket):
+    """Ctrl-C, or a test's time limit, comes while the first answer is waited for."""
+
+    is_interrupted = False
+
+    def recv(self, *given: Any) -> bytes:
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        return super().recv(*given)
+
+
+def test_an_answer_that_was_not_waited_for_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child that it is about ends: nothing has its end of the line any more."""
+    with subprocess.Popen(WORKER, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+        assert child.wait(600) == 1, "what it reads is no line"
+    server = forked.ForkingPopen.servers["tokenizing"]
+    ours, theirs = socket.socketpair()
+    with InterruptedOnce(fileno=os.dup(server.fileno())) as requests, ours:
+        monkeypatch.setattr(server, "_socket", requests)
+        with theirs, pytest.raises(KeyboardInterrupt):
+            subprocess.Popen(WORKER, stdin=theirs, stdout=subprocess.DEVNULL)
+        with subprocess.Popen(WORKER, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+            ours.shutdown(socket.SHUT_WR)  # which the first would take for its parent's end
+            assert child.wait(600) == 1
+        assert ours.recv(1) == b""
+        monkeypatch.undo()
+
+
+def test_a_child_that_nobody_knows_is_ended() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    forked._end_child(child)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(child, 0)
+    forked._end_child(os.getppid())
