@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
@@ -22,7 +23,7 @@ from tlora.cli import commands
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
-from tlora.store.run_directory import check_run_directory, write_run_file
+from tlora.store.run_directory import check_run_directory, lock_directory, write_run_file
 
 
 def bad_files(directory: Path) -> dict[str, tuple[Any, list[str]]]:
@@ -132,6 +133,17 @@ def test_an_output_directory_that_is_in_use(base: Path, data: Path, tmp_path: Pa
     assert (out / "mine.txt").exists() and not (out / "a").exists()
     with pytest.raises(ConfigError, match=r"b: r was 2 and is 3"):
         train(base, out, [job("b", str(data / "b.jsonl"), r=3)], resume=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_directory_that_a_run_holds_is_refused_before_a_base_is_loaded(options: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    """Also while that run has written nothing. Runs that only look do not refuse each other."""
+    run = run_spec(tmp_path / "base", tmp_path / "out", [job("a", str(data / "b.jsonl"))])
+    (tmp_path / "out").mkdir()
+    with lock_directory(tmp_path / "out"), pytest.raises(ConfigError, match="is in use by another run"):
+        check_run_directory(run, options.get("resume", False), options.get("overwrite", False))
+    with lock_directory(tmp_path / "out", fcntl.LOCK_SH):
+        check_run_directory(run, options.get("resume", False), options.get("overwrite", False))
 
 
 @pytest.mark.parametrize(("has", "whose", "remedy"), [((), "cluster", "tlora cluster"), (("bases", "tokens"), "server", "tlora submit")])

@@ -250,6 +250,14 @@ def test_a_setting_that_is_no_yaml(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize("loader", [yaml.SafeLoader, located._LOADER])
+def test_a_setting_of_bytes_that_are_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: type[yaml.SafeLoader]):
+    """As Python hands on what a shell gives: a surrogate for each such byte."""
+    monkeypatch.setattr(located, "_LOADER", loader)
+    found = one_problem(tmp_path, JOB.format("r: 8"), "defaults.lora_alpha=\udcff")
+    assert found.startswith("--set defaults.lora_alpha=\udcff: this is not valid YAML: the character U+DCFF is not allowed")
+
+
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -267,7 +275,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
         ("a: 1\n---\nb: 1\n", "jobs.yaml:2: this is not valid YAML"),
         ("a:\n\t- b\n", "jobs.yaml:2: the line begins with a tab, and YAML takes spaces alone"),
         ("a: *x\n", "jobs.yaml:1: this is not valid YAML: found undefined alias"),
-        ("a: \x00\n", "jobs.yaml:1: this is not valid YAML: unacceptable character"),
+        ("a: \x00\n", "jobs.yaml:1: this is not valid YAML: the character U+0000 is not allowed; remove it there"),
+        ("a: 'größer 大'\n\nb: '\x00'\nc: \x07\n", "jobs.yaml:3: this is not valid YAML: the character U+0000"),
         (b"a: 1\nb: \xff\n", "jobs.yaml:2: byte 8 is not UTF-8"),
         ("a: " + "x" * (1 << 20), "jobs.yaml: longer than 1048576 bytes"),
         ("[" * 500_000, "jobs.yaml:1: nested deeper than 16 levels"),

@@ -72,7 +72,10 @@ def test_a_rank_that_dies_before_it_was_looked_for_has_died() -> None:
     store.set("process/1", json.dumps([ended.pid, str(Path("/proc/self/ns/pid").stat().st_ino), "name"]))
     peers = Peers(Sharing(store, 0, 2))
     assert not peers.is_alive(1)
-    with pytest.raises(RankError, match="rank 1 has died"):
+    with pytest.raises(RankError, match="rank 1 has died while the base was loaded"):
+        peers.exchange("filled", True)
+    peers = Peers(Sharing(store, 0, 2, occasion="the ranks that job a spans were connected"))
+    with pytest.raises(RankError, match="rank 1 has died while the ranks that job a spans were connected. Look at what it said"):
         peers.exchange("filled", True)
 
 

@@ -93,8 +93,10 @@ def read_yaml(text: str, where: Callable[[int], str], problems: list[Problem]) -
         raise ConfigError(
             f"{where(line)}: this is not valid YAML: {error.problem or error.context}; check indentation, quotes and brackets there"
         ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where(1)}: this is not valid YAML: {' '.join(str(error).split())}; a jobs file is plain text") from None
+    except (yaml.reader.ReaderError, UnicodeEncodeError) as error:  # of a character that no YAML may hold
+        code = error.character if isinstance(error, yaml.reader.ReaderError) else ord(error.object[error.start])
+        line = text.count("\n", 0, text.find(chr(code))) + 1
+        raise ConfigError(f"{where(line)}: this is not valid YAML: the character U+{code:04X} is not allowed; remove it there") from None
     if node is None:
         return None
     return _Builder(where, problems).build(node, _line(node))

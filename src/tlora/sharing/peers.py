@@ -30,7 +30,8 @@ class Sharing:
     """One of `world_size` ranks of a host that load the same base together, and hold each decoder layer in as many pieces.
 
     `store` is torch's (TCPStore, FileStore, or a PrefixStore of one), with no keys of an earlier load. `slots`: how many layers' weights a
-    rank has at a time, 2 at least: one runs, the others are on their way. `timeout_seconds` bounds each wait for another rank.
+    rank has at a time, 2 at least: one runs, the others are on their way. `timeout_seconds` bounds each wait for another rank. `occasion`:
+    what was going on as they met, for messages.
     """
 
     store: Store
@@ -38,6 +39,7 @@ class Sharing:
     world_size: int
     slots: int = 2
     timeout_seconds: float = 600.0
+    occasion: str = "the base was loaded"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -85,7 +87,7 @@ class Peers:
                 raise RankError(f"the base was not loaded: {self.store.get(_FAILED).decode()}. Mend that and start all ranks again")
             dead = [peer for peer in peers if not self.is_alive(peer)] if polls % _LOOK_EVERY == 0 else []
             if dead and not self.store.check([key]):  # its last word may have come since
-                raise RankError(f"rank {dead[0]} has died while the base was loaded. Look at what it said and start all ranks again")
+                raise RankError(f"rank {dead[0]} has died while {self._sharing.occasion}. Look at what it said and start all ranks again")
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank {' or '.join(map(str, peers))} of {self.world_size} has not come to {what!r} within "

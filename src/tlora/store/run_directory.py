@@ -44,6 +44,9 @@ def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
         raise ConfigError(f"output_dir {directory}: {existing} is a file. Choose another output_dir")
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise ConfigError(f"output_dir {directory} cannot be written ({existing} is read-only for you). Choose one where you may write")
+    if existing == directory:
+        with lock_directory(directory, fcntl.LOCK_SH):  # shared, for others may look at this moment too
+            pass
     if existing != directory or all(durable.is_leftover(path) for path in directory.iterdir()):
         return
     refuse_scheduled(directory)
@@ -208,14 +211,14 @@ def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callab
 
 
 @contextmanager
-def lock_directory(directory: Path) -> Iterator[int]:
-    """Lock `directory` against other runs and return the open lock. Raises ConfigError if a run holds it."""
+def lock_directory(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
+    """Lock `directory` against other runs and return the open lock, of `flock`'s `kind`. Raises ConfigError if a run holds it."""
     try:
         handle = os.open(directory, os.O_RDONLY)
     except OSError as error:
         raise _cannot_write(directory, error) from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # on the directory itself: a killed run holds nothing
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)  # on the directory itself: a killed run holds nothing
     except BlockingIOError:
         os.close(handle)
         raise ConfigError(f"output_dir {directory} is in use by another run. Wait for it, or choose another") from None

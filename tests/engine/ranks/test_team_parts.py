@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch.distributed import FileStore, PrefixStore
+
 from tlora.batching.replicas import ReplicaPlacement
-from tlora.engine.messages import Faulty, Spread
+from tlora.engine.messages import Faulty, Meet, Spread
 from tlora.engine.ranks.spanning_jobs import RankContext, SpanningJobs
+from tlora.errors import RankError
 from tlora.job import JobSpec
 from tlora.planning.plan import PlannedJob
 from tlora.worker_protocol import Join
@@ -20,6 +29,7 @@ class Group:
 
     def __init__(self) -> None:
         self.group, self.runs, self.left = self, {"a": None}, list[str]()
+        self.model, self.bank, self.device, self.sum_dtype = self, self, "cpu", torch.float32
 
     def leave(self, name: str) -> None:
         self.left.append(name)
@@ -64,3 +74,14 @@ def test_a_job_that_has_ended_spans_no_longer() -> None:
     assert parts.span_of("a") == SPAN
     parts.end("a"), parts.end("a")
     assert parts.span_of("a") is None
+
+
+def test_a_rank_that_dies_as_a_jobs_ranks_meet_is_told_with_that_job(tmp_path: Path) -> None:
+    """The other rank has met this one, and has ended since."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    parts = SpanningJobs(RankContext(0, store=str(tmp_path / "store")), lambda _: None)
+    namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    PrefixStore("meeting 3", FileStore(str(tmp_path / "store"))).set("process/1", json.dumps([ended.pid, namespace, "name"]))
+    with pytest.raises(RankError, match="rank 1 has died while the ranks that job a spans were connected"):
+        parts.meet(Meet("a", ReplicaPlacement(2, (0, 1)), 64, 3), Group())  # type: ignore[arg-type]

@@ -79,6 +79,11 @@ from tlora.worker_protocol import Alive, Memory
 
 OF_WORKER = "worker"
 _BEAT_SECONDS = 1.0
+_OCCASIONS = {
+    "base": "the base was loaded",
+    "stages": "the stages of the base were connected",
+    "spans": "the ranks that jobs span were connected",
+}
 _LAST_SECONDS = 3.0  # for a rank whose owner has ended to save its jobs; what it computes meanwhile is lost
 
 Inbox = queue.SimpleQueue[Any]
@@ -240,7 +245,7 @@ class RankOfRun:
 
     def _meet(self, about: str) -> Sharing:
         assert self._store is not None, "no store was assigned"
-        return Sharing(PrefixStore(about, self._store), self._number, self._count)
+        return Sharing(PrefixStore(about, self._store), self._number, self._count, occasion=_OCCASIONS[about])
 
     def _connect(self, loaded: Loaded, place: torch.device) -> SpanExchange:
         """With the other ranks, where a job spans some. Raises RankError."""

@@ -74,13 +74,13 @@ class SpanningJobs:
     @property
     def shared_load(self) -> Sharing | None:
         """With the ranks that load the base together; None where it is loaded alone."""
-        return self._sharing("base", range(together)) if (together := self._rank_context.together) > 1 else None
+        return self._sharing("base", range(together), "the base was loaded") if (together := self._rank_context.together) > 1 else None
 
-    def _sharing(self, about: str, ranks: Sequence[int]) -> Sharing:
+    def _sharing(self, about: str, ranks: Sequence[int], occasion: str) -> Sharing:
         """With those ranks, of which this is one; once for each thing that it is about."""
         self._store = self._store or FileStore(self._rank_context.store)
         place = ranks.index(self._rank_context.number)
-        return Sharing(PrefixStore(about, self._store), place, len(ranks), timeout_seconds=_MEETING_SECONDS)
+        return Sharing(PrefixStore(about, self._store), place, len(ranks), timeout_seconds=_MEETING_SECONDS, occasion=occasion)
 
     # -- jobs that this rank leads -----------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class SpanningJobs:
             mailbox = open_relayed_mailbox(name, meet.span, meet.numel, dtype, relay, meet.number, place)
             self._relayed[name] = meet.number
         else:
-            peers = Peers(self._sharing(f"meeting {meet.number}", ranks))
+            peers = Peers(self._sharing(f"meeting {meet.number}", ranks, f"the ranks that job {name} spans were connected"))
             mailbox = open_mailbox({name: meet.span}, {name: meet.numel}, dtype, peers, place, ranks)
         opened, planned = self._waiting.pop(name, None), self._planned.pop(name, None)
         if opened is not None or planned is not None:

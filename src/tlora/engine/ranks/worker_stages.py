@@ -102,7 +102,8 @@ def _open_links(cut: BaseCut, model: SuperModel, context: RankContext) -> StageL
         peers = RelayedPeers(context.relay, context.number, context.stages)
     else:
         store, count = PrefixStore("stages", FileStore(context.store)), len(context.stages)
-        peers = Peers(Sharing(store, context.stage, count, timeout_seconds=_MEETING_SECONDS))
+        occasion = "the stages of the base were connected"
+        peers = Peers(Sharing(store, context.stage, count, timeout_seconds=_MEETING_SECONDS, occasion=occasion))
     return StageLinks(peers, sizes, model.device, through_host=True)
 
 
