@@ -295,6 +295,18 @@ def test_all_linear_leaves_experts_out_and_the_attention_beside_them_is_adapted(
     assert expert_modules(make_model()) == []
 
 
+def test_all_linear_adapts_attention_beside_experts_of_its_own_and_no_router() -> None:
+    """JetMoE's queries and outputs are experts, with a router of their own; its MLP's experts have another name."""
+    model = build(transformers.JetMoeConfig(**SHAPE, kv_channels=16, num_local_experts=4, num_experts_per_tok=2))
+    expected = {f"model.layers.{i}.self_attention.kv_proj" for i in (0, 1)}
+    assert set(targets_of(model)) == set(targets_of(model, target_modules=["kv_proj"])) == expected
+    with pytest.raises(ModelError, match=r"mlp is a mixture of experts, .* Name the attention's linears .* instead: kv_proj$"):
+        targets_of(model, target_modules=["layer"])
+    assert SuperModel(make_base(model, "experts")).left_out(LoraConfig()) == [
+        "all-linear adapts kv_proj: 2 layers have a mixture of experts, and experts and mlp of all layers are left as they are"
+    ]
+
+
 def test_a_linear_inside_the_experts_is_refused_by_name() -> None:
     model = make_model()
     model.model.layers[1].mlp.experts = nn.ModuleList([nn.Linear(64, 64)])

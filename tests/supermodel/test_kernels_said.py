@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 
-from tests.tiny import make_model
+from tests.tiny import SHAPE, make_model
 from tlora.cli.check_view import print_check
 from tlora.engine.check import RunCheck
 from tlora.engine.launch_facts import launch_facts
@@ -48,6 +49,13 @@ def test_a_base_that_the_kernels_take_is_fused() -> None:
 )
 def test_one_that_they_do_not_take_is_plain_and_why(changes: dict[str, Any], why: str) -> None:
     assert super_model(**changes).kernels_on(CUDA, deterministic=False) == f"plain: {why}"
+
+
+def test_experts_that_wait_for_the_host_are_plain() -> None:
+    config = transformers.JetMoeConfig(**SHAPE, kv_channels=16, num_local_experts=16, num_experts_per_tok=2)
+    model = SuperModel(make_base(transformers.JetMoeForCausalLM(config).to(torch.bfloat16), "tiny"))
+    why = "model.layers.0.mlp.input_linear reads on the host how many tokens each expert has"
+    assert model.kernels_on(CUDA, deterministic=False) == f"plain: {why}"
 
 
 def test_a_gpu_without_bf16_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:

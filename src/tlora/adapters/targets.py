@@ -120,7 +120,7 @@ def left_out(linears: Sizes, experts: Sequence[str], lora: LoraShape) -> list[st
     if lora.target_modules != ALL_LINEAR or not experts:
         return []
     adapted, parts = ", ".join(_last_parts(_beside_experts(linears, experts))), " and ".join(_last_parts(experts))
-    left = f"{parts} of all layers is left as it is"
+    left = f"{parts} of all layers {'are left as they are' if ' and ' in parts else 'is left as it is'}"
     if lora.target_parameters:
         left = f"of {parts} of all layers the experts' {', '.join(_last_parts(lora.target_parameters))} alone are adapted"
     layers = max(Counter(block.rsplit(".", 1)[-1] for block in experts).values())

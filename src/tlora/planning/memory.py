@@ -32,6 +32,7 @@ from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layout import BaseLayout, lay_out
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_attention, fit_kernels, linears_in_passes
+from tlora.supermodel.frozen_experts import counted_on_host
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import precisions_on, quantized
 from tlora.supermodel.inject import expert_modules
@@ -119,7 +120,9 @@ def takes_fast_path(model: SuperModel) -> bool:
 
 
 def _is_compiled(base: Base, dtype: torch.dtype) -> bool:
-    return fit_attention(base) and why_not_in_passes(base.model, dtype) is None and not held_experts(base.model)
+    if held_experts(base.model) or counted_on_host(base.model) is not None:
+        return False
+    return fit_attention(base) and why_not_in_passes(base.model, dtype) is None
 
 
 def _recurrence_bytes(model: SuperModel) -> int:

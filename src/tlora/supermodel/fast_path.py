@@ -33,6 +33,7 @@ from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.cuda_graphs import Backward, CudaGraphs, Shape
 from tlora.supermodel.expert_jobs import kernel_batch
 from tlora.supermodel.experts import Experts
+from tlora.supermodel.frozen_experts import counted_on_host
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.inject import expert_modules
 from tlora.supermodel.kernel_tiles import digest_of_passes
@@ -60,6 +61,8 @@ def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], experts: Expert
         return why
     if held_experts(base.model):
         return "experts are packed, shared or streamed, so that layers are not compiled"
+    if (name := counted_on_host(base.model)) is not None:
+        return f"{name} reads on the host how many tokens each expert has"
     if not fit_kernels(base.head.weight_VH.dtype, ()):
         return f"the base is in {str(base.head.weight_VH.dtype).removeprefix('torch.')}"
     for name, linear in linears_in_passes(base, linears, deterministic).items():

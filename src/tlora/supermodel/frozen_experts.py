@@ -46,6 +46,11 @@ def frozen_parameters(model: nn.Module, adaptable: Iterable[str]) -> dict[str, V
     return found
 
 
+def counted_on_host(model: nn.Module) -> str | None:
+    """The name of experts of `model` whose code splits rows by counts that it reads on the host, if there are any."""
+    return next((name for name, kind, _ in _frozen(model, adaptable_modules(model)) if kind == "sorted"), None)
+
+
 def stand_in(model: nn.Module) -> None:
     """Let such experts of `model`, on the meta device, give each row to the first of them: they keep the same bytes for backward, as if
     none were an identity.

@@ -30,17 +30,22 @@ def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
 
 
 def expert_modules(model: nn.Module) -> list[str]:
-    """Names of mixture-of-experts blocks: modules called `experts`, and their siblings that route. Where these stand in the decoder layer
-    itself, beside its attention, they are blocks by themselves.
+    """Names of mixture-of-experts blocks: what has a module called `experts`, or one called `router`. Experts with a router of their own
+    are a block by themselves, beside which attention may stand. Where experts stand in the decoder layer itself, beside its attention, they
+    and their siblings that route are such blocks.
     """
     blocks: set[str] = set()
-    for name, _ in model.named_modules():
+    for name, module in model.named_modules():
         block, _, last = name.rpartition(".")
-        if last == "experts" and block.rpartition(".")[2].isdigit():
+        if last not in ("experts", "router"):
+            continue
+        if last == "experts" and hasattr(module, "router"):
+            blocks.add(name)
+        elif not block.rpartition(".")[2].isdigit():
+            blocks.add(block)
+        elif last == "experts":
             routers = [child for child, module in model.get_submodule(block).named_children() if "Router" in type(module).__name__]
             blocks.update(f"{block}.{child}" for child in ("experts", *routers))
-        elif last == "experts":
-            blocks.add(block)
     return sorted(blocks)
 
 
