@@ -1,16 +1,47 @@
-"""Reads a JSON file that may be damaged or untrusted: returns an object or raises one of two exceptions."""
+"""Reads JSON that may be damaged or untrusted: a file's object, or an exception of two; and what people write, where an object with a key
+twice, of which Python takes the last silently, is an error.
+"""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from tlora.errors import shown
+
 _MOST_BYTES = 64 << 20  # a run.json of 10,000 jobs has 15 MB; a link to /dev/zero has no end
+_ANY = json.JSONDecoder()
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`.
+class KeyTwiceError(Exception):
+    """An object has a key twice. No ValueError: the text is JSON."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {shown(key)} stands twice in one object; keep one of the two")
+
+
+def _object_of(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = set[str]()
+        raise KeyTwiceError(next(key for key, _ in pairs if key in seen or seen.add(key)))
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
+"""Its methods raise KeyTwiceError, ValueError and RecursionError."""
+
+
+def refuse_key_twice(text: str) -> None:
+    """Raise KeyTwiceError for JSON that has an object with a key twice."""
+    with suppress(ValueError, RecursionError):
+        DECODER.decode(text)
+
+
+def read_object(path: Path, decoder: json.JSONDecoder = _ANY) -> dict[str, Any]:
+    """The JSON object in the file `path`; `DECODER` is for one that a person writes for tlora.
 
     Raises OSError if it cannot be read, and ValueError, which says what is wrong, if it is not one JSON object in a plain file of at
     most 64 MiB.
@@ -22,7 +53,9 @@ def read_object(path: Path) -> dict[str, Any]:
     if len(content) > _MOST_BYTES:
         raise ValueError(f"has more than {_MOST_BYTES >> 20} MiB")
     try:
-        value: object = json.loads(content.decode())
+        value: object = decoder.decode(content.decode())
+    except KeyTwiceError as error:
+        raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if not isinstance(value, dict):

@@ -78,6 +78,13 @@ def test_fp8_is_for_those_that_have_it(run: RunSpec) -> None:
     assert problem.endswith("and A100-40 has 8.0. Take base_precision out")
 
 
+def test_a_file_of_a_gpu_with_a_key_twice(tmp_path: Path) -> None:
+    path = Path(card(tmp_path / "gpu.json"))
+    path.write_text(path.read_text().replace("{", '{"memory": "80GiB", ', 1))
+    with pytest.raises(ConfigError, match="gpu.json: the key 'memory' stands twice in one object; keep one of the two. Write such as {"):
+        find_gpu(str(path))
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -12,6 +12,7 @@ from tests.service.served import Served
 from tlora.api import OrderedData, OrderSpec
 from tlora.service import app
 from tlora.service.database.tables import answers
+from tlora.service.keys import SCOPES
 
 DIRECT, BY_ROUTE = "application/json", "application/vnd.tlora+json"  # the second is JSON for FastAPI alone
 NUMBERS = "0 1 -1 7 1.0 1.5 1e3 1e400 -0.0 NaN Infinity 9223372036854775808 1180591620717411303424"
@@ -95,6 +96,35 @@ def test_refusals_are_the_routes_own(served: Served, accepted_directly: list[str
         direct, other = both(served, body)
         assert direct == other and direct[0] >= 400, body
     assert accepted_directly  # those that only the store or this server's settings refuse
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "twice"),
+    [
+        ('"name":', '"name": "first", "name":', "name"),
+        ('"data": {', '"metadata": {"a": "1", "a": "1"}, "data": {', "a"),
+        ('"data": {', '"data": {"file": 3, ', "file"),
+    ],
+)
+def test_an_order_with_a_json_key_twice_is_refused(served: Served, accepted_directly: list[str], old: str, new: str, twice: str) -> None:
+    body = json.dumps(served.order("alice"))
+    assert old in body
+    direct, other = both(served, body.replace(old, new, 1).encode())
+    said = f"the body: the key '{twice}' stands twice in one object; keep one of the two"
+    assert direct == other and direct[0] == 422 and direct[1]["error"]["message"] == said
+    assert not accepted_directly
+
+
+def test_every_route_refuses_a_json_key_twice(served: Served) -> None:
+    """Where it takes JSON: a sweep, a clone, OpenAI's jobs, and what the operator sends."""
+    takes: list[Any] = [route for router in app.ROUTERS for route in router.routes if route.dependant.body_params]  # type: ignore[attr-defined]
+    assert {route.path for route in takes} >= {"/v1/jobs", "/v1/sweeps", "/v1/jobs/{job_id}/clone", "/v1/fine_tuning/jobs"}
+    for route in takes:
+        path = route.path_format.format(**dict.fromkeys(route.param_convertors, "job-1"))
+        headers = {"Authorization": f"Bearer {served.key('operator', *SCOPES)}", "Content-Type": "application/json"}
+        answer = served.client.request(*route.methods, path, content=b'{"a": 1, "a": 2}', headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid"), (path, answer.text)
+        assert "the key 'a' stands twice" in answer.json()["error"]["message"], path
 
 
 def test_a_key_is_one_for_both_ways(served: Served, accepted_directly: list[str]) -> None:

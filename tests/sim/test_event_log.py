@@ -63,6 +63,7 @@ def test_a_log_is_read_as_it_was_written_without_its_torn_last_line(tmp_path: Pa
     ("second", "says"),
     [
         ('{"seconds": 1.0, "ty', "is not JSON"),
+        ('{"seconds": 6, "type": "Tick", "seconds": 7}', "the key 'seconds' stands twice in one object; keep one of the two"),
         ("[1, 2]", "'[1, 2]' is no JSON object"),
         ('{"type": "Tick"}', '"seconds" is None, and must be a number of at most 100,000,000,000'),
         ('{"seconds": true, "type": "Tick"}', '"seconds" is True'),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NoReturn, cast
 
-from tlora.data.json_values import DECODER, KeyTwiceError
 from tlora.data.rows import Row
 from tlora.errors import DataError, shown
+from tlora.json_file import DECODER, KeyTwiceError
 
 
 def fail(row: Row, name: str, value: object, expected: str) -> NoReturn:

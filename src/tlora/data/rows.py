@@ -21,10 +21,10 @@ from typing import IO, TypeVar, cast
 import pyarrow as pa
 
 from tlora.data.file_bytes import Source, check_head, open_bytes, read_arrow, read_parquet, records_of
-from tlora.data.json_values import DECODER, KeyTwiceError
 from tlora.data.sources import SUFFIXES, list_files
 from tlora.data_directory import data_suffix
 from tlora.errors import DataError, shown
+from tlora.json_file import DECODER, KeyTwiceError
 
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
 CHUNK_BYTES = 1 << 16

@@ -11,8 +11,8 @@ from typing import cast
 
 from tlora.data.cells import fail, from_json
 from tlora.data.examples import Message
-from tlora.data.json_values import DECODER, KeyTwiceError
 from tlora.data.rows import Row
+from tlora.json_file import DECODER, KeyTwiceError
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input")  # OpenAI; Llama; LangChain; Anthropic
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -21,7 +21,7 @@ MAX_VALUES = 100_000  # after aliases are expanded: a file of nine lines can oth
 _LOADER: type[yaml.SafeLoader] = getattr(
     yaml, "CSafeLoader", yaml.SafeLoader
 )  # libyaml reads 1 MiB in 0.1 s, the Python one in 10 s; not every build has it
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, or an alias (*name) refers to its own anchor; a jobs file needs 5"
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels, or an alias (*name) refers to its own anchor; 5 are enough"
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")  # YAML 1.1 reads 1e-4, without a dot, as text
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlora.api import OrderSpec
 from tlora.errors import TloraError
+from tlora.json_file import KeyTwiceError, refuse_key_twice
 from tlora.service import problems
 from tlora.service.access import OPEN_PATHS, AccessMiddleware, own_path
 from tlora.service.database.job_rows import Origin
@@ -89,10 +91,22 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _order_in(body: bytes) -> OrderSpec | None:
+    """None where the application's route shall answer."""
     try:
+        refuse_key_twice(body.decode())
         return OrderSpec.model_validate_json(body)
-    except ValidationError:
+    except (ValidationError, KeyTwiceError, UnicodeDecodeError):
         return None
+
+
+async def _refuse_key_twice(request: Request) -> None:
+    """In the JSON that the route takes. Raises RefusedError."""
+    if getattr(request.scope["route"].dependant, "body_params", ()):
+        body = await request.body()
+        try:
+            refuse_key_twice(body.decode(json.detect_encoding(body), "surrogatepass"))
+        except KeyTwiceError as error:
+            raise RefusedError(422, "invalid", f"the body: {error}") from None
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -126,7 +140,9 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
             stop()
 
     # no pages of documentation: their scripts would come from another host
-    app = FastAPI(title="tlora", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="tlora", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, dependencies=[Depends(_refuse_key_twice)]
+    )
     app.state.services = services
     for router in ROUTERS:
         app.include_router(router)

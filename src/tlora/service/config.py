@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tlora.byte_size import Bytes
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, DType, MemoryLimit, Recompute, UnusedWeights, WorkerLayout
 from tlora.jobs_file import suggest
+from tlora.jobs_file.located import Problem, join_problems, plain, read_yaml
 from tlora.link.address import tcp_place
 from tlora.server_directory import default_directory
 
@@ -230,16 +230,18 @@ def _told(error: Any) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            text = file.read(_MOST_CONFIG_BYTES + 1)
-        if len(text) > _MOST_CONFIG_BYTES:
+            content = file.read(_MOST_CONFIG_BYTES + 1)
+        if len(content) > _MOST_CONFIG_BYTES:
             raise ConfigError(f"{path}: longer than {_MOST_CONFIG_BYTES} bytes; a server's settings take a page")
-        found: object = yaml.safe_load(text)
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give a YAML file with the server's settings") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid YAML ({' '.join(str(error).split())[:200]}); correct it there") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
+    problems: list[Problem] = []
+    root = read_yaml(text, lambda line: f"{path}:{line}", problems)
+    if problems:
+        raise ConfigError(join_problems(sorted(problems)))
+    if root is not None and not isinstance(root.value, dict):
         raise ConfigError(f"{path}: is not a mapping; write `port: 8321` lines")
-    return {str(key): value for key, value in found.items()}
+    return {key: plain(value) for key, value in root.fields.items()} if root is not None else {}

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tlora.byte_size import Bytes
 from tlora.errors import ConfigError, cut
-from tlora.json_file import read_object
+from tlora.json_file import DECODER, read_object
 from tlora.kernels.cards import HOPPER, CardClass, class_of_capability
 from tlora.shape import GPU_SHARE
 from tlora.shape.work import FP8_GAIN, WITH_FEATURES, TrainingRate
@@ -218,7 +218,7 @@ def name_gpus(names: str, count: int | None = None) -> list[GpuModel]:
 def _described(path: Path, option: str) -> GpuModel:
     example = '{"name": "RTX 4090", "memory": "24GiB", "compute_capability": 8.9, "tflops": 165, "link_gb_per_second": 25}'
     try:
-        given = _GpuFile.model_validate(read_object(path))
+        given = _GpuFile.model_validate(read_object(path, DECODER))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"][:1]))

@@ -10,7 +10,6 @@ import csv
 import gzip
 import io
 import itertools
-import json
 import math
 import zlib
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tlora.errors import DataError
+from tlora.json_file import DECODER, KeyTwiceError
 from tlora.protocol import Action, Event, from_json
 from tlora.sim.records import FinalState
 
@@ -334,7 +334,9 @@ def read_event_log(path: str | Path) -> list[tuple[float, Event | Action]]:
             continue
         place = f"{path}, line {number}"
         try:
-            entry = json.loads(line)
+            entry = DECODER.decode(line)
+        except KeyTwiceError as error:
+            raise DataError(f"{place}: {error}") from None
         except (ValueError, RecursionError) as error:
             if number == len(lines):  # no newline follows: the write was cut short
                 break
