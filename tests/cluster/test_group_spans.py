@@ -62,9 +62,9 @@ def test_a_job_asks_for_what_is_there_or_what_its_base_needs() -> None:
     large = submitted(1, least=4)
     assert groups.admit(large).gpus == 4, "the scheduler lets it wait for hosts"
     nodes.see([NodeAdded("c", (2000,))])
-    assert groups.admit(submitted(4)).gpus == 3, "the scheduler gives whole hosts and a part of one"
+    assert groups.admit(submitted(4)).gpus == 4, "of hosts of 2, 1 and 1"
     groups.see_hosts([MemoryFound((0, 1, 1000), (10**9,) * 3)])
-    assert groups.admit(submitted(8)).gpus == 3, "nothing is known of its base"
+    assert groups.admit(submitted(8)).gpus == 4, "nothing is known of its base"
 
 
 def test_jobs_that_came_before_the_first_host_ask_for_what_comes() -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from tlora.cluster.engine_hosts import Demand, Prove
 from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
-from tlora.scheduler.draft import has_room
 
 SYNC_SECONDS = 1.0
 _LEAVE_SECONDS = 30.0  # for agents to end
@@ -100,9 +99,8 @@ def _request(hosts: KnownHosts, demand: Demand, waiting: int, least: int, most: 
 def _what_may_run(live: Mapping[str, EngineHost], demand: Demand, limits: HostLimits) -> int:
     """GPUs that those jobs ask for which the hosts that may be taken have room for; all, while no host was seen."""
     places = [host.places for host in live.values()]
-    widest = max(places, default=0)
-    sizes = places if limits.max_hosts is None else [widest] * limits.max_hosts
-    return sum(gpus * count for gpus, count in demand.waiting.items() if not live or has_room(sizes, gpus, widest))
+    most = sum(places) if limits.max_hosts is None else max(places, default=0) * limits.max_hosts
+    return sum(gpus * count for gpus, count in demand.waiting.items() if not live or gpus <= most)
 
 
 class HostKeeper:

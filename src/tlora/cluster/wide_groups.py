@@ -9,7 +9,6 @@ from typing import NamedTuple
 from tlora.cluster.nodes import Nodes
 from tlora.job import LayoutSetting
 from tlora.protocol import Event, GpusAsked, GpusLost, GroupKept, JobGroup, JobSubmitted, MemoryFound, NodeAdded, NodeDraining
-from tlora.scheduler.draft import has_room
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.shape.cost import CostModel
 
@@ -194,11 +193,7 @@ class WideGroups:
             return job.gpus
         small %= there  # where all are too small it waits for others, of which as many may come
         most = max(there - small, self._can_bring() - small - self._nodes.num_left, had)
-        gpus = wanted = max(job.least_gpus, min(job.gpus, most))
-        if wanted <= there and not small:  # whole hosts and a part of one, as the scheduler gives them
-            sizes, widest = self._nodes.sizes, self._nodes.widest
-            gpus = next((count for count in range(wanted, job.least_gpus - 1, -1) if has_room(sizes, count, widest)), wanted)
-        return gpus
+        return max(job.least_gpus, min(job.gpus, most))
 
     def keep(self, group: JobGroup, orders: Iterable[int]) -> tuple[JobGroup, GroupKept | None]:
         """The group, on one host where none of its jobs, which order so many GPUs, nor its base needs several."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from tlora.protocol import JobSubmitted
-from tlora.scheduler.draft import finds_room, has_room
+from tlora.scheduler.draft import finds_room
 from tlora.scheduler.job import Job, Lack, Lane
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import CostModel
@@ -108,7 +108,7 @@ def lack_now(state: ClusterState, job: Job) -> Lack | None:
     def with_room(least: float) -> list[int]:
         return [sum([memory.has_room(gpu, least) for gpu in node.gpus]) for node in nodes]
 
-    if finds_room(job, with_room(job.least_room) if job.least_room else sizes, state.pool.node_size):
+    if finds_room(state.pool, job, with_room(job.least_room) if job.least_room else sizes):
         return None
     smallest = memory.smallest_room(state.cost, job.spec) if memory.rooms else 0
     there, fit = sum(sizes), 0 if smallest is None else sum(with_room(smallest))
@@ -122,44 +122,18 @@ def lack_now(state: ClusterState, job: Job) -> Lack | None:
 
 
 def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
-    pool = state.pool
-    if spec.gpus > pool.most_gpus > 0:
-        wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
-        why = f"{wants} and the cluster has {pool.most_gpus}"
-    elif not (_may_lie_apart(state, spec) or _nodes_hold(state, spec.gpus)):
-        wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
-        why = f"{wants}, and the nodes of {pool.node_size} are too few to hold so many"
-    else:
+    most = state.pool.most_gpus
+    if not spec.gpus > most > 0:
         return None
-    helps = _fewer(state, min(spec.gpus - 1, pool.most_gpus)) >= spec.least_gpus
-    return f"{why}. {'Ask for fewer' if helps else 'Train it over a smaller base, or add GPUs'}"
-
-
-def _may_lie_apart(state: ClusterState, spec: JobSubmitted) -> bool:
-    """Whether its GPUs may lie on any nodes, as those of jobs do for which the smallest have no room."""
-    room = state.memory.smallest_room(state.cost, spec)
-    return not spec.on_one_host and room is not None and room > state.memory.rooms[0]
-
-
-def _nodes_hold(state: ClusterState, gpus: int) -> bool:
-    """Whether nodes hold so many, as a policy takes them: on one, or whole ones and a part of one. Where some are lost they may come back,
-    as a host may be taken back that is drained.
-    """
-    pool = state.pool
-    if gpus <= pool.node_size or not pool.node_size or pool.num_gpus != pool.most_gpus:
-        return True
-    return has_room([len(node.gpus) for node in pool.nodes.values()], gpus, pool.node_size)
-
-
-def _fewer(state: ClusterState, most: int) -> int:
-    """The most GPUs that nodes hold, of up to so many."""
-    return next(gpus for gpus in range(most, -1, -1) if _nodes_hold(state, gpus))
+    wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
+    remedy = "Ask for fewer" if most >= spec.least_gpus else "Train it over a smaller base, or add GPUs"
+    return f"{wants} and the cluster has {most}. {remedy}"
 
 
 def _why_too_small(state: ClusterState, spec: JobSubmitted) -> str | None:
     pool, cost, profile = state.pool, state.cost, spec.profile
     if state.memory.rooms and pool.most_gpus:
-        return state.memory.why_too_large(cost, spec, pool.most_gpus, lambda most: _fewer(state, most))
+        return state.memory.why_too_large(cost, spec, pool.most_gpus)
     longest = profile.longest_sample_tokens
     budget = next((tokens for tokens in cost.budgets if tokens >= longest), cost.budgets[-1])
     if state.hosts_may_come or state.memory.rooms or cost.fits(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus):

@@ -12,7 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from tlora.scheduler.draft import Draft
+from tlora.scheduler.draft import Draft, may_lie_apart
 from tlora.scheduler.group_index import GroupIndex, View
 from tlora.scheduler.job import Job
 from tlora.scheduler.predictions import Prediction, Predictions
@@ -157,7 +157,7 @@ class Decision:
         whole, rest = divmod(gpus, self.node_size)
         chosen = [name for name in freest if roomy[name] == self.node_size][:whole]
         chosen += [name for name in freest if name not in chosen and roomy[name] >= rest][: rest > 0]
-        if len(chosen) < self.nodes_for(gpus) and job.least_room:  # whose GPUs may lie on any nodes
+        if len(chosen) < self.nodes_for(gpus) and may_lie_apart(self.state.pool, job):
             chosen = [name for name in freest if roomy[name]]
         return chosen if sum(roomy[name] for name in chosen) >= gpus else []
 

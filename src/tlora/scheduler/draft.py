@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from tlora.protocol import JobGroup, ParallelPlan
+from tlora.scheduler.gpu_pool import GpuPool
 from tlora.scheduler.job import Job
 from tlora.scheduler.state import ClusterState
 
@@ -72,7 +73,8 @@ class Draft:
         """`count` free GPUs on the fewest nodes that can hold so many, or None where there are none. They are then taken. With
         `least_room` only GPUs that have so much, with `kind` only such.
 
-        Within a node's size that is one node, the one with the fewest GPUs free; above, whole nodes of one rack if possible.
+        Within a node's size that is one node, the one with the fewest GPUs free; above, whole nodes of one rack if possible. Above what
+        such nodes can hold, as where nodes are of many sizes, GPUs of any nodes.
         """
         if count > self.num_free:
             return None
@@ -82,6 +84,8 @@ class Draft:
         if count <= size:
             node = self._best_fit(count)
             return None if node is None else self._take(node, count)
+        if count > self.state.pool.most_together:
+            return self._allocate_roomy(count, least_room)
         names = self._whole_nodes(count, size)
         if names is None:
             return None
@@ -219,12 +223,17 @@ def has_room(free: Collection[int], count: int, size: int) -> bool:
     return empty > whole or (empty == whole and (not rest or any(rest <= own < size for own in free)))
 
 
-def finds_room(job: Job, free: Collection[int], size: int) -> bool:
+def may_lie_apart(pool: GpuPool, job: Job) -> bool:
+    """Whether its GPUs may lie on any nodes: where not all have room for it, or whole nodes cannot hold so many."""
+    return not job.spec.on_one_host and (job.least_room > 0.0 or job.spec.gpus > pool.most_together)
+
+
+def finds_room(pool: GpuPool, job: Job, free: Collection[int]) -> bool:
     """Whether `allocate_for` finds as many GPUs as the job asks for on nodes of which each has so many free with room for it."""
     count = job.spec.gpus
     if job.spec.on_one_host:
         return max(free, default=0) >= count
-    return sum(free) >= count if job.least_room else has_room(free, count, size)
+    return sum(free) >= count if may_lie_apart(pool, job) else has_room(free, count, pool.node_size)
 
 
 def _members(jobs: Sequence[Job]) -> tuple[tuple[str, ...], tuple[float, ...]]:

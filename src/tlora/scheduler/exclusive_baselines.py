@@ -207,20 +207,20 @@ def _behind(running: Iterable[_Running], rank: _Rank) -> Iterable[JobGroup]:
 
 def _who_gives_way(draft: Draft, job: Job, others: Iterable[JobGroup]) -> list[JobGroup] | None:
     """The first of `others` whose GPUs, with the free ones, make room for `job`, without any that are not needed; None if none do."""
-    state, least, size = draft.state, job.least_room, draft.state.pool.node_size
+    state, least = draft.state, job.least_room
     free = {name: len(draft.free_for(name, least)) for name in state.pool.nodes}
     chosen: list[JobGroup] = []
     for other in others:
         chosen.append(other)
         _add(free, state, other, 1, least)
-        if finds_room(job, free.values(), size):
+        if finds_room(state.pool, job, free.values()):
             break
     else:
         return None
     needed = [chosen[-1]]
     for other in chosen[-2::-1]:
         _add(free, state, other, -1, least)
-        if not finds_room(job, free.values(), size):
+        if not finds_room(state.pool, job, free.values()):
             _add(free, state, other, 1, least)
             needed.append(other)
     return needed

@@ -182,10 +182,8 @@ class GpuMemory:
             wanted = wanted or found
         return None, wanted
 
-    def why_too_large(
-        self, cost: CostModel, spec: JobSubmitted, most_gpus: int, fewer: Callable[[int], int] = lambda most: most
-    ) -> str | None:
-        """Why too few GPUs have room for the job, if so. `fewer`: the most GPUs that nodes can hold, of up to so many."""
+    def why_too_large(self, cost: CostModel, spec: JobSubmitted, most_gpus: int) -> str | None:
+        """Why too few GPUs have room for the job, if so."""
         if self.least_room(cost, spec, most_gpus) < math.inf:
             return None
         most, smallest = self.rooms[-1], self.smallest_room(cost, spec)
@@ -199,7 +197,7 @@ class GpuMemory:
             remedy = "Train it over a smaller base, or add larger GPUs" if is_base else "Cut its samples or its rank"
             return f"{takes}, and at most {most / 2**30:.2f} GiB may be used of a GPU here. {remedy}"
         roomy = self.num_roomy(smallest)
-        remedy = f"Ask for {most}" if (most := fewer(roomy)) >= spec.least_gpus else "Train it over a smaller base, or add GPUs"
+        remedy = f"Ask for {roomy}" if roomy >= spec.least_gpus else "Train it over a smaller base, or add GPUs"
         return f"{takes} on each of {spec.gpus} GPUs, and {roomy} of those here {'has' if roomy == 1 else 'have'} so much. {remedy}"
 
 

@@ -34,6 +34,7 @@ class GpuPool:
     num_gpus: int = 0
     most_gpus: int = 0  # that there ever were: those that are lost may come back
     num_free: int = 0
+    _together: int | None = field(default=None, compare=False)  # as `most_together` gave it, as long as no GPU comes or goes
 
     def add_node(self, name: str, rack: str, gpus: tuple[int, ...]) -> None:
         """GPUs that are there already are left as they are: the event may come twice."""
@@ -48,13 +49,22 @@ class GpuPool:
             self.node_of[gpu] = name
         self.num_gpus += len(new)
         self.most_gpus = max(self.most_gpus, self.num_gpus)
-        self.node_size = max(self.node_size, len(node.gpus))
+        self.node_size, self._together = max(self.node_size, len(node.gpus)), None
         self._set_free(node, sorted((*node.free, *new)))
 
     @property
     def lasting_nodes(self) -> Mapping[str, Node]:
         """Those that are not to be left."""
         return {name: node for name, node in self.nodes.items() if name not in self.draining} if self.draining else self.nodes
+
+    @property
+    def most_together(self) -> int:
+        """The most GPUs that a job gets on whole nodes of the largest size and a part of one more, were all of them free."""
+        if self._together is None:
+            sizes = [len(node.gpus) for node in self.lasting_nodes.values()]
+            smaller = [size for size in sizes if size < self.node_size]
+            self._together = self.node_size * sizes.count(self.node_size) + max(smaller, default=0)
+        return self._together
 
     def drain(self, name: str) -> None:
         """The node is to be left: what becomes free there is removed."""
@@ -73,6 +83,7 @@ class GpuPool:
         self._find_node_size()
 
     def _find_node_size(self) -> None:
+        self._together = None
         self.node_size = max((len(node.gpus) for node in self.lasting_nodes.values()), default=0)
 
     def take(self, gpus: Sequence[int], group_id: str) -> None:

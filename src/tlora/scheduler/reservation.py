@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tlora.protocol import JobGroup
-from tlora.scheduler.draft import Draft
+from tlora.scheduler.draft import Draft, may_lie_apart
 from tlora.scheduler.job import Job
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
@@ -92,7 +92,7 @@ def _soonest(draft: Draft, job: Job, end_of: EndOf) -> tuple[float, int, tuple[s
             return time_by_node[node], sum(at <= time_by_node[node] for at in coming[node]) - count, (node,)
     if not size or job.spec.on_one_host or (count <= size and not job.least_room):
         return None
-    if job.least_room:  # its GPUs may lie on any nodes
+    if may_lie_apart(state.pool, job):
         every = sorted((at, name) for name, times in coming.items() for at in times)[:count]
         return None if len(every) < count else (every[-1][0], 0, tuple(dict.fromkeys(name for _, name in every)))
     whole, rest = divmod(count, size)

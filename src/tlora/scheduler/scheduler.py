@@ -186,11 +186,10 @@ class Scheduler:
         return any(gpu in self.state.pool.node_of for gpu in gpus)
 
     def _add_node(self, event: NodeAdded) -> list[Action]:
-        """Jobs that fit on what was there may not on what is there now: a wide one takes whole nodes, and the largest may be larger now."""
+        """Jobs that came before the first, or while some were away, are judged by those that are there now."""
         pool = self.state.pool
-        size, most, was_complete = pool.node_size, pool.most_gpus, pool.num_gpus == pool.most_gpus
+        most, may_lack = pool.most_gpus, not pool.most_gpus or pool.num_gpus != pool.most_gpus
         self.state.add_node(event.node, event.rack, event.gpus)
-        may_lack = pool.node_size > size or not was_complete
         self._judge_all(pending=may_lack)
         if self.state.hosts_may_come or not may_lack or not most or pool.most_gpus > most:  # or the cluster is not known as a whole
             return []
