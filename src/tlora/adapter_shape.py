@@ -55,6 +55,16 @@ Layer = Annotated[int, Field(ge=0, le=10**6)]
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
+ExpertJobs = bool | Literal["some"]
+"""Whether jobs adapt experts: all of them, none, or some."""
+
+
+def expert_jobs(adapting: Iterable[bool]) -> ExpertJobs:
+    """Of jobs, by whether each adapts experts."""
+    kinds = set(adapting)
+    return "some" if len(kinds) > 1 else True in kinds
+
+
 class ExpertSize(NamedTuple):
     """Of a parameter of experts: features of one expert as an adapter has them, how many there are, and to how many a token goes (0: not
     known). `exchanged`: A lies at the outputs of the product that the parameter is in, and B at its inputs.

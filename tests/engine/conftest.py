@@ -13,6 +13,7 @@ import torch
 
 from tests.engine.tiny_runs import save_base as save_base
 from tests.forked import ForkingPopen, Server
+from tlora.adapter_shape import ExpertJobs
 from tlora.data.prepare import DataWorker, Prepared, PrepareProgress, prepare
 from tlora.data.request import PrepareRequest
 from tlora.errors import DataError
@@ -72,7 +73,7 @@ def prepare_once(
     return {r.key: made[r.key] if r.key in made else _PREPARED[_anonymous(r)] for r in requests}
 
 
-def measure_once(model: SuperModel, base_bytes: int, device: torch.device, rank: int, adapts_experts: bool = False) -> MemoryModel:
+def measure_once(model: SuperModel, base_bytes: int, device: torch.device, rank: int, adapts_experts: ExpertJobs = False) -> MemoryModel:
     place = (str(device), may_run_kernels(device))
     key = (
         model.model.config.to_json_string(),

@@ -13,15 +13,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Llama4TextConfig, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Llama4TextConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
+from tlora.adapter_shape import expert_jobs
 from tlora.job import JobSpec
 from tlora.kernels.chunk_layout import list_chunks
+from tlora.planning.base_parts import count_parts
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import inverse_bytes, measure, rule_bytes
+from tlora.shape.base_parts import parse_parts
 from tlora.shape.memory import MemoryModel, parse_memory
 from tlora.supermodel.load import outline
 from tlora.supermodel.multiply_adds import active_weights
@@ -112,3 +115,30 @@ def test_a_token_keeps_what_all_experts_of_llama_4_give_it_where_no_job_adapts_t
         kept.append(measure(model, 0, GPU).phases[-1].kept_per_layer)
     of_one = 2 * sum(size.product[1] for size in model.experts.sizes.values())
     assert (kept[1] - kept[0]) * SHAPE["num_hidden_layers"] == pytest.approx(6 * of_one)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"], ids=["kernels", "plain"])
+def test_jobs_at_experts_of_llama_4_and_at_attention_alone_are_counted_as_they_are(dtype: str, tmp_path: Path) -> None:
+    """A micro-batch may have tokens of the latter alone, each of which all experts take; a job's seconds are by its own kind."""
+    config = Llama4TextConfig(
+        **SHAPE | {"num_hidden_layers": 4}, head_dim=16, num_local_experts=8, num_experts_per_tok=1, moe_layers=[1, 3]
+    )
+    config.save_pretrained(tmp_path)
+    model = SuperModel(outline(str(tmp_path), dtype))
+    experts, attention, both = (measure(model, 0, GPU, 16, each) for each in (True, False, "some"))
+    for tokens, layers in ((512, 0), (512, 3), (8192, 0)):
+        peaks = [each.activation_bytes(tokens, layers) for each in (experts, attention, both)]
+        assert peaks[0] < peaks[1] == peaks[2]
+    assert measure(model, 0, GPU, 16, expert_jobs([True, False])) == both and both.layer_weights == experts.layer_weights
+
+    parts = {each: count_parts(model, GPU, 16, each) for each in (True, False, "some")}
+    mixed = parse_parts(json.loads(json.dumps(parts["some"].to_json())))
+    for first, end in ((0, 4), (0, 2), (2, 4)):
+        for adapted in (True, False):
+            assert mixed.timed_weights_of(first, end, adapted) == parts[adapted].timed_weights_of(first, end, adapted)
+        stage = mixed.stage_memory(first, end, 1).activation_bytes(512)
+        assert stage == max(parts[each].stage_memory(first, end, 1).activation_bytes(512) for each in (True, False))
+    assert mixed.timed_weights_of(0, 4, False) > mixed.timed_weights_of(0, 4, True) == mixed.timed_weights
+    Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
+    model = SuperModel(outline(str(tmp_path), dtype))
+    assert measure(model, 0, GPU, 16, "some") == measure(model, 0, GPU, 16, True), "where all take a token to as many"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.tiny import SHAPE as TINY
 from tests.tiny import make_model
 from tlora.adapters.state import AdapterLayout
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning import memory_probe
 from tlora.planning.memory_probe import Probe, probe, probe_key, recall, remember
-from tlora.shape.memory import MemoryModel, Phase
+from tlora.shape.memory import MemoryModel, Phase, parse_memory
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -28,7 +31,7 @@ pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of 
 LAYERS, SMALL = 2, ((8, 16), (4, 8))
 SHAPE = {"num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1}
 COUNTED = MemoryModel(0, (Phase(0, 0),), 0, 4, 4, step_copies=0)
-WORKSPACES, HEAD_FIXED, KEPT, BACKWARD, SAVED = 1 << 20, 5000, 900, 700, 200
+WORKSPACES, HEAD_FIXED, KEPT, BACKWARD, SAVED, MORE = 1 << 20, 5000, 900, 700, 200, 300
 """Bytes that the fake counters tell: at the head's peak HEAD_FIXED + T * kept, in the layers' backward T * (kept + BACKWARD)."""
 SPECS = [JobSpec.model_validate({"name": f"j{r}", "data": "d", "r": r, "target_modules": ["q_proj"]}) for r in (4, 20, 8)]
 
@@ -99,6 +102,44 @@ def test_each_stage_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     assert {(p.num_tokens, p.recomputed_layers) for p in found.peaks} == {(8, 0), (16, 0), (8, 1), (16, 1)}
     weights = sum(p.nbytes for p in model.model.parameters()) + sum(b.nbytes for b in model.model.buffers())
     assert found.memory.base_bytes == weights + WORKSPACES
+
+
+def make_llama_4() -> SuperModel:
+    """Every token goes through all experts in a pass without a job at experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [0]}
+        config = Llama4TextConfig(**TINY | SHAPE, head_dim=32, intermediate_size_mlp=64, attention_chunk_size=16, **experts)
+        model: Any = Llama4ForCausalLM(config)
+        return SuperModel(make_base(model.eval().to(DEVICE), "llama4"))
+
+
+class CountersOfTwoKinds(Counters):
+    """As before with a job at experts; without one a token keeps `MORE` as well."""
+
+    def _begin(self, _module: object, _args: object, kwargs: dict[str, Any]) -> None:
+        super()._begin(_module, _args, kwargs)
+        shapes = [shape for job_id in self._model.bank.jobs() for shape in self._model.state(job_id).layout.shapes]
+        self._more = 0 if any(shape.experts > 1 for shape in shapes) else MORE
+
+    def peak(self) -> int:
+        return super().peak() + self._tokens * self._more
+
+
+@pytest.mark.slow
+def test_passes_without_jobs_at_experts_are_measured_too_where_tokens_go_to_more_of_them() -> None:
+    """The peak is that of the larger kind; a run of one kind has no other, and what was measured of one is not taken for both."""
+    at_experts = JobSpec.model_validate({"name": "e", "data": "d", "r": 4, "target_modules": [], "target_parameters": ["down_proj"]})
+    model, cpu = make_llama_4(), torch.device("cpu")
+    for specs, more in ((SPECS, MORE), ([at_experts], 0), ([*SPECS, at_experts], MORE)):
+        found = probe(model, specs, COUNTED, CountersOfTwoKinds(model))
+        assert found is not None and found.error_share < 1e-9 and model.bank.jobs() == []
+        padding = 2 * gpu_chunk_rows(model.base.head) * 64 * 4
+        assert found.memory.activation_bytes(10_000, 1) == pytest.approx(10_000 * (KEPT - SAVED + BACKWARD + more) + padding, abs=2)
+        assert parse_memory(json.loads(json.dumps(found.memory.to_json()))) == found.memory
+        assert sum(phase.at_head for phase in found.memory.phases) == (2 if len(specs) == 4 else 1)
+    keys = {probe_key(model, [*jobs, at_experts], False, cpu) for jobs in (SPECS, SPECS[:1], SPECS[:2], SPECS[2:])}
+    assert len(keys) == 4
 
 
 @pytest.mark.slow

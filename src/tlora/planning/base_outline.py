@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from tlora.adapter_shape import ExpertJobs
 from tlora.libraries import begin_imports
 
 if __name__ == "__main__":
@@ -42,7 +43,7 @@ def describe_base(
     unused_weights: UnusedWeights = "refuse",
     layout: LayoutSetting = "auto",
     rank: int = ACTIVATION_RANK,
-    adapts_experts: bool = False,
+    adapts_experts: ExpertJobs = False,
     deterministic: bool = False,
 ) -> BaseShape:
     """For those who train over the base on a `device`; `parts` is counted for adapters of up to `rank`, of experts too or not, in a

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from tlora.adapter_shape import ExpertJobs
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import largest_adapter
 from tlora.planning.memory import (
@@ -28,7 +29,7 @@ from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
 
 
-def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False) -> BaseParts:
+def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_experts: ExpertJobs = False) -> BaseParts:
     """Of `model`, on the meta device, as it would be on a `device` with adapters of up to `rank`, of experts too or not. Raises
     ModelError.
     """
@@ -39,16 +40,14 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
     layers, names = layers_of(base.decoder), {module: name for name, module in model.model.named_modules()}
     targets = model.targets()
     layer_names = tuple(names[layer] for layer in layers)
-    each = {name: k * n for name, (k, n) in targets.items()} | active_weights(model, adapts_experts)
-    weights = [sum(size for name, size in each.items() if name.startswith(f"{layer}.")) for layer in layer_names]
-    weights[-1:] = [weights[-1] + sum(each.values()) - sum(weights)] if weights else []  # of linears in no layer
+    weights, others = (_layer_weights(model, layer_names, each) for each in (bool(adapts_experts), False))
     features = [sum(k + n for name, (k, n) in targets.items() if name.startswith(f"{layer}.")) for layer in layer_names]
     embedding = model.model.get_input_embeddings().weight
     return BaseParts(
         memory=memory,
         layers=layer_names,
         layer_bytes=tuple(_bytes_of(layer) for layer in layers),
-        layer_weights=tuple(weights),
+        layer_weights=weights,
         layer_features=tuple(features),
         embedding_bytes=embedding.numel() * embedding.element_size(),
         head_bytes=base.head.weight_VH.numel() * base.head.weight_VH.element_size(),
@@ -62,7 +61,16 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
         takes_plain_path=takes_plain_path(memory, device),
         precision_bytes=possible_precisions(model, base_bytes, device),
         in_parts=in_parts,
+        other_weights=others if adapts_experts == "some" and others != weights else (),
     )
+
+
+def _layer_weights(model: SuperModel, layer_names: Sequence[str], adapts_experts: bool) -> tuple[int, ...]:
+    """Of each layer, those that a token is multiplied with; linears in no layer count with the last."""
+    each = {name: k * n for name, (k, n) in model.targets().items()} | active_weights(model, adapts_experts)
+    weights = [sum(size for name, size in each.items() if name.startswith(f"{layer}.")) for layer in layer_names]
+    weights[-1:] = [weights[-1] + sum(each.values()) - sum(weights)] if weights else []
+    return tuple(weights)
 
 
 def takes_plain_path(memory: MemoryModel, device: torch.device) -> bool:
@@ -75,7 +83,7 @@ def _bytes_of(layer: nn.Module) -> int:
 
 
 def memory_of_stages(
-    stages: Sequence[LayerRange], model: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False
+    stages: Sequence[LayerRange], model: SuperModel, device: torch.device, rank: int, adapts_experts: ExpertJobs = False
 ) -> tuple[MemoryModel, ...]:
     """Of each of `stages`, with adapters of up to `rank`, of experts too or not. Which of them takes most depends on jobs and tokens: one
     has more layers with experts, whose adapters are large, another more micro-batches in flight or the head.

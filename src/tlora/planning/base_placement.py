@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tlora.adapter_shape import ExpertJobs
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.errors import CapacityError, ConfigError, ModelError
@@ -236,7 +237,7 @@ def _without_peers(gpu: GpuModel) -> GpuModel:
     return replace(gpu, peer_gb_per_second=0.0)
 
 
-def _parts_on(gpu: GpuModel, model: SuperModel, rank: int, adapts_experts: bool) -> BaseParts:
+def _parts_on(gpu: GpuModel, model: SuperModel, rank: int, adapts_experts: ExpertJobs) -> BaseParts:
     with as_if_on(gpu.name, gpu.capability):
         return count_parts(model, torch.device("cuda"), rank, adapts_experts)
 

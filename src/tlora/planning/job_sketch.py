@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tlora.adapter_shape import ExpertSize
+from tlora.adapter_shape import ExpertJobs, ExpertSize, expert_jobs
 from tlora.adapters.targets import read_shape, resolve, rows_of, token_rows
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Prepared
@@ -60,6 +60,10 @@ class JobSketch:
         return self.spec.name
 
     @property
+    def adapts_experts(self) -> bool:
+        return self.layout is not None and any(shape.experts > 1 for shape in self.layout.shapes)
+
+    @property
     def replicas(self) -> int:
         return self.spec.gpus if self.span is None else self.span.replicas
 
@@ -105,8 +109,8 @@ def adapter_shape(spec: JobSpec) -> LoraShape:
         raise ModelError(f"adapter_path {spec.adapter_path}: the adapter there cannot be read ({error}). Name a PEFT adapter") from None
 
 
-def largest_adapter(jobs: Sequence[JobSpec]) -> tuple[int, bool]:
-    """The largest rank of the adapters of `jobs`, and whether any adapts experts. One that cannot be read counts as its job's order says:
+def largest_adapter(jobs: Sequence[JobSpec]) -> tuple[int, ExpertJobs]:
+    """The largest rank of the adapters of `jobs`, and whether they adapt experts. One that cannot be read counts as its job's order says:
     it is refused in its turn, or the job goes on from a checkpoint whose shape the order has by now.
     """
     shapes: list[LoraShape] = []
@@ -115,7 +119,7 @@ def largest_adapter(jobs: Sequence[JobSpec]) -> tuple[int, bool]:
             shapes.append(adapter_shape(spec))
         except ModelError:
             shapes.append(spec)
-    return max((shape.largest_rank for shape in shapes), default=1), any(shape.target_parameters for shape in shapes)
+    return max((shape.largest_rank for shape in shapes), default=1), expert_jobs(bool(shape.target_parameters) for shape in shapes)
 
 
 def _adapter(spec: JobSpec, base: BaseShape) -> AdapterSketch:

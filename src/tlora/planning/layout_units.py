@@ -113,7 +113,9 @@ class OneGpu:
         return (self.device,)
 
     def seconds(self, job: JobSketch) -> float:
-        return multiply_adds(job, self.device.parts.timed_weights, self.device.parts.width) / self.device.rate
+        parts = self.device.parts
+        weights = parts.timed_weights_of(0, len(parts.layers), job.adapts_experts)
+        return multiply_adds(job, weights, parts.width) / self.device.rate
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch], filled: float = 1.0) -> UnitPlan:
         """`filled`: share of the limit that micro-batches are chosen with."""
@@ -190,12 +192,12 @@ class Pipeline:
 
     def _stage_seconds(self, job: JobSketch, stage: int) -> float:
         (first, end), device = self.cuts[stage], self.devices[stage]
-        return multiply_adds(job, self._weights(stage), (end - first) * device.parts.hidden_size) / device.rate
+        return multiply_adds(job, self._weights(stage, job.adapts_experts), (end - first) * device.parts.hidden_size) / device.rate
 
-    def _weights(self, stage: int) -> int:
+    def _weights(self, stage: int, adapts_experts: bool = True) -> int:
         """Of its linears, with what their features take."""
         (first, end), parts = self.cuts[stage], self.devices[stage].parts
-        return parts.timed_weights_of(first, end)
+        return parts.timed_weights_of(first, end, adapts_experts)
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
         """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from tlora.adapter_shape import ROW_ALIGNMENT
+from tlora.adapter_shape import ROW_ALIGNMENT, ExpertJobs
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, LayoutSetting, LoraConfig, TrainConfig
 from tlora.kernels.delta_rule import CHUNK as RULE_CHUNK
@@ -55,13 +55,19 @@ _GPU_SHARE = 0.95  # of what is free; the rest is for the allocator and others
 
 
 def measure(
-    model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT, adapts_experts: bool = False
+    model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT, adapts_experts: ExpertJobs = False
 ) -> MemoryModel:
     """Count on `model`, which must lie on the meta device, for a run on `device` with adapters of at most `rank`, of experts too or not.
+    Where some are, and passes of others take a token to more experts, the peak is that of either.
 
     On a GPU an estimate, within 4 % of the peaks measured on Llama-3-8B (bench/results/h200_memory.json). On a CPU a slot of its own
     is used, with all linears adapted. Raises ModelError for a base whose layers do not fit together.
     """
+    if adapts_experts == "some":
+        most = measure(model, base_bytes, device, rank, True)
+        if model.experts.visits(True) == model.experts.visits(False):
+            return most
+        return replace(most, phases=most.phases + measure(model, base_bytes, device, rank, False).phases)
     element, sums = model.base.head.weight_VH.element_size(), model.bank.sum_dtype.itemsize
     kernels = device.type == "cuda" and may_run_kernels(device)
     step_copies = 0 if kernels else 5
@@ -91,7 +97,7 @@ def measure(
 
 
 def measure_in_parts(
-    model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT, adapts_experts: bool = False
+    model: SuperModel, base_bytes: int, device: torch.device, rank: int = ROW_ALIGNMENT, adapts_experts: ExpertJobs = False
 ) -> MemoryModel:
     """As `measure`, of a base that GPUs share or that is streamed, of which `base_bytes` lie on the device: a mixture's layers are not
     compiled there.
@@ -166,7 +172,7 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     backward = 4 * widest + 5 * element * hidden + again / layers
     linears, own_experts = _linear_scratch(model), _expert_scratch(model, device, adapts_experts)
     found = [
-        Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers),
+        Phase(chunk_bytes(head, device), kept + 2 * element * hidden, saved, kept / layers, at_head=True),
         Phase(own_experts, kept + backward, saved, kept / layers),
         *([Phase(linears, kept + backward - 2 * widest, saved, kept / layers)] if linears else []),
     ]
@@ -301,7 +307,7 @@ def count_base(model: SuperModel, device: torch.device, layout: LayoutSetting = 
 
 
 def _probe_lora(model: SuperModel, rank: int, adapts_experts: bool) -> LoraConfig:
-    """All linears where they may be adapted (those of blocks of experts may not), and all parameters of experts or none."""
+    """All linears where they may be adapted (those of blocks of experts may not), and all parameters of experts that can be, or none."""
     experts = tuple(f"{block}." for block in expert_modules(model.model))
     names = [n for n in model.targets() if not n.startswith(experts)]
     parameters = sorted({name.rsplit(".", 1)[-1] for name in model.experts.sizes}) if adapts_experts else []

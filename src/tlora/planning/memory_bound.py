@@ -10,6 +10,7 @@ from itertools import accumulate, repeat
 
 import torch
 
+from tlora.adapter_shape import ExpertJobs
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.kernels.lora_tables import rank_width
 from tlora.planning.base_parts import memory_of_stages
@@ -25,7 +26,7 @@ from tlora.supermodel.supermodel import SuperModel
 
 
 def _measure_one(
-    base_bytes: int, in_parts: bool, outlined: SuperModel, device: torch.device, rank: int, adapts_experts: bool = False
+    base_bytes: int, in_parts: bool, outlined: SuperModel, device: torch.device, rank: int, adapts_experts: ExpertJobs = False
 ) -> tuple[MemoryModel, ...]:
     return ((measure_in_parts if in_parts else measure)(outlined, base_bytes, device, rank, adapts_experts),)
 
@@ -94,7 +95,7 @@ class MemoryBound:
         """Of `jobs` and of all that were here, as wide as the kernels make it."""
         return max(self._rank, *(rank_width(job.layout.largest_rank) for job in jobs if job.layout is not None), ACTIVATION_RANK)
 
-    def _measure(self, rank: int, adapts_experts: bool = False) -> tuple[MemoryModel, ...]:
+    def _measure(self, rank: int, adapts_experts: ExpertJobs = False) -> tuple[MemoryModel, ...]:
         with self._lock:
             return self._counted(rank, adapts_experts)
 

@@ -2,7 +2,7 @@
 
 A micro-batch has two phases, each with a peak of its own: head and loss (a chunk of logits, of fixed size) and the layers' backward
 (which grows with the tokens). Both are straight lines in the tokens and in the recomputed layers, the higher of them is not: each is
-measured by itself, at two numbers of tokens without and with recomputation.
+measured by itself, at two numbers of tokens without and with recomputation, and of each kind of pass by itself (`kinds_of_passes`).
 """
 
 from __future__ import annotations
@@ -103,9 +103,34 @@ def compile_evaluation(model: SuperModel, specs: Sequence[JobSpec]) -> None:
         model.evaluate(probe_batch(names, PROBE_TOKENS[-1][0], model))
 
 
+def kinds_of_passes(model: SuperModel, specs: Sequence[JobSpec]) -> list[Sequence[JobSpec]]:
+    """`specs`, and by themselves those at no experts, where others are at some and passes without these take a token to more experts."""
+    others = [spec for spec in specs if not spec.target_parameters]
+    mixed = 0 < len(others) < len(specs)
+    return [specs, others] if mixed and model.experts.visits(True) != model.experts.visits(False) else [specs]
+
+
 def _measure(
     model: SuperModel, specs: Sequence[JobSpec], counted: MemoryModel, meter: Meter, sizes: Sequence[int]
 ) -> tuple[MemoryModel, tuple[Peaks, ...], float]:
+    runs = [_run(model, own, meter, sizes) for own in kinds_of_passes(model, specs)]
+    rows = gpu_chunk_rows(model.base.head)
+    width = model.base.head.weight_VH.shape[1] * counted.element_bytes
+    more = max(phase.sample_bytes for phase in counted.phases)
+    phases, errors = list[Phase](), list[float]()
+    for peaks, _ in runs:
+        pads = [_padding(peak.num_tokens, rows) * width for peak in peaks]
+        fitted = [_fit(peaks, [getattr(peak, part) - pad for peak, pad in zip(peaks, pads, strict=True)]) for part in ("head", "layers")]
+        head, layers = (replace(phase, fixed_bytes=phase.fixed_bytes + 2 * rows * width) for phase, _ in fitted)
+        phases += [replace(head, at_head=True), replace(layers, sample_bytes=more, sample_tokens=SAMPLE_TOKENS)]
+        errors += [error for _, error in fitted]
+    base_bytes = _storage_bytes(model) + sum(workspaces for _, workspaces in runs)
+    memory = replace(counted, base_bytes=base_bytes, phases=tuple(phases), num_layers=model.num_layers, measured=True)
+    return memory, tuple(peak for peaks, _ in runs for peak in peaks), max(errors)
+
+
+def _run(model: SuperModel, specs: Sequence[JobSpec], meter: Meter, sizes: Sequence[int]) -> tuple[tuple[Peaks, ...], int]:
+    """Peaks of passes of `specs`, and the bytes that libraries then keep for good."""
     depths = sorted({0, max(0, model.num_layers - 1)})
     before = meter.allocated()
     with residents(model, specs) as names:
@@ -114,16 +139,7 @@ def _measure(
             run_batch(model, probe_batch(names, sizes[0], model), depth, meter)
         workspaces = meter.allocated() - before - adapters
         peaks = tuple(run_batch(model, probe_batch(names, tokens, model), depth, meter) for tokens in sizes for depth in depths)
-    rows = gpu_chunk_rows(model.base.head)
-    width = model.base.head.weight_VH.shape[1] * counted.element_bytes
-    unpadded = [_padding(peak.num_tokens, rows) * width for peak in peaks]
-    fitted = [_fit(peaks, [getattr(peak, part) - pad for peak, pad in zip(peaks, unpadded, strict=True)]) for part in ("head", "layers")]
-    phases = [replace(phase, fixed_bytes=phase.fixed_bytes + 2 * rows * width) for phase, _ in fitted]
-    more = max(phase.sample_bytes for phase in counted.phases)
-    phases[1] = replace(phases[1], sample_bytes=more, sample_tokens=SAMPLE_TOKENS)
-    base_bytes = _storage_bytes(model) + workspaces
-    memory = replace(counted, base_bytes=base_bytes, phases=tuple(phases), num_layers=model.num_layers, measured=True)
-    return memory, peaks, max(error for _, error in fitted)
+    return peaks, workspaces
 
 
 @contextmanager
@@ -232,8 +248,8 @@ def _file_of(key: str) -> Path:
 
 
 def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, device: torch.device) -> str:
-    """Of all that the measured bytes depend on: the base's shape and form, device, versions, the ranks of the largest two adapters, and of
-    the largest at experts; and of the format in which they are kept.
+    """Of all that the measured bytes depend on: the base's shape and form, device, versions, the ranks of the largest two adapters, of the
+    largest at experts, and of those that are measured without it; and of the format in which they are kept.
     """
     sizes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.model.named_parameters()]
     ranks = sorted((spec.largest_rank for spec in specs), reverse=True)[:2]
@@ -241,6 +257,7 @@ def probe_key(model: SuperModel, specs: Sequence[JobSpec], deterministic: bool, 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     kernels = model.kernels_on(device, deterministic)
     facts: tuple[object, ...] = (_FORMAT, sizes, ranks, at_experts, deterministic, name, kernels, torch.__version__, __version__)
+    facts += tuple(sorted((spec.largest_rank for spec in own), reverse=True)[:2] for own in kinds_of_passes(model, specs)[1:])
     facts += (model.base.layers.held_bytes,) if model.base.layers is not None else ()  # of a shared base, fewer the more share it
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -273,13 +290,14 @@ def _excess_bytes(plan: RunPlan, model: SuperModel, meter: Meter) -> int | None:
     """By how much the two take more than is planned, with adapters like the largest two of the jobs; None where memory runs out."""
     before, excess = model.recompute, 0
     try:
-        with residents(model, plan.can_run) as names:
-            limits = plan.longest, learned_positions(model.model), longest_safe_sequence(model.model)
-            longest = probe_batch(names[:1], plan.longest, model, min(limit for limit in limits if limit), plan.largest)
-            for batch in (longest, probe_batch(names, plan.token_budget, model)):
-                tokens = len(batch.input_ids_T)
-                peaks = run_batch(model, batch, plan.recompute.layers(tokens), meter)
-                excess = max(excess, max(peaks.head, peaks.layers) - plan.memory.activation_bytes(tokens, peaks.recomputed_layers))
+        for own in kinds_of_passes(model, plan.can_run):
+            with residents(model, own) as names:
+                limits = plan.longest, learned_positions(model.model), longest_safe_sequence(model.model)
+                longest = probe_batch(names[:1], plan.longest, model, min(limit for limit in limits if limit), plan.largest)
+                for batch in (longest, probe_batch(names, plan.token_budget, model)):
+                    tokens = len(batch.input_ids_T)
+                    peaks = run_batch(model, batch, plan.recompute.layers(tokens), meter)
+                    excess = max(excess, max(peaks.head, peaks.layers) - plan.memory.activation_bytes(tokens, peaks.recomputed_layers))
     except torch.OutOfMemoryError:
         return None
     finally:

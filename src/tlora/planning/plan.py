@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tlora.adapter_shape import ExpertJobs, expert_jobs
 from tlora.adapters.state import AdapterLayout
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import ReplicaPlacement
@@ -354,9 +355,9 @@ def describe_plan(plan: RunPlan) -> str:
     )
 
 
-def adapt_experts(jobs: Sequence[PlannedJob]) -> bool:
-    """Whether one of them trains experts."""
-    return any(adapts_experts(job.layout) for job in jobs)
+def adapt_experts(jobs: Sequence[PlannedJob]) -> ExpertJobs:
+    """Whether they train experts."""
+    return expert_jobs(adapts_experts(job.layout) for job in jobs)
 
 
 def layouts_of(jobs: Sequence[PlannedJob]) -> list[AdapterLayout]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlora import durable
-from tlora.adapter_shape import LoraShape
+from tlora.adapter_shape import ExpertJobs, LoraShape
 from tlora.adapters.targets import resolve, trained_parameters
 from tlora.errors import CheckpointError, ModelError
 from tlora.json_file import read_object
@@ -39,7 +39,7 @@ class Precision:
     gpu: str = ""
     capability: int = 0
     rank: int = 64
-    adapts_experts: bool = False
+    adapts_experts: ExpertJobs = False
     deterministic: bool = False
 
 

@@ -21,7 +21,8 @@ class BaseParts:
     `shared_bytes`: on each of 1, 2, … GPUs that hold it in parts; empty where it cannot be cut. `streamed`: likewise from the host's
     memory. `no_stages`: why it cannot be cut into stages, if so; `takes_plain_path`: on such a GPU, without our kernels.
     `precision_bytes`: of the whole base in other precisions that the device has. `in_parts`: as `memory`, in parts or streamed, of a base
-    that takes other kernels there (a mixture), so that a run has to order it; None of any other.
+    that takes other kernels there (a mixture), so that a run has to order it; None of any other. `other_weights`: as
+    `layer_weights`, of tokens of jobs that adapt no experts, where others do; empty where that is the same.
     """
 
     memory: MemoryModel
@@ -41,15 +42,17 @@ class BaseParts:
     no_stages: str = ""
     takes_plain_path: bool = False
     in_parts: MemoryModel | None = None
+    other_weights: tuple[int, ...] = ()
 
     @property
     def timed_weights(self) -> int:
         """That each token is multiplied with in forward, and as so many more what features take on a GPU."""
         return self.timed_weights_of(0, len(self.layers))
 
-    def timed_weights_of(self, first: int, end: int) -> int:
-        """Of the layers from `first` to `end`; with the last one, also of the head."""
-        weights, features = sum(self.layer_weights[first:end]), sum(self.layer_features[first:end])
+    def timed_weights_of(self, first: int, end: int, adapts_experts: bool = True) -> int:
+        """Of the layers from `first` to `end`, with tokens of a job that adapts experts or not; with the last one, also of the head."""
+        each = self.layer_weights if adapts_experts else self.other_weights or self.layer_weights
+        weights, features = sum(each[first:end]), sum(self.layer_features[first:end])
         if end == len(self.layers):
             weights, features = weights + self.head_weights, features + self.head_features
         return weights + FEATURE_WEIGHTS * features
@@ -88,7 +91,8 @@ class BaseParts:
     def stage_memory(self, first: int, last: int, in_flight: int) -> MemoryModel:
         """Of a GPU with these layers, and `in_flight` micro-batches whose backward is still to come."""
         memory, count = self.memory, last - first
-        phases = memory.phases if last == len(self.layers) else memory.phases[1:] or memory.phases
+        own = tuple(phase for phase in memory.phases if not phase.at_head)
+        phases = memory.phases if last == len(self.layers) else own or memory.phases
         cut = [phase.of_layers(count, len(self.layers), in_flight) for phase in phases]
         buffers = _BOUNDARY_BUFFERS * self.hidden_size * memory.element_bytes
         return replace(
@@ -113,8 +117,8 @@ def _numbers(layers: tuple[str, ...]) -> Mapping[str, int]:
 def parse_parts(found: Mapping[str, Any]) -> BaseParts:
     """From `BaseParts.to_json`. Raises ValueError, KeyError, TypeError."""
     values = dict(found)
-    for name in ("layer_bytes", "layer_weights", "layer_features", "shared_bytes"):
-        values[name] = _integers(values[name])
+    for name in ("layer_bytes", "layer_weights", "layer_features", "shared_bytes", "other_weights"):
+        values[name] = _integers(values.get(name, ()))
     values["layers"] = tuple(map(str, values["layers"]))
     values["memory"] = parse_memory(values["memory"])
     values["in_parts"] = None if values["in_parts"] is None else parse_memory(values["in_parts"])

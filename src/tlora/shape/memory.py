@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -61,7 +61,7 @@ class Phase:
     """What is alive at the peak of one phase of a micro-batch of T tokens with k layers recomputed, beside base and adapters:
     fixed_bytes + T * (bytes_per_token - k * saved_per_layer) bytes. `kept_per_layer`: of these, what each layer keeps of a token until its
     backward; 0 where that is not known, as it was measured. That is of samples of `sample_tokens` tokens; each one more takes
-    `sample_bytes`, as each has chunks of its own in a recurrence.
+    `sample_bytes`, as each has chunks of its own in a recurrence. `at_head`: where several stages hold the layers, of the last alone.
     """
 
     fixed_bytes: float
@@ -70,6 +70,7 @@ class Phase:
     kept_per_layer: float = 0.0
     sample_bytes: float = 0.0
     sample_tokens: float = 1.0
+    at_head: bool = field(default=False, kw_only=True)
 
     def at(self, num_tokens: int, recomputed_layers: int, samples_per_token: float = 0.0) -> float:
         more = self.sample_bytes * max(0.0, samples_per_token - 1 / self.sample_tokens)
