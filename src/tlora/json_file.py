@@ -34,10 +34,10 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 """Its methods raise KeyTwiceError, ValueError and RecursionError."""
 
 
-def refuse_key_twice(text: str) -> None:
-    """Raise KeyTwiceError for JSON that has an object with a key twice."""
+def refuse_key_twice(content: bytes) -> None:
+    """Raise KeyTwiceError for JSON that has an object with a key twice, and nothing for what is no JSON."""
     with suppress(ValueError, RecursionError):
-        DECODER.decode(text)
+        json.loads(content, object_pairs_hook=_object_of)
 
 
 def read_object(path: Path, decoder: json.JSONDecoder = _ANY) -> dict[str, Any]:

@@ -125,6 +125,8 @@ def test_every_route_refuses_a_json_key_twice(served: Served) -> None:
         answer = served.client.request(*route.methods, path, content=b'{"a": 1, "a": 2}', headers=headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid"), (path, answer.text)
         assert "the key 'a' stands twice" in answer.json()["error"]["message"], path
+        answer = served.client.request(*route.methods, path, content=b"\xff{", headers=headers | {"Content-Type": "text/plain"})
+        assert 400 <= answer.status_code < 500, "what is no text is no failure of the server"
 
 
 def test_a_key_is_one_for_both_ways(served: Served, accepted_directly: list[str]) -> None:
