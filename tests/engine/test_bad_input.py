@@ -20,6 +20,7 @@ from tests.engine.tiny_runs import job, run_spec, sha256, train
 from tests.small_disks import mounted, resize
 from tlora import durable
 from tlora.cli import commands
+from tlora.engine import train as front_door
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
@@ -121,7 +122,7 @@ def test_targets_and_ranks(base: Path, data: Path, tmp_path: Path) -> None:
             tlora.JobSpec.model_validate(job("x", path, r=rank))
 
 
-def test_an_output_directory_that_is_in_use(base: Path, data: Path, tmp_path: Path) -> None:
+def test_an_output_directory_that_is_in_use(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, out = [job("a", str(data / "b.jsonl"))], tmp_path / "out"
     train(base, out, jobs)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -131,6 +132,7 @@ def test_an_output_directory_that_is_in_use(base: Path, data: Path, tmp_path: Pa
     (out / "mine.txt").write_text("keep me")
     assert train(base, out, [job("b", str(data / "b.jsonl"), r=2)], overwrite=True)["b"].status == "done"
     assert (out / "mine.txt").exists() and not (out / "a").exists()
+    monkeypatch.delattr(front_door, "load")  # it is refused before the base is loaded
     with pytest.raises(ConfigError, match=r"b: r was 2 and is 3"):
         train(base, out, [job("b", str(data / "b.jsonl"), r=3)], resume=True)
 

@@ -40,7 +40,16 @@ from tlora.report.run_page import write_report
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import check_trackers
-from tlora.store.run_directory import check_run_directory, earlier_base, hold_run_directory, pin_base, pin_data, pin_dtype, write_run_file
+from tlora.store.run_directory import (
+    check_run_directory,
+    check_same_jobs,
+    earlier_base,
+    hold_run_directory,
+    pin_base,
+    pin_data,
+    pin_dtype,
+    write_run_file,
+)
 from tlora.store.run_recovery import restore_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.load import find_directory, load_config
@@ -130,6 +139,8 @@ def _settle(run: RunSpec, devices: Sequence[str | None], resume: bool, overwrite
     for line in describe_resume(run, ends) if resume else []:
         watcher.note(line)
     run = with_ends(run, ends)
+    if resume:  # of those that start from an adapter its shape is known later
+        check_same_jobs(Path(run.output_dir), [job for job in run.jobs if not job.adapter_path])
     if len(ends) < len(run.jobs):
         load_config(run.base_model)  # else it is refused only after its download
         fetch_base(run.base_model, watcher.stages(run.jobs))

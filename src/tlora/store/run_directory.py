@@ -237,7 +237,7 @@ def _take_up(directory: Path, run: RunSpec, resume: bool, note: Callable[[str], 
         if durable.is_leftover(path) and path.is_file():
             path.unlink()
     if resume:
-        _check_same_jobs(directory, run.jobs)
+        check_same_jobs(directory, run.jobs)
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
     elif any(directory.iterdir()):
         kept = remove_run(directory, _earlier_jobs(directory))
@@ -290,7 +290,7 @@ def check_same_job(directory: Path, job: JobSpec) -> None:
         _refuse_other_run(changed)
 
 
-def _check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
+def check_same_jobs(directory: Path, jobs: Sequence[JobSpec]) -> None:
     """`check_same_job` for all jobs of a run. New jobs may be added, others left out for now. A job whose `job.json` cannot be read fails
     alone, when it is opened.
     """
