@@ -6,10 +6,13 @@ Shown on two H200s (both links), and with both ranks on one H100.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import tlora
 from tests.engine.conftest import save_base
@@ -17,6 +20,10 @@ from tests.engine.ranks.test_stage_runs import write_preferences
 from tests.engine.tiny_runs import job, run_spec, sha256, write_rows
 from tlora.engine import train
 from tlora.engine.watcher import Watcher
+from tlora.job import LoraConfig, TrainConfig
+from tlora.shape.stages import LayerRange
+from tlora.supermodel.batch import BatchRow, collate
+from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 TWO = torch.cuda.device_count() > 1
@@ -50,3 +57,49 @@ def test_two_stages_give_the_bytes_of_one_gpu(precision: str | None, links: str,
     results = tlora.train(spec, gpus="0,1", watcher=Watcher(note=lines.append))
     assert {result.name: result.status for result in results.values()} == dict.fromkeys(NAMES, "done"), lines
     assert {name: sha256(out / name) for name in NAMES} == {name: sha256(tmp_path / "whole" / name) for name in NAMES}
+
+
+def test_passes_that_are_open_at_a_time_are_graphs_with_the_bits_of_launches(tmp_path: Path) -> None:
+    """A stage between two others, in this process: a second pass goes forward before the first one's gradient has come."""
+    base = save_base(tmp_path / "base", num_hidden_layers=3, hidden_size=128, intermediate_size=256, dtype=torch.bfloat16)
+    found = [middle_stage(base, graphs) for graphs in (False, True)]
+    assert [count for _, count in found] == [0, 2], "each of the two passes that are open has graphs of its own"
+    assert all(torch.equal(*both) for both in zip(found[0][0], found[1][0], strict=True))
+
+
+def middle_stage(base: Path, graphs: bool) -> tuple[list[Tensor], int]:
+    """Outputs and gradients of x and of the adapter in six rounds of two passes, and how many graphs there are in the end."""
+    model, ids = (
+        SuperModel.from_pretrained(str(base), device="cuda", deterministic=True, shared=LayerRange(1, 2, 3)),
+        np.arange(3, 67, dtype=np.int32),
+    )
+    assert model.fast_path is not None
+    if not graphs:
+        model.fast_path._graphs.clear()
+    model.join("a", LoraConfig(r=8, lora_dropout=0.1), TrainConfig(seed=1, max_steps=9))
+    model.state("a").params += 0.05
+    model.rewrite("a")
+    sent, made = torch.Generator("cuda").manual_seed(0), list[Tensor]()
+
+    class Before:
+        def receive(self, tokens: int) -> Tensor:
+            return torch.randn(tokens, 128, generator=sent, device="cuda").to(torch.bfloat16)
+
+        def send_back(self, gradient_TH: Tensor) -> None:
+            made.append(gradient_TH.clone())
+
+    model.passes.upstream = Before()
+    for number in range(6):
+        rows = [BatchRow("a", ids, np.ones(64, np.float32), 64.0, (7, number, each)) for each in range(2)]
+        opened: list[tuple[Tensor, Callable[[Tensor], object]]] = []
+        for row in rows:
+            [each] = model.stage_passes(collate([row], model.device), (), train=True)
+            hidden_TH, back = each.run()
+            assert back is not None
+            made.append(hidden_TH.clone())
+            opened.append((hidden_TH, back))
+        for hidden_TH, back in opened:
+            back(torch.randn(hidden_TH.shape, generator=sent, device="cuda").to(torch.bfloat16))
+        made.append(model.gradient("a").clone())
+        model.zero_grad_of("a")
+    return made, sum(each.num_captured for each in model.fast_path._graphs)

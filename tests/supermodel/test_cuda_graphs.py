@@ -25,7 +25,7 @@ class Graphs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
         self.graphs = object.__new__(CudaGraphs)
         self.graphs._captured, self.graphs._counts, self.graphs._padding = OrderedDict(), OrderedDict(), OrderedDict()
-        self.graphs._bank_version, self.graphs._turn = -1, None
+        self.graphs._bank_version, self.graphs._turn, self.graphs._source, self.graphs.num_launched = -1, None, None, 0
         self.done: list[str] = []
 
         def capture(_batch: object, _state: object) -> Any:
@@ -224,3 +224,31 @@ def test_real_lengths_cost_less_than_without_padding(samples: int, gain: float, 
     chosen = [graphs.train(size) for size in sizes]
     assert cost(sizes[:60], chosen[:60]) * gain < cost(sizes[:60], sizes[:60])
     assert cost(sizes, chosen) < cost(sizes, sizes)
+
+
+def test_graphs_of_a_stage_read_what_the_stage_before_sends_and_leave_its_gradient_there() -> None:
+    """Replays are stood in for by functions on the memory that the graphs were captured with: out = 2 x, and dx = 3 dout."""
+    captured_x = torch.zeros(4, 2, requires_grad=True)
+    captured_x.grad = torch.zeros(4, 2)
+    ends, tokens = cuda_graphs._Ends(torch.zeros(4, 2), torch.zeros(4, 2)), torch.zeros(4)
+    forward: Any = SimpleNamespace(replay=lambda: ends.hidden_TH.copy_(2 * captured_x.detach()))
+    backward: Any = SimpleNamespace(replay=lambda: captured_x.grad.copy_(3 * ends.dhidden_TH))  # type: ignore[union-attr]
+    captured = cuda_graphs._Captured(forward, backward, [tokens], ends, captured_x)
+    for number in (1.0, 5.0):
+        x_TH = torch.full((4, 2), number, requires_grad=True)
+        hidden_TH, back = captured.run([torch.full((4,), number)], x_TH)
+        assert torch.equal(hidden_TH, torch.full((4, 2), 2 * number)) and torch.equal(tokens, torch.full((4,), number))
+        back(torch.full((4, 2), 10 * number))
+        first = x_TH.grad
+        assert first is not None and torch.equal(first, torch.full((4, 2), 30 * number))
+        captured_x.grad.zero_()
+        assert torch.equal(first, torch.full((4, 2), 30 * number)), "the gradient lies in memory that the next pass writes"
+
+
+def test_passes_that_are_no_replays_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(monkeypatch)
+    counts: list[int] = []
+    for _ in range(4):
+        graphs.run()
+        counts.append(graphs.graphs.num_launched)
+    assert counts == [1, 2, 2, 2], "launched, captured, and twice replayed"

@@ -6,7 +6,7 @@ The path is switched on by `fast` for the super-models that a test makes, and by
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.supermodel.padding import Padding
 from tests.tiny import FAMILIES, make_model, make_samples
 from tests.tolerances import TRAINED, assert_close, relative_error
 from tlora.adapters.state import AdapterState, init_state
@@ -30,7 +31,6 @@ from tlora.shape.token_cost import HIDES_LAUNCHES, SLOW_HOST
 from tlora.supermodel import losses as loss_module
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.cuda_graphs import Backward, Shape
 from tlora.supermodel.fast_path import _sees_the_same_again, linears_in_passes
 from tlora.supermodel.kernel_tiles import digest_on_plain_path
 from tlora.supermodel.load import hidden_states, make_base
@@ -40,7 +40,6 @@ from tlora.supermodel.supermodel import JobLoss, SuperModel
 
 with interpreted():  # the path imports them late, when the variable may not be set any more
     from tlora.kernels import pass_operations, recurrent_operations  # noqa: F401
-    from tlora.kernels.pass_operations import PassState
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")]  # dynamo looks
 CLOSE = 1e-4
@@ -263,27 +262,6 @@ def test_a_shared_experts_gate_is_left_to_pytorch() -> None:
     assert linears_in_passes(model.base, linears, deterministic=True) == linears, "a sample's bits there would depend on others"
 
 
-class Padding:
-    """In place of CUDA graphs: each pass with as many tokens, as it is."""
-
-    busy = False
-
-    def __init__(self, shared: SuperModel, tokens: int) -> None:
-        assert shared.fast_path is not None
-        self.fast, self.bank, self.tokens = shared.fast_path, shared.bank, tokens
-        self.asked: list[tuple[Shape, int, int]] = []
-
-    def size_for(self, own: Shape, most: int, launch: int, shape_of: Callable[[int], Shape], bank_version: int) -> int:
-        assert shape_of(own.tokens) == own and bank_version == self.bank.version
-        self.asked.append((own, most, launch))
-        self.expected = shape_of(self.tokens)
-        return self.tokens
-
-    def run(self, batch: PackedBatch, state: PassState, bank_version: int, recomputed_layers: int) -> tuple[Tensor, Backward]:
-        assert Shape(len(batch.input_ids_T), recomputed_layers, state.shape) == self.expected, "not the shape that it was chosen by"
-        return self.fast.run(batch, state)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("job_ids", ["bda", *(pytest.param(ids, marks=pytest.mark.soak) for ids in ("ab", "d"))])
@@ -296,7 +274,7 @@ def test_a_pass_that_is_padded_for_a_graph_has_the_shape_that_was_predicted_and_
         batch = replace(batch_of(job_ids), most_tokens=2048)
         if tokens:
             padding = Padding(shared, tokens)
-            shared.fast_path._graphs = padding  # type: ignore[union-attr, assignment]
+            shared.fast_path._graphs = [padding]  # type: ignore[union-attr, list-item]
         before = shared.passes.computed_tokens
         shared.forward_backward(batch)
         assert shared.passes.computed_tokens - before == (tokens or len(batch.input_ids_T))

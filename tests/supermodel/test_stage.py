@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreter import INTERPRETED_ALONE, interpret
+from tests.supermodel.padding import Padding
 from tests.tiny import make_model, make_samples
 from tlora.adapters.adamw import StepStats
 from tlora.adapters.state import AdapterState, init_state
@@ -147,6 +148,7 @@ def chain(stages: Sequence[SuperModel]) -> list[Before]:
     ],
 )
 def test_stages_compute_the_bits_of_the_whole_base(family: str, layers: int, fast: bool, tmp_path: Path) -> None:
+    """Also where each stage pads a micro-batch to a size of its own, as for CUDA graphs."""
     with torch.compiler.set_stance("force_eager" if layers == 2 else "default"):
         check_bits(family, layers, fast, tmp_path)
 
@@ -158,6 +160,9 @@ def check_bits(family: str, layers: int, fast: bool, tmp_path: Path) -> None:
     make_model(family, num_hidden_layers=layers, **types, **shape).save_pretrained(tmp_path)
     whole = load(tmp_path, fast, None)
     stages = [load(tmp_path, fast, LayerRange(first, first + 1, layers)) for first in range(layers)]
+    for rank, stage in enumerate(stages if fast else ()):
+        assert stage.fast_path._launch_tokens == whole.fast_path._launch_tokens, "its layers alone, and their products"  # type: ignore[union-attr]
+        stage.fast_path._graphs = [Padding(stage, 128 + 32 * rank)]  # type: ignore[union-attr, list-item]
     links = chain(stages)
     states = states_of(whole, loras)
     for job_id, lora in loras.items():

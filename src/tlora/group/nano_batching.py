@@ -22,6 +22,7 @@ from tlora.shape.work import SampleWork
 from tlora.supermodel.multiply_adds import work_of_samples
 from tlora.supermodel.supermodel import SuperModel
 
+_MOST_UNMEASURED = 4  # steps of a count, in which passes are launched that graphs will replay: where lengths are ever others, all would be
 MOST_PER_STAGE = 16  # slices for each stage: more shorten a step by less than a sixteenth
 
 
@@ -49,6 +50,7 @@ class NanoBatching:
         self._cuts = False  # whether stages would wait
         self._since: float | None = None  # when what is measured began
         self._work, self._stepped = 0.0, set[str]()  # since then
+        self._launched = self._unmeasured = 0  # passes before it that were no replays; steps of this count in which there were others
 
     @property
     def slices(self) -> int | None:
@@ -135,16 +137,26 @@ class NanoBatching:
         if self._since is None:
             self._begin(now)
         elif self._work and self._stepped >= self._runs.keys():  # steps may follow each other with no micro-batch between
+            if self._launched_passes != self._launched and self._unmeasured < _MOST_UNMEASURED:
+                self._unmeasured += 1
+                self._begin(now)
+                return
             tried = self._choice.count
             self._choice.see((now - self._since) * self._all_work / self._work)
             self._begin(now)
+            self._unmeasured = self._unmeasured if tried == self._choice.count else 0
             if self._choice.settled:
                 self._record()
             elif tried != self._choice.count and len(self._runs) > 1:
                 self.forget_time()  # others are in the midst of a batch that is cut as before
 
     def _begin(self, now: float) -> None:
-        self._since, self._work, self._stepped = now, 0.0, set()
+        self._since, self._work, self._stepped, self._launched = now, 0.0, set(), self._launched_passes
+
+    @property
+    def _launched_passes(self) -> int:
+        """Of this stage. With the next batch of the same slices fewer are."""
+        return self._model.fast_path.launched_passes if self._model.fast_path is not None else 0
 
     def _record(self) -> None:
         count, tried = self._choice.count, self._choice.tried

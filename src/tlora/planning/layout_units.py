@@ -26,7 +26,7 @@ from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import cut_layers
-from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers, stage_launch_tokens, token_cost_on
+from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers, token_cost_on
 from tlora.wording.numbers import gib
 
 
@@ -203,12 +203,13 @@ class Pipeline:
         """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""
         count = len(self.cuts)
         fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
-        pipelines = dict[tuple[float, float], TokenCost]()  # by what a micro-batch costs besides: all stages of alike layers share one
+        pipelines = dict[float, TokenCost]()  # by what each token costs besides: all stages of alike layers share one
         for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
             memory = device.parts.stage_memory(first, end, in_flight=count - stage)
             here = [job.within(device.parts, first, end) for job in jobs]
-            cost = in_stages(device.cost(memory), count, jobs, stage_launch_tokens("cuda", memory, device.rate))
-            cost = replace(cost, pipeline=pipelines.setdefault((cost.fixed_tokens, cost.launch_tokens), cost).pipeline)
+            cost = device.cost(memory)
+            modelled = pipelines.setdefault(cost.fixed_tokens, in_stages(cost, count, jobs))
+            cost = replace(cost, pipeline=modelled.pipeline)
             try:
                 fits.append((_fit(run, here, memory, device, cost), cost, here))
             except DoesNotFitError as error:

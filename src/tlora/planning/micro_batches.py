@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tlora.batching.flow import Item
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
-from tlora.batching.pipeline_model import Entry, OfferedJob, Pipeline, Stream
+from tlora.batching.pipeline_model import OfferedJob, Pipeline, Stream
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import global_batch, row_tokens
@@ -83,19 +83,11 @@ def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
     return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
 
 
-def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob], launch_tokens: float) -> TokenCost:
-    """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait, and
-    none costs less than `launch_tokens`.
-    """
-    if stages == 1:
-        return cost
-    cost = replace(cost, launch_tokens=launch_tokens)
+def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob]) -> TokenCost:
+    """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait."""
     drawn = {job.spec.name: _batches(job) for job in jobs if job.data is not None}  # once, for all budgets
-    if not drawn:
+    if stages == 1 or not drawn:
         return cost
-
-    def seconds_of(entry: Entry) -> float:
-        return max(entry.tokens + cost.fixed_tokens, cost.launch_tokens)
 
     @lru_cache(maxsize=64)
     def through(token_budget: int) -> PipelineCost:
@@ -104,7 +96,7 @@ def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob], launch_tok
             drawn[name], own = itertools.tee(drawn[name])
             offered[name] = OfferedJob(name, own)
         order = Stream(offered, token_budget, stages)
-        found = Pipeline(order, seconds_of, stages).run(_PIPELINED, _PIPELINED // 6)
+        found = Pipeline(order, lambda entry: entry.tokens + cost.fixed_tokens, stages).run(_PIPELINED, _PIPELINED // 6)
         return PipelineCost(found.seconds * stages / found.tokens, found.waited_seconds / found.seconds)
 
     return replace(cost, pipeline=through)

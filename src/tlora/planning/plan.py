@@ -21,9 +21,8 @@ from tlora.planning.job_plan import PlannedJob, longest_sample, plan_jobs
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import measure, measure_in_parts, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
-from tlora.planning.work import adapts_experts, rate_here, token_cost
+from tlora.planning.work import adapts_experts, token_cost
 from tlora.shape.memory import MemoryModel
-from tlora.shape.token_cost import stage_launch_tokens
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
@@ -215,9 +214,7 @@ def fit(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) 
     """As `settle`, of jobs whose problems stay as they are."""
     memory = counting_jobs(memory, plan.jobs, run.deterministic)
     jobs = fitted_jobs(run, plan)
-    rate = rate_here(device).multiply_adds_per_second(device.type, run.base_precision == "fp8")
-    launch_tokens = stage_launch_tokens(device.type, memory, rate)
-    cost = in_stages(token_cost(memory, device, plan.link_tokens), plan.stages, jobs, launch_tokens)
+    cost = in_stages(token_cost(memory, device, plan.link_tokens), plan.stages, jobs)
     budget, recompute = choose(run, jobs, plan.longest, memory, plan.limit_bytes, cost)
     return replace(plan, memory=memory, token_budget=budget, recompute=recompute)
 

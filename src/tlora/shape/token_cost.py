@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 # (bench/results/h200_memory.json), which is no longer computed again: 0.31. On an H100 the rows of
 # bench/results/h100_2ecdd65_long_samples_8b.json, 27 of 32 layers for all against for a tenth of the tokens, come to 0.29.
 RECOMPUTE_SHARE = 0.31
-_LAUNCH_SECONDS = 4.2e-3  # that Python takes to launch a decoder layer, forward and back (one H200's host)
 SLOW_HOST = 1.5
 """By how much slower hosts launch: on an H100's a lone job of 1,400 tokens a step over an 8B, which hides its launches on the host above,
 was 5 to 10 % faster with graphs, padding included."""
-HIDES_LAUNCHES = _LAUNCH_SECONDS / 5.9e-3 * 8192 * 50e6
-"""Work of a micro-batch, in tokens times weights of a layer, from which on the GPU takes longer than Python does to launch it, as 1.7B
-takes 5.9 ms a layer for 8,192 tokens (one H200). Of weights alone, without features, on both sides."""
+HIDES_LAUNCHES = 4.2 / 5.9 * 8192 * 50e6
+"""Work of a micro-batch, in tokens times weights of a layer, from which on the GPU takes longer than Python does to launch it: 4.2 ms a
+layer, as 1.7B takes 5.9 ms a layer for 8,192 tokens (one H200 and its host). Of weights alone, without features, on both sides."""
 
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/adr/016-memory-is-counted.md)
@@ -54,20 +53,18 @@ class PipelineCost(NamedTuple):
 class TokenCost:
     """Of one base on one device. A micro-batch costs as much as `fixed_tokens` more would, and over a base that is streamed no less than
     `link_tokens`, of which the products take as long as the link takes to bring the layers. With more than `full_tokens` micro-batches
-    become no faster. Of one of several stages: `pipeline` gives what a token costs with micro-batches of up to so many, and none costs less
-    than `launch_tokens`.
+    become no faster. Of one of several stages: `pipeline` gives what a token costs with micro-batches of up to so many.
     """
 
     full_tokens: int
     num_layers: int = 0  # that can be recomputed
     fixed_tokens: float = 0.0
     link_tokens: float = 0.0
-    launch_tokens: float = 0.0
     pipeline: Callable[[int], PipelineCost] | None = field(default=None, compare=False)
 
     def products(self, tokens: float, recomputed_layers: int) -> float:
         """Of each token in a micro-batch of so many, without the link."""
-        return max(1 + self.fixed_tokens / tokens, self.launch_tokens / tokens) * recompute_factor(recomputed_layers, self.num_layers)
+        return (1 + self.fixed_tokens / tokens) * recompute_factor(recomputed_layers, self.num_layers)
 
     def at(self, tokens: float, recomputed_layers: int) -> float:
         """Of each token in a micro-batch of so many, on all layers; 1 where it is ideal."""
@@ -91,16 +88,6 @@ def token_cost_on(
     layer = max(memory.layer_weights + each * memory.layer_features, 1)
     besides = (ordinary if fixed_work is None else fixed_work) + _UNPACKING * memory.unpacked_weights
     return TokenCost(full, memory.num_layers, besides / layer, link_tokens)
-
-
-def stage_launch_tokens(device_type: str, memory: MemoryModel, multiply_adds_per_second: float) -> float:
-    """Tokens whose products take as long as a slow host launches their layers: stages have no CUDA graphs, so that no micro-batch is faster
-    (`TokenCost.launch_tokens`). 0 on a CPU, and where layers are not compiled, as the whole base is launched so there too.
-    """
-    if device_type != "cuda" or not memory.num_layers:
-        return 0.0
-    layer = max(memory.layer_weights + FEATURE_WEIGHTS * memory.layer_features, 1)
-    return SLOW_HOST * _LAUNCH_SECONDS * multiply_adds_per_second / (2 * layer)
 
 
 def recompute_factor(recomputed_layers: float, num_layers: int) -> float:

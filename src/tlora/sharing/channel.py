@@ -87,20 +87,25 @@ class Waiting(Protocol):
 class PeerWait:
     """Waits until `interrupted` says why not. Raises RankError where the peer's process has ended."""
 
-    def __init__(self, peers: Peers | RelayedPeers, interrupted: Callable[[], bool] = lambda: False) -> None:
-        self._peers, self.interrupted = peers, interrupted
+    def __init__(
+        self, peers: Peers | RelayedPeers, interrupted: Callable[[], bool] = lambda: False, idle: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`idle`: whether the device has done all that was launched."""
+        self._peers, self.interrupted, self._idle = peers, interrupted, idle
         self.seconds = 0.0
 
     def until(self, ready: Callable[[], bool], peer: int) -> None:
-        """Of `Waiting`. `seconds` counts what it took."""
+        """Of `Waiting`. `seconds` counts what it took from when the device was idle."""
         if ready():
             return
-        spins, began = 0, time.monotonic()
-        looked = began
+        spins, looked = 0, time.monotonic()
+        idle_since: float | None = None
         try:
             while not ready():
                 if self.interrupted():
                     raise InterruptedWaitError
+                if idle_since is None and self._idle():
+                    idle_since = time.monotonic()
                 spins += 1
                 if spins > _SPINS:
                     time.sleep(_POLL_SECONDS)
@@ -109,7 +114,7 @@ class PeerWait:
                     if not self._peers.is_alive(peer) and not ready():
                         raise RankError(f"rank {peer} has ended, and this rank waits for it")
         finally:
-            self.seconds += time.monotonic() - began
+            self.seconds += 0.0 if idle_since is None else time.monotonic() - idle_since
 
 
 class DeviceOrder:

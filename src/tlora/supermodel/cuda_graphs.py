@@ -9,8 +9,8 @@ wait for most of theirs to come again. `size_for` says to how many tokens such a
 that there is or, where there is none, of a rough size, which soon has one. What a finer size, or the micro-batch's own, would have saved
 of padding is counted. When that is as much as it takes to capture that size, micro-batches run at it until it is captured.
 
-One way to execute passes that do not overlap. A second pass before the first one's backward has to run without graphs
-(`fast_path.py`).
+One way to execute passes that do not overlap. A second pass before the first one's backward has to run without graphs, or with graphs and
+memory of its own, as each of the passes that a stage has open (`fast_path.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +42,14 @@ Backward = Callable[[Tensor], object]
 """Takes the gradient of the hidden states [T, H] back through the decoder, once."""
 Decode = Callable[[PackedBatch, "PassState"], tuple[Tensor, Backward]]
 """Hidden states [T, H] of a batch, and the way back."""
+
+
+class Source(Protocol):
+    """`stage.StageInput`: `x_TH` is what it has now."""
+
+    x_TH: Tensor | None
+
+    def holding(self, x_TH: Tensor | None) -> AbstractContextManager[None]: ...
 
 
 class Shape(NamedTuple):
@@ -65,15 +74,24 @@ class _Captured:
     backward: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     ends: _Ends
+    x_TH: Tensor | None  # of a stage, what its first layer reads; the graphs leave its gradient there
 
-    def run(self, inputs: list[Tensor]) -> tuple[Tensor, Backward]:
+    def run(self, inputs: list[Tensor], x_TH: Tensor | None) -> tuple[Tensor, Backward]:
+        """`x` [T, H]: what the stage before has sent, which gets its gradient; the graphs' own tokens may be more."""
         torch._foreach_copy_(self.inputs, inputs)
+        if self.x_TH is not None and x_TH is not None:
+            own_TH, tokens = self.x_TH.detach(), len(x_TH)
+            own_TH[:tokens].copy_(x_TH.detach())
+            own_TH[tokens:].zero_()
         self.forward.replay()
-        return self.ends.hidden_TH, self._run_backward
+        return self.ends.hidden_TH, partial(self._run_backward, x_TH)
 
-    def _run_backward(self, dhidden_TH: Tensor) -> None:
+    def _run_backward(self, x_TH: Tensor | None, dhidden_TH: Tensor) -> None:
         self.ends.dhidden_TH.copy_(dhidden_TH)
         self.backward.replay()
+        if self.x_TH is not None and x_TH is not None:
+            assert self.x_TH.grad is not None, "the captured pass gave no gradient of what the stage before sends"
+            x_TH.grad = self.x_TH.grad[: len(x_TH)].clone()
 
 
 class _Turn:
@@ -96,9 +114,9 @@ class CudaGraphs:
     room together than those of the largest.
     """
 
-    def __init__(self, decode: Decode, like: Tensor) -> None:
-        """`like` has the last dim, dtype and device of the hidden states."""
-        self._decode, self._like = decode, like
+    def __init__(self, decode: Decode, like: Tensor, source: Source | None = None) -> None:
+        """`like` has the last dim, dtype and device of the hidden states. `source`: of a stage, where its first layer reads x."""
+        self._decode, self._like, self._source = decode, like, source
         self._stream = torch.cuda.Stream(like.device)
         self._pool, self._keeper = self._open_pool()
         self._captured: OrderedDict[Shape, _Captured | None] = OrderedDict()  # None: it could not be
@@ -106,7 +124,13 @@ class CudaGraphs:
         self._padding: OrderedDict[Shape, int] = OrderedDict()  # tokens that graphs of larger ones computed too much for them
         self._ends = _Ends(like[:0], like[:0])
         self._bank_version = -1
+        self.num_launched = 0
+        """Passes that were launched or captured, and not replayed."""
         self._turn: weakref.ref[_Turn] | None = None
+
+    def _sent(self) -> Tensor | None:
+        """What the stage before has sent, [T, H], for the pass that begins."""
+        return None if self._source is None else self._source.x_TH
 
     def _open_pool(self) -> tuple[_Pool, torch.cuda.CUDAGraph]:
         pool, keeper = _Pool(torch.cuda.graph_pool_handle()), torch.cuda.CUDAGraph()
@@ -146,12 +170,14 @@ class CudaGraphs:
             del self._counts[shape]
             self._padding.pop(shape, None)
             self._captured[shape] = self._try_to_capture(batch, state)
+            self.num_launched += 1
             if len(self._captured) > _MOST_CAPTURED:
                 self._captured.popitem(last=False)
         captured = self._captured.get(shape)
         if captured is not None:
-            return self._in_turn(*captured.run(_inputs(batch, state)))
+            return self._in_turn(*captured.run(_inputs(batch, state), self._sent()))
         hidden_TH, backward = self.run_uncaptured(batch, state)
+        self.num_launched += 1
 
         def counted(dhidden_TH: Tensor) -> None:
             backward(dhidden_TH)
@@ -247,8 +273,11 @@ class CudaGraphs:
         tables = replace(state.tables, keys_T=None if keys_T is None else keys_T.clone())
         experts = None if state.experts is None else replace(state.experts, routings={}, shrunk={})
         mine = replace(state, tables=tables, shrunk={}, experts=experts)
-        captured = _Captured(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), _inputs(own, mine), self._ends_of(len(own.input_ids_T)))
-        with torch.autograd.set_multithreading_enabled(False), no_collection():  # a graph that died meanwhile would spoil it
+        x_TH = None if (sent_TH := self._sent()) is None else sent_TH.new_zeros(len(own.input_ids_T), sent_TH.shape[1]).requires_grad_()
+        graphs, ends = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()), self._ends_of(len(own.input_ids_T))
+        captured = _Captured(*graphs, _inputs(own, mine), ends, x_TH)
+        held = nullcontext() if self._source is None else self._source.holding(x_TH)
+        with held, torch.autograd.set_multithreading_enabled(False), no_collection():  # a graph that died meanwhile would spoil it
             with self._into(captured.forward, self._pool):
                 hidden_TH, backward = self._decode(own, mine)
                 captured.ends.hidden_TH.copy_(hidden_TH)

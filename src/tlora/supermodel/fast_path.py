@@ -119,7 +119,8 @@ class FastPath:
 
         share_compiled_kernels()
         self._base, self._context, self._deterministic = base, context, deterministic
-        work = sum(linear.in_features * linear.out_features for linear in linears.values())
+        here = [m for name, m in linears.items() if base.stage is None or name.startswith(tuple(f"{layer}." for layer in base.stage.names))]
+        work = sum(linear.in_features * linear.out_features for linear in here)
         linears = linears_in_passes(base, linears, deterministic)
         self._experts = experts if experts.on_kernels else None
         if self._experts is not None:
@@ -161,18 +162,34 @@ class FastPath:
         measured = not expert_modules(base.model) and launched_as(device).sized
         self._launch_tokens = int(SLOW_HOST * HIDES_LAUNCHES * self.num_layers / work) if measured else 0
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
-        captured = device.type == "cuda" and base.layers is None and base.stage is None and not _experts_wait(base, device)
-        self._graphs = CudaGraphs(self.run, base.head.weight_VH) if captured else None
+        captured = device.type == "cuda" and base.layers is None and not _experts_wait(base, device)
+        self._graphs = [self._new_graphs()] if captured else []
 
     @property
     def runs_experts(self) -> bool:
         """Whether passes may have jobs that adapt experts."""
         return self._experts is not None
 
+    @property
+    def launched_passes(self) -> int:
+        """How many there were, where passes may be graphs, that were no replay: they took longer than they will."""
+        return sum(graphs.num_launched for graphs in self._graphs)
+
     def release_memory(self) -> None:
         """Give back what is kept for passes to come."""
-        if self._graphs is not None:
-            self._graphs.release()
+        for graphs in self._graphs:
+            graphs.release()
+
+    def _new_graphs(self) -> CudaGraphs:
+        stage = self._base.stage
+        return CudaGraphs(self.run, self._base.head.weight_VH, None if stage is None else stage.input)
+
+    def _free_graphs(self) -> CudaGraphs | None:
+        """Those of no open pass. Of a stage, which has several passes open at a time, each has graphs and memory of its own."""
+        free = next((graphs for graphs in self._graphs if not graphs.busy), None)
+        if free is None and self._graphs and self._base.stage is not None:
+            self._graphs.append(free := self._new_graphs())
+        return free
 
     def _begin_graph(self, _module: nn.Module, _args: object, embedded: Tensor) -> Tensor:
         """The first layer's x needs a gradient like the others': a layer without one would be compiled twice."""
@@ -247,23 +264,23 @@ class FastPath:
         self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
     ) -> tuple[Tensor, Backward | None]:
         """Hidden states [T, H] of `batch` with the adapters of `bank` (None: the base alone), and in training what takes their gradient
-        back; then perhaps with more padding. A pass that overlaps another one runs without a graph.
+        back; then perhaps with more padding. A pass over a whole base that overlaps another one runs without a graph.
         """
         state = self.begin(batch, weights, bank, dropout)
         if not train or bank is None:
             with torch.no_grad():
                 return self._decode(batch, state), None
-        if self._graphs is None or self._graphs.busy:
+        if (graphs := self._free_graphs()) is None:
             return self.run(batch, state)
         if self._base.decoder._forward_hooks or self._context.tokens is not None:  # a graph calls no hooks
-            return self._graphs.run_uncaptured(batch, state)
+            return graphs.run_uncaptured(batch, state)
         tokens = len(batch.input_ids_T)
         own = Shape(tokens, self.recompute.layers(tokens), state.shape)
-        size = self._graphs.size_for(own, batch.most_tokens, self._launch_tokens, partial(self._shape_with, batch, state), bank.version)
+        size = graphs.size_for(own, batch.most_tokens, self._launch_tokens, partial(self._shape_with, batch, state), bank.version)
         if size > tokens:
             batch = batch.padded(size)
             state = self.begin(batch, weights, bank, dropout)
-        return self._graphs.run(batch, state, bank.version, self.recompute.layers(len(batch.input_ids_T)))
+        return graphs.run(batch, state, bank.version, self.recompute.layers(len(batch.input_ids_T)))
 
     def _shape_with(self, batch: PackedBatch, state: PassState, tokens: int) -> Shape:
         """Of `batch`, whose pass is `state`, with padding up to `tokens`."""

@@ -13,32 +13,38 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tlora.adapters.state import AdapterLayout, AdapterShape, AdapterState
 from tlora.shape.stages import LayerRange
+
+
+def pad_to(x_TH: Tensor, tokens: int) -> Tensor:
+    """Zeros behind x, up to `tokens`."""
+    return x_TH if len(x_TH) == tokens else functional.pad(x_TH, (0, 0, 0, tokens - len(x_TH)))
 
 
 class StageInput:
     """Where a stage's first layer takes its x from: what `holding` has, else what the decoder hands it."""
 
     def __init__(self) -> None:
-        self._x_TH: Tensor | None = None
+        self.x_TH: Tensor | None = None
 
     @contextmanager
     def holding(self, x_TH: Tensor | None) -> Iterator[None]:
-        before, self._x_TH = self._x_TH, x_TH
+        before, self.x_TH = self.x_TH, x_TH
         try:
             yield
         finally:
-            self._x_TH = before
+            self.x_TH = before
 
     def put_in(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A forward pre-hook of the first layer: x is its first argument, [1, T, H]."""
-        if self._x_TH is None:
+        """A forward pre-hook of the first layer: x is its first argument, [1, T, H], with zeros where the pass has padding of its own."""
+        if self.x_TH is None:
             return None
-        if args:
-            return (self._x_TH[None], *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._x_TH[None]}
+        tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+        x_1TH = pad_to(self.x_TH, tokens)[None]
+        return ((x_1TH, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x_1TH})
 
 
 Columns = Callable[[AdapterShape], int]
@@ -165,6 +171,14 @@ def decode_from(stage: Stage, x_TH: Tensor, decode: Decode, train: bool) -> tupl
         return gradient_TH
 
     return hidden_TH, go_back
+
+
+def without_padding(decode: Decode, tokens: int) -> tuple[Tensor, Callable[[Tensor], object] | None]:
+    """What `decode` gives of a micro-batch of `tokens`, for a neighbour that does not know how many more this stage has computed."""
+    hidden_TH, back = decode()
+    if len(hidden_TH) == tokens or back is None:
+        return hidden_TH[:tokens], back
+    return hidden_TH[:tokens], lambda dhidden_TH: back(pad_to(dhidden_TH, len(hidden_TH)))
 
 
 def stage_of(decoder_layers: Sequence[nn.Module], model: nn.Module, layers: LayerRange) -> Stage:

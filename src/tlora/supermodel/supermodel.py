@@ -43,7 +43,7 @@ from tlora.supermodel.optimizer_steps import MeasuredSteps, PartStep, StepError
 from tlora.supermodel.part_passes import PartPasses, by_targets
 from tlora.supermodel.plain_path import PlainPath, groups_on
 from tlora.supermodel.shared_base import load_shared_base
-from tlora.supermodel.stage import StagePass
+from tlora.supermodel.stage import StagePass, without_padding
 from tlora.supermodel.stage_base import load_stage
 
 
@@ -374,7 +374,8 @@ class SuperModel(nn.Module):
         for part in self._split(batch):
             if jobs := {span.job_id for span in part.spans} & set(compared):
                 yield StagePass(partial(self.passes.of_references, part, jobs), False)
-            yield StagePass(partial(self.passes.of_stage, part, train), train)
+            run = partial(without_padding, partial(self.passes.of_stage, part, train), len(part.input_ids_T))
+            yield StagePass(run, train)
 
     def _parts(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> Iterable[PackedBatch]:
         """What is computed at once: `batch`, or each of its units by itself. The kernels are deterministic as they are."""

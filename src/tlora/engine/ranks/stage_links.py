@@ -77,7 +77,7 @@ class StageLinks:
             hidden = by_host(2 * ring, name="hidden states") if through_host else open_peer_memory(2 * ring, peers, device)
             flat = by_host(flat_bytes, name="adapters")
         self._words = open_words(_PER_RANK + _WORDS_PER_RANK * self.count, peers)
-        self.patience, self._still = PeerWait(peers, self._interrupted), PeerWait(peers)
+        self.patience, self._still = PeerWait(peers, self._interrupted, self._is_idle), PeerWait(peers)
         if isinstance(peers, RelayedPeers):
             self._agree_on_sizes()
         order = DeviceOrder(device)
@@ -139,8 +139,11 @@ class StageLinks:
 
     @property
     def waited_seconds(self) -> float:
-        """For other stages, with nothing else to do."""
+        """For other stages, with nothing else to do on the device."""
         return self.patience.seconds
+
+    def _is_idle(self) -> bool:
+        return self.device.type != "cuda" or torch.cuda.current_stream(self.device).query()
 
     # -- `Upstream`, of a stage behind the first -----------------------------------------------------------------------
 
