@@ -68,10 +68,19 @@ OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families ma
 LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "step3p5": {"sliding_window": 7},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
-"""What a class's default leaves out, by the text model's type: Gemma 4's layers with experts have its dense ones too. Both checkpoints of
-Llama 4 send a token to one expert.
+"""What a class's default leaves out, or would not fit the narrow widths, by the text model's type: Gemma 4's layers with experts have its
+dense ones too. Both checkpoints of Llama 4 send a token to one expert.
 """
 OTHER_TYPES = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}  # in checkpoints, not in the class's default
 TOWER: dict[str, Any] = {"depth": 1, "num_hidden_layers": 1, "n_layers": 1, "out_hidden_size": TINY["hidden_size"]}

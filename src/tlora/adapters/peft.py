@@ -25,6 +25,15 @@ from tlora.json_file import read_object
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _PIECE_BYTES = 16 << 20  # written, then hashed while it is in the cache; while another thread computes, each piece waits for Python's lock
 
+_NO_OUT_PROJ = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # by a base's model_type; PEFT raises at any of that name
+
+
+def refused_by_peft(model_type: str, layout: AdapterLayout) -> list[str]:
+    """In a line, that PEFT does not load such an adapter over a base of that type."""
+    if model_type not in _NO_OUT_PROJ or all(shape.module.rpartition(".")[2] != "out_proj" for shape in layout.linears):
+        return []
+    return [f"PEFT loads no adapter at out_proj over {model_type}. Write exclude_modules: [out_proj] for one that it does"]
+
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """Write a new file of host tensors of one dtype; return its sha256. Nothing is synced. Raises OSError.

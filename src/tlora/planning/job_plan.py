@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tlora.adapters.pattern_warnings import pattern_warnings
-from tlora.adapters.peft import load_params, read_config
+from tlora.adapters.peft import load_params, read_config, refused_by_peft
 from tlora.adapters.state import AdapterLayout, AdapterState
 from tlora.base_digest import trained_over
 from tlora.batching.replicas import ReplicaPlacement
@@ -120,6 +120,7 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
         job.warnings += warnings + _place_warnings(ordered, job.spec, start, model) + _base_warnings(start, model.base.name)
     job.layout = model.layout(job.spec)
     job.warnings += model.left_out(job.spec) + pattern_warnings(job.spec, job.layout) + _rank_warnings(job.layout)
+    job.warnings += refused_by_peft(model.model.config.model_type, job.layout)
     if start is not None:
         load_params(start, job.layout, torch.float32)
 
