@@ -84,6 +84,21 @@ def test_a_group_over_two_kinds_goes_by_the_slower() -> None:
     assert gpus_of(timeline, "wide") == (0, 1) and job.step_seconds == pytest.approx(32.0 + 0.05)
 
 
+def test_steps_on_two_kinds_correct_what_is_believed_of_neither() -> None:
+    """The new GPU has four fifths of the job as soon as its steps were measured: the old one is as slow as before."""
+    timeline = Timeline(Scheduler(residual_capacity(made_settings()), made_cost(0.0)))
+    timeline.tell(KindsFound((0, 1), (OLD, NEW), (SPEEDS[OLD], SPEEDS[NEW])), NodeAdded("both", (0, 1)))
+    timeline.tell(made_spec("wide", gpus=2, tokens=16_000.0))
+    state = timeline.scheduler.state
+    job, base = state.jobs["wide"], state.jobs["wide"].spec.base_model
+    timeline.tell(GroupReady(job.group_id or ""))
+    for step in range(1, 40):
+        timeline.now += 12.8
+        timeline.tell(StepsDone("wide", job.group_id or "", float(step), 12.8))
+    alone = [state.cost_on([gpu]).alone_step_seconds(base, 8000.0, 1) for gpu in (0, 1)]
+    assert alone == pytest.approx([32.0, 8.0]) and job.steps_done == 39
+
+
 def test_one_kind_as_fast_as_the_clusters_own_model_changes_nothing() -> None:
     state = ClusterState(made_cost())
     assert state.find_kinds((0, 1), (NEW, NEW), (1.0, 1.0)) and not state.find_kinds((0, 1), (NEW, NEW), (1.0, 1.0))

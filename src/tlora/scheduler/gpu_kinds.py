@@ -45,9 +45,15 @@ class GpuKinds:
         """The kind by which a group on `gpus` goes: replicas wait for the last. An unknown GPU counts as the reference."""
         if not self.differ:
             return self.reference()
+        return min(self._kinds_of(gpus), key=lambda kind: (self.speeds[kind], kind), default=self.reference())
+
+    def are_mixed(self, gpus: Iterable[int]) -> bool:
+        """Whether a group on `gpus` has them of several kinds."""
+        return self.differ and len(self._kinds_of(gpus)) > 1
+
+    def _kinds_of(self, gpus: Iterable[int]) -> set[str]:
         reference = self.reference()
-        found = {self.kind_of.get(gpu, reference) for gpu in gpus}
-        return min(found & self.speeds.keys(), key=lambda kind: (self.speeds[kind], kind), default=reference)
+        return {self.kind_of.get(gpu, reference) for gpu in gpus} & self.speeds.keys()
 
     def fastest_first(self) -> list[str]:
         return sorted(self.speeds, key=lambda kind: (-self.speeds[kind], kind))

@@ -249,7 +249,11 @@ class ClusterState:
             job.steady = True
 
     def _learn(self, known: Group, ratio: float) -> None:
-        """A step took `ratio` times what was predicted. T0 changes with predictions: a slowdown is a ratio of times on one machine."""
+        """A step took `ratio` times what was predicted. T0 changes with predictions: a slowdown is a ratio of times on one machine. Of GPUs
+        of several kinds a step says nothing of any of them: their shares of a job follow measured seconds.
+        """
+        if self.kinds.are_mixed(known.group.gpus):
+            return
         base, cost = known.group.base_model, self.cost_on(known.group.gpus)
         if cost.observe(base, len(known.group.gpus), known.num_nodes, ratio, self.now):
             self._predict_anew(base, cost)
