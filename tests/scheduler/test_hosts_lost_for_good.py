@@ -7,18 +7,22 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.cases import in_every_run
 from tests.scheduler.mirror import Mirror, made_spec, tell
 from tests.scheduler.test_hosts_that_may_come import Cluster, cut, host
 from tests.scheduler.test_unequal_gpus import GB, costs, small
 from tlora.protocol import Event, GpusLost, GroupReady, JobFinished, JobSubmitted, MemoryFound, NodeAdded, NodeDraining, Tick
+from tlora.scheduler.draft import may_lie_apart
 from tlora.scheduler.job import Job
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
+from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 from tlora.service.waiting_queue import QueuePlace, WaitingQueue
 
 LARGE = {"parameters": 2 * 10**9}  # for 80 GB
+# Stories of 40 in which some policy held back jobs behind one that the hosts left could not hold, and three of 300 in which
+# `residual_capacity` stopped no groups for a job whose GPUs lie on several hosts.
+FOUND = (0, 1, 5, 11, 18, 20, 21, 24, 26, 34, 35, 36, 38, 159, 163)
 
 
 @pytest.mark.parametrize("how", [GpusLost((1000,)), NodeDraining("b"), NodeDraining("b", finish=True)])
@@ -83,7 +87,8 @@ class Story:
     """Hosts of one to eight GPUs, some of two kinds, come and go; jobs of one to eight GPUs, some for large ones alone, come and end."""
 
     def __init__(self, policy: str, seed: int) -> None:
-        self.draw, self.policy, self.now, self.jobs = random.Random(seed), policy, 0.0, 0
+        self.draw, self.policy, self.seed, self.now, self.jobs = random.Random(seed), policy, seed, 0.0, 0
+        self.waited = 0.0  # for the last tick
         self.scheduler, self.mirror = Scheduler(LIVE_POLICIES[policy](), costs(), on_wait=lambda *_: None), Mirror()
         self.hosts = {f"h{index}": self._host(index) for index in range(self.draw.randint(1, 4))}
         self.up = set[str]()
@@ -123,7 +128,8 @@ class Story:
             self.add(self.draw.choice(away))
         elif self.state.groups:
             self.tell(GroupReady(self.draw.choice(sorted(self.state.groups))))
-        self.now += self.draw.choice((0.0, 60.0, 4000.0))
+        self.waited = self.draw.choice((0.0, 60.0, 4000.0))
+        self.now += self.waited
         self.tell(Tick())
 
     def _job(self) -> JobSubmitted:
@@ -156,22 +162,42 @@ class Story:
         apart = job.least_room and not job.spec.on_one_host
         return max(free, default=0) >= job.spec.gpus or bool(apart and sum(free) >= job.spec.gpus)
 
+    def waits_though_others_give_way(self) -> bool:
+        """Whether the one job of the highest priority that waits lacks only GPUs of any nodes that are free, or of groups of jobs which all
+        are of a lower one, and have rested by now. After a short time it may not have been looked at again.
+        """
+        state, rests = self.state, Settings().min_residence_seconds
+        most = max([state.jobs[name].spec.priority for name in state.pending], default=0.0)
+        first, *others = [job for name in state.pending if (job := state.jobs[name]).spec.priority == most] or [None]
+        if first is None or others or self.waited < rests or not may_lie_apart(state.pool, first):
+            return False
+        gpus = {gpu for node in state.pool.lasting_nodes.values() for gpu in node.free}
+        for known in state.groups.values():
+            if state.now - known.changed_at >= rests and all(state.jobs[name].spec.priority < most for name in known.group.job_ids):
+                gpus.update([gpu for gpu in known.group.gpus if state.pool.node_of[gpu] not in state.pool.draining])
+        return sum(state.memory.has_room(gpu, first.least_room) for gpu in gpus) >= first.spec.gpus
 
-@pytest.mark.parametrize("seed", in_every_run(range(40), 0, 1))
+
 @pytest.mark.parametrize("policy", LIVE_POLICIES)
-def test_no_job_waits_for_ever_whatever_hosts_come_and_go(policy: str, seed: int) -> None:
+def test_no_job_waits_for_ever_whatever_hosts_come_and_go(policy: str) -> None:
     """None is lost or doubled, which `tell` checks after each event."""
-    story = Story(policy, seed)
+    for seed in FOUND:
+        live_through(Story(policy, seed))
+
+
+def live_through(story: Story) -> None:
+    policy = story.policy
     for name in story.hosts:
         story.add(name)
     for _ in range(story.draw.randint(10, 60)):
         story.move()
         if policy in ("sjf", "backfill", "srtf", "las"):
-            assert not [name for name in story.state.pending if story.finds_idle_gpus(story.state.jobs[name])]
+            assert not [name for name in story.state.pending if story.finds_idle_gpus(story.state.jobs[name])], story.seed
+        assert policy != "residual_capacity" or not story.waits_though_others_give_way(), story.seed
     story.end_all()
-    assert not (story.up and story.state.pending), "it holds back those behind it"
+    assert not (story.up and story.state.pending), f"it holds back those behind it: {story.seed}"
     for name in sorted(story.hosts.keys() - story.up):
         story.add(name)
     story.end_all()
     assert not story.state.pending and set(story.state.jobs) == set(story.state.parked)
-    assert not [name for name, job in story.state.jobs.items() if story.finds_idle_gpus(job)]
+    assert not [name for name, job in story.state.jobs.items() if story.finds_idle_gpus(job)], story.seed

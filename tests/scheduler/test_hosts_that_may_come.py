@@ -283,6 +283,29 @@ def test_a_job_gets_the_gpus_of_hosts_of_four_two_and_two(policy: str, least_gpu
         assert len(group.gpus) == (8 if policy == "residual_capacity-growth" else gpus) and group.gpus[:6] == tuple(range(6))
 
 
+@pytest.mark.parametrize("policy", ["residual_capacity", "residual_capacity-growth", "srtf", "las"])
+def test_long_jobs_on_hosts_of_four_two_and_two_give_way_to_a_wide_one(policy: str) -> None:
+    cluster = Cluster(policy, cost=made_cost())
+    cluster.tell(idle("a", 0, 1, 2, 3), idle("b", 4, 5), idle("c", 6, 7))
+    cluster.tell(*[made_spec(f"long{number}", 2, 2000.0, 10**6, max_slowdown=1.0) for number in range(4)])
+    assert not cluster.scheduler.state.pool.num_free
+    cluster.now += 50_000.0
+    placed, _ = cluster.tell(made_spec("wide", 7, 7000.0, max_slowdown=1.0, priority=1.0))
+    (group,) = [known.group for known in cluster.scheduler.state.groups.values() if "wide" in known.group.job_ids]
+    assert ("wide",) in placed and len(group.gpus) == 7 and len(cluster.scheduler.state.pending) == 4
+
+
+def test_what_a_group_has_beyond_its_share_goes_to_a_wide_job_on_any_hosts() -> None:
+    """It goes on with the rest. Its share is less the more jobs wait."""
+    cluster = Cluster("residual_capacity-growth", cost=made_cost())
+    state = cluster.scheduler.state
+    cluster.tell(idle("a", 0, 1, 2, 3), idle("b", 4, 5), idle("c", 6, 7), idle("d", 8, 9))
+    cluster.tell(made_spec("grown", 1, 8000.0, 10**6, longest=100, max_slowdown=8.0))
+    assert len(state.groups["g0"].group.gpus) == 4
+    cluster.tell(*[made_spec(f"wide{number}", 8, 8000.0, 10**5, max_slowdown=1.0) for number in range(8)])
+    assert state.groups["g0"].group.gpus == (2, 3) and len(state.pending) == 7 and not state.pool.num_free
+
+
 @pytest.mark.parametrize("policy", LIVE_POLICIES)
 def test_jobs_that_whole_hosts_hold_still_take_these(policy: str) -> None:
     cluster = Cluster(policy, cost=made_cost())

@@ -245,7 +245,7 @@ def test_whatever_happens_all_groups_fit(name: str, seed: int) -> None:
         all_fit(scheduler)
 
 
-@pytest.mark.parametrize("name", ["srtf", "las"])
+@pytest.mark.parametrize("name", ["srtf", "las", "residual_capacity"])
 @pytest.mark.parametrize(("hosts", "gpus"), [(((80, 24), (24, 80)), 2), (((80,), (24, 24), (80, 80)), 3), (((80, 24), (80, 24, 80)), 2)])
 def test_those_on_large_cards_give_way_to_a_job_that_these_alone_hold_together(
     name: str, hosts: tuple[tuple[int, ...], ...], gpus: int
@@ -258,7 +258,7 @@ def test_those_on_large_cards_give_way_to_a_job_that_these_alone_hold_together(
         tell(scheduler, mirror, NodeAdded(f"n{host}", own), 0.0)
     state = scheduler.state
     for gpu in sorted(state.pool.node_of):
-        tell(scheduler, mirror, small(f"long{gpu}", steps=10**6), 1.0)
+        tell(scheduler, mirror, small(f"long{gpu}", steps=10**6, max_slowdown=1.0), 1.0)
     assert not state.pool.num_free
     tell(scheduler, mirror, small("wide", gpus=gpus, longest=512, parameters=2 * 10**9), 50_000.0)
     (group,) = [known.group for known in state.groups.values() if "wide" in known.group.job_ids]

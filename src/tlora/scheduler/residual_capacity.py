@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.decision import Decision
+from tlora.scheduler.draft import may_lie_apart
 from tlora.scheduler.group_index import GroupIndex
 from tlora.scheduler.growth import grow, part
 from tlora.scheduler.job import Job, Lane
 from tlora.scheduler.kind_choice import kind_on, may_wait, speed_up, take_free
 from tlora.scheduler.predictions import Prediction, Predictions
 from tlora.scheduler.reclaim import Offer, PreemptionPlan, apply, offers
+from tlora.scheduler.scattered import scattered_offers
 from tlora.scheduler.scheduler import Policy
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.starvation import Starvation
@@ -189,6 +191,7 @@ def _place(decision: Decision, job: Job, without_preemption: bool) -> list[Job] 
     places: list[_Place] = []
     if settings.elastic or settings.preemption:
         places = _narrow_places(decision, job, sizes, without_preemption) + _wide_places(decision, job, sizes, without_preemption)
+        places = places or _scattered_places(decision, job, sizes, without_preemption)
     if settings.sharing:
         places += _joins(decision, job)
     if not places:  # what it asks for may be whole nodes and a part of another
@@ -252,6 +255,19 @@ def _wide_places(decision: Decision, job: Job, sizes: Sequence[int], without_pre
             net = decision.value([job], prediction.slowdowns) - sum([offer.loss for offer in chosen])
             places = [_Place(net, gpus, chosen)]
     return places
+
+
+def _scattered_places(decision: Decision, job: Job, sizes: Sequence[int], without_preemption: bool) -> list[_Place]:
+    """Of a job whose GPUs may lie apart, on GPUs of any nodes, not more than it asks for."""
+    gpus = max([gpus for gpus in sizes if gpus <= job.spec.gpus], default=0)
+    if not gpus or not may_lie_apart(decision.state.pool, job):
+        return []
+    chosen = scattered_offers(decision, job, gpus, stops=False)
+    places = _worth(decision, job, gpus, chosen) if chosen is not None else []
+    if places or without_preemption or not decision.settings.preemption:
+        return places
+    chosen = scattered_offers(decision, job, gpus, stops=True)
+    return _worth(decision, job, gpus, chosen) if chosen is not None else []
 
 
 def _worth(decision: Decision, job: Job, gpus: int, chosen: tuple[Offer, ...]) -> list[_Place]:
