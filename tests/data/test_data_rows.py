@@ -214,6 +214,10 @@ def test_unknown_type_and_directory_without_data(tmp_path: Path) -> None:
     (tmp_path / "x.xlsx").write_bytes(b"PK")
     refused(tmp_path / "x.xlsx", "unknown file type '.xlsx'; rename or convert it to one of .jsonl")
     refused(tmp_path, "the directory holds no data file; put files there")
+    (tmp_path / "rows").write_bytes(b"{}")
+    refused(tmp_path / "rows", "its name has no ending that says what it holds; rename or convert it to one of .jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    refused(tmp_path / "pipe.jsonl", "pipe.jsonl: is neither a file nor a directory but a pipe, .*; write what it holds to a file first")
 
 
 @pytest.mark.parametrize(("name", "kind"), [("x.jsonl.gz", "gzip"), ("x.jsonl.zst", "zstd")])

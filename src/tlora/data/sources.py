@@ -45,8 +45,11 @@ def list_files(path: Path, split: str | None = None) -> list[Path]:
         raise DataError(f"{path}: no such file or directory; {hint}")
     if path.is_file():
         if not data_suffix(path):
-            raise DataError(f"{path}: unknown file type {path.suffix!r}; rename or convert it to one of {SUFFIX_LIST}")
+            kind = f"unknown file type {path.suffix!r}" if path.suffix else "its name has no ending that says what it holds"
+            raise DataError(f"{path}: {kind}; rename or convert it to one of {SUFFIX_LIST}")
         return [path]
+    if not path.is_dir():
+        raise DataError(f"{path}: is neither a file nor a directory but a pipe, a socket or a device; write what it holds to a file first")
     if (path / "dataset_dict.json").exists():
         return [file for part in _splits_of(path, split) for file in list_files(part)]
     if (path / "state.json").exists():
