@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set" / "b.jsonl").symlink_to("b.jsonl")
     with pytest.raises(ConfigError, match="b.jsonl: its symbolic links lead in a circle"):
         files_of(source)
+
+
+def test_a_pipe_is_called_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl: is no file or directory but a pipe, .*; write what it holds to a file"):
+        files_of(DataSource(path=str(tmp_path / "rows.jsonl")))
 
 
 def lay_out_base(directory: Path, weights: bytes) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ import pytest
 from tests.service.served import Served, config_of, serving
 from tlora.api import OrderedData, OrderSpec
 from tlora.job import LoraShape
-from tlora.service import capacity
+from tlora.service import base_shapes, capacity
 from tlora.service.base_shapes import Precision, adapter_parameters, find_outline, known_outline
 from tlora.service.capacity import Capacity
 from tlora.service.machine import Devices
@@ -33,6 +33,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapter_bytes(outline: BaseShape, shape: LoraShape) -> int:
     return ADAPTER_BYTES * adapter_parameters(outline, shape)
+
+
+def test_an_outline_of_another_transformers_is_not_taken(bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_outline(bases, BASE, Precision()) is not None
+    monkeypatch.setattr(base_shapes, "version", lambda _: "5.99.0")
+    assert known_outline(bases, BASE, Precision()) is None
 
 
 @pytest.fixture

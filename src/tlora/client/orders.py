@@ -128,8 +128,10 @@ def files_of(source: DataSource) -> list[Path]:
         if len(found) > 1 and source.weight is not None:
             raise ConfigError(f"{path}: a directory of {len(found)} files has one weight. Name its files, each with a weight of its own")
         return found
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"{path}: no such file; correct the path in the jobs file")
+    if not path.is_file():
+        raise ConfigError(f"{path}: is no file or directory but a pipe, a socket or a device; write what it holds to a file first")
     if not _is_data(path):
         raise ConfigError(f"{path}: must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file")
     if not path.stat().st_size:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,10 +74,10 @@ def known_outline(directory: Path, base_model: str, precision: Precision) -> Bas
 
 
 def _key(base_model: str, precision: Precision) -> str:
-    """Changes with the base's config.json, with this program, and with how the base is held."""
+    """Changes with the base's config.json, with this program and transformers, whose model it is, and with how the base is held."""
     config = Path(base_model) / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    facts = [base_model, asdict(precision), __version__, hashlib.sha256(content).hexdigest()]
+    facts = [base_model, asdict(precision), __version__, version("transformers"), hashlib.sha256(content).hexdigest()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
