@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +55,35 @@ class Host:
             self.ended = error
 
 
-def orders(directory: Path) -> list[dict[str, Any]]:
+def orders(directory: Path, steps: int = 60) -> list[dict[str, Any]]:
     data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
     return [
-        job("two", data, gpus=2, lora_dropout=0.1, max_steps=60, batch_size=2, save_steps=20, target_modules=TWO_LINEARS),
+        job("two", data, gpus=2, lora_dropout=0.1, max_steps=steps, batch_size=2, save_steps=20, target_modules=TWO_LINEARS),
         job("short", data, max_steps=4, r=7, seed=3, target_modules=TWO_LINEARS),
     ]
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("lent")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        yield World(directory, orders)
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def world(environment: Path) -> World:
+    return World(environment, orders)
+
+
+@pytest.fixture
+def long_world(environment: Path, tmp_path: Path) -> Iterator[World]:
+    """Whose job is in its midst when its host is lost, however late that is."""
+    world = World(tmp_path, partial(orders, steps=400))
+    yield world
+    while world.workers:
+        world.workers.pop().stop()
 
 
 def listen(worker: Worker) -> Lending:
@@ -110,18 +125,19 @@ def test_a_job_spans_hosts_and_comes_back_with_the_bytes_of_one_process(world: W
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost_costs_what_followed_the_checkpoint(world: World, tmp_path: Path) -> None:
-    worker, host = spanning(world, tmp_path)
-    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 20 for path in tmp_path.glob("two/checkpoint-*")))
+def test_a_host_that_is_lost_costs_what_followed_the_checkpoint(long_world: World, tmp_path: Path) -> None:
+    world, out = long_world, tmp_path / "lost"
+    worker, host = spanning(world, out)
+    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 20 for path in out.glob("two/checkpoint-*")))
     os.kill(host.lender._processes[1].pid, signal.SIGKILL)
     worker._thread.join(60)
     assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
     host.thread.join(60)
     assert host.ended, "nor does a lender stay alone"
-    again = world.worker(tmp_path, 0)
+    again = world.worker(out, 0)
     told = again.until(lambda told: any(isinstance(report, Joined) and report.job_id == "two" for report in told))
     assert next(report.steps for report in told if isinstance(report, Joined) and report.job_id == "two") >= 20
-    world.finish(again, tmp_path)
+    world.finish(again, out)
 
 
 @pytest.mark.slow
