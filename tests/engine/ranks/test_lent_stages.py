@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ from tlora.link.keyed_listener import dial_keyed
 from tlora.worker_protocol import GpusChanged, Joined, Load, Loaded, Report
 
 
-def orders(directory: Path) -> list[dict[str, Any]]:
+def orders(directory: Path, steps: int) -> list[dict[str, Any]]:
     data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
     pairs = directory / "pairs.jsonl"
     pairs.write_text("".join(f'{{"prompt": "red boat {n}", "chosen": "sings {n % 3}", "rejected": "falls never"}}\n' for n in range(12)))
     return [
-        job("dropout", data, gpus=2, lora_dropout=0.1, max_steps=40, save_steps=10, target_modules=TWO_LINEARS),
+        job("dropout", data, gpus=2, lora_dropout=0.1, max_steps=steps, save_steps=10, target_modules=TWO_LINEARS),
         job("evaluated", data, max_steps=6, batch_size=2, r=7, seed=3, eval_size=4, eval_steps=5, target_modules=["down_proj"]),
         job("preferred", str(pairs), objective="dpo", max_steps=4, batch_size=2, target_modules=TWO_LINEARS),
     ]
@@ -40,8 +41,8 @@ def orders(directory: Path) -> list[dict[str, Any]]:
 class Apart(World):
     """Each host has the base with the layers that it does not need as no numbers."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, orders, num_hidden_layers=2)
+    def __init__(self, directory: Path, steps: int = 40) -> None:
+        super().__init__(directory, partial(orders, steps=steps), num_hidden_layers=2)
         self.first = self._spoil("first", "model.layers.1.", "model.norm.", "lm_head.")
         self.last = self._spoil("last", "model.layers.0.", "model.embed_tokens.")
 
@@ -69,12 +70,32 @@ class Apart(World):
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("lent-stages")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        yield Apart(directory)
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def world(environment: Path) -> Apart:
+    return Apart(environment)
+
+
+@pytest.fixture(scope="module")
+def long_world(environment: Path) -> Apart:
+    """Whose job is in its midst when a host is lost or stopped, however late that is."""
+    (environment / "long").mkdir()
+    return Apart(environment / "long", steps=200)
+
+
+@pytest.fixture(autouse=True)
+def long_ended(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    workers = request.getfixturevalue("long_world").workers if "long_world" in request.fixturenames else []
+    while workers:
+        workers.pop().stop()
 
 
 def test_each_host_loads_its_layers_and_jobs_have_the_bytes_of_one_process(world: Apart, tmp_path: Path) -> None:
@@ -91,21 +112,21 @@ def test_each_host_loads_its_layers_and_jobs_have_the_bytes_of_one_process(world
 
 
 @pytest.mark.slow
-def test_a_lost_host_costs_what_followed_the_checkpoint(world: Apart, tmp_path: Path) -> None:
-    worker, host = world.spanning(tmp_path)
+def test_a_lost_host_costs_what_followed_the_checkpoint(long_world: Apart, tmp_path: Path) -> None:
+    worker, host = long_world.spanning(tmp_path)
     worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 10 for path in tmp_path.glob("dropout/checkpoint-*")))
     os.kill(host.lender._processes[1].pid, signal.SIGKILL)
     worker._thread.join(60)
     assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
     host.thread.join(60)
     assert host.ended, "nor does a lender stay alone"
-    again, _ = world.spanning(tmp_path)
+    again, _ = long_world.spanning(tmp_path)
 
     def joined(told: list[Report]) -> list[int]:
         return [report.steps for report in told if isinstance(report, Joined) and report.job_id == "dropout"]
 
     assert joined(again.until(lambda told: bool(joined(told)))) >= [10]
-    world.finish(again, tmp_path)
+    long_world.finish(again, tmp_path)
 
 
 def test_a_leader_that_waits_for_its_hosts_can_be_stopped(world: Apart, tmp_path: Path) -> None:
@@ -122,9 +143,9 @@ def test_a_leader_that_waits_for_its_hosts_can_be_stopped(world: Apart, tmp_path
 
 
 @pytest.mark.slow
-def test_stages_that_are_stopped_save_all_jobs(world: Apart, tmp_path: Path) -> None:
+def test_stages_that_are_stopped_save_all_jobs(long_world: Apart, tmp_path: Path) -> None:
     """The parts of the first stage too, whose host is stopped at the same time."""
-    worker, host = world.spanning(tmp_path)
+    worker, host = long_world.spanning(tmp_path)
     worker.until(lambda _: worker.steps("dropout")[-1:] > [5])
     host.commands.put(Stop())
     worker.stop()
@@ -132,5 +153,5 @@ def test_stages_that_are_stopped_save_all_jobs(world: Apart, tmp_path: Path) -> 
     saved = [int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("dropout/checkpoint-*")]
     assert max(saved) >= worker.steps("dropout")[-1] > 5
     host.thread.join(60)
-    again, _ = world.spanning(tmp_path)
-    world.finish(again, tmp_path)
+    again, _ = long_world.spanning(tmp_path)
+    long_world.finish(again, tmp_path)
