@@ -176,9 +176,10 @@ def decode_from(stage: Stage, x_TH: Tensor, decode: Decode, train: bool) -> tupl
 def without_padding(decode: Decode, tokens: int) -> tuple[Tensor, Callable[[Tensor], object] | None]:
     """What `decode` gives of a micro-batch of `tokens`, for a neighbour that does not know how many more this stage has computed."""
     hidden_TH, back = decode()
-    if len(hidden_TH) == tokens or back is None:
+    computed = len(hidden_TH)
+    if computed == tokens or back is None:
         return hidden_TH[:tokens], back
-    return hidden_TH[:tokens], lambda dhidden_TH: back(pad_to(dhidden_TH, len(hidden_TH)))
+    return hidden_TH[:tokens], lambda dhidden_TH: back(pad_to(dhidden_TH, computed))
 
 
 def stage_of(decoder_layers: Sequence[nn.Module], model: nn.Module, layers: LayerRange) -> Stage:
