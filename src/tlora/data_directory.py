@@ -56,6 +56,12 @@ def check_link(path: Path) -> None:
             raise DataError(f"{path}: a symbolic link to {target!r}, which does not exist; correct the link, or remove it") from None
 
 
+def check_kind(path: Path) -> None:
+    """Raises DataError if `path` is there, and neither a file nor a directory."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(f"{path}: is neither a file nor a directory but a pipe, a socket or a device; write what it holds to a file first")
+
+
 def nearest_name(path: Path) -> str | None:
     """The name in the directory of `path` that resembles its own most, with or without suffixes; None if there is none."""
     if not path.parent.is_dir():

@@ -40,7 +40,7 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
 
 def test_a_pipe_is_called_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(ConfigError, match=r"rows\.jsonl: is no file or directory but a pipe, .*; write what it holds to a file"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl: is neither a file nor a directory but a pipe, .*; write what it holds to a file"):
         files_of(DataSource(path=str(tmp_path / "rows.jsonl")))
 
 

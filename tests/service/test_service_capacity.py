@@ -37,7 +37,7 @@ def adapter_bytes(outline: BaseShape, shape: LoraShape) -> int:
 
 def test_an_outline_of_another_transformers_is_not_taken(bases: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_outline(bases, BASE, Precision()) is not None
-    monkeypatch.setattr(base_shapes, "version", lambda _: "5.99.0")
+    monkeypatch.setattr(base_shapes, "_transformers", lambda: "5.99.0")
     assert known_outline(bases, BASE, Precision()) is None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora.base_digest import quick_digest
-from tlora.data_directory import check_link, may_have_splits
+from tlora.data_directory import check_kind, check_link, may_have_splits
 from tlora.errors import ConfigError, DataError
 from tlora.job import DATA_SUFFIXES, DataConfig, DataSource, JobSpec, RunSpec
 
@@ -113,6 +113,7 @@ def files_of(source: DataSource) -> list[Path]:
         )
     try:
         check_link(path)
+        check_kind(path)
         split = path.is_dir() and may_have_splits(path)
     except DataError as error:
         raise ConfigError(str(error)) from None
@@ -128,10 +129,8 @@ def files_of(source: DataSource) -> list[Path]:
         if len(found) > 1 and source.weight is not None:
             raise ConfigError(f"{path}: a directory of {len(found)} files has one weight. Name its files, each with a weight of its own")
         return found
-    if not path.exists():
-        raise ConfigError(f"{path}: no such file; correct the path in the jobs file")
     if not path.is_file():
-        raise ConfigError(f"{path}: is no file or directory but a pipe, a socket or a device; write what it holds to a file first")
+        raise ConfigError(f"{path}: no such file; correct the path in the jobs file")
     if not _is_data(path):
         raise ConfigError(f"{path}: must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file")
     if not path.stat().st_size:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from tlora import durable
-from tlora.data_directory import SUFFIX_LIST, check_link, data_suffix, files_below, may_have_splits, nearest_name
+from tlora.data_directory import SUFFIX_LIST, check_kind, check_link, data_suffix, files_below, may_have_splits, nearest_name
 from tlora.errors import DataError
 from tlora.job import DataSource, may_be_hub_data
 from tlora.jobs_file.other_trainers import explain_folder
@@ -48,8 +48,7 @@ def list_files(path: Path, split: str | None = None) -> list[Path]:
             kind = f"unknown file type {path.suffix!r}" if path.suffix else "its name has no ending that says what it holds"
             raise DataError(f"{path}: {kind}; rename or convert it to one of {SUFFIX_LIST}")
         return [path]
-    if not path.is_dir():
-        raise DataError(f"{path}: is neither a file nor a directory but a pipe, a socket or a device; write what it holds to a file first")
+    check_kind(path)
     if (path / "dataset_dict.json").exists():
         return [file for part in _splits_of(path, split) for file in list_files(part)]
     if (path / "state.json").exists():

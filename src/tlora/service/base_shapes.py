@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import subprocess
@@ -77,8 +78,13 @@ def _key(base_model: str, precision: Precision) -> str:
     """Changes with the base's config.json, with this program and transformers, whose model it is, and with how the base is held."""
     config = Path(base_model) / "config.json"
     content = config.read_bytes() if config.is_file() else b""
-    facts = [base_model, asdict(precision), __version__, version("transformers"), hashlib.sha256(content).hexdigest()]
+    facts = [base_model, asdict(precision), __version__, _transformers(), hashlib.sha256(content).hexdigest()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _transformers() -> str:
+    return version("transformers")
 
 
 def _make(base_model: str, path: Path, precision: Precision) -> None:

@@ -20,6 +20,7 @@ from torch.distributed import Store
 
 from tlora.errors import RankError, TloraError
 
+BASE_LOADED, STAGES_CONNECTED = "the base was loaded", "the stages of the base were connected"  # occasions of `Sharing`
 _POLL_SECONDS, _LOOK_EVERY = 0.01, 20  # polls between two looks at a process
 _FAILED = "failed"
 _NAMESPACE = Path("/proc/self/ns/pid")  # in which process numbers are valid
@@ -39,7 +40,7 @@ class Sharing:
     world_size: int
     slots: int = 2
     timeout_seconds: float = 600.0
-    occasion: str = "the base was loaded"
+    occasion: str = BASE_LOADED
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

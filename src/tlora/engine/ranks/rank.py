@@ -68,7 +68,7 @@ from tlora.planning.threads import compute_with
 from tlora.planning.work import rate_here
 from tlora.processes import die_with_parent
 from tlora.shape.stages import LayerRange
-from tlora.sharing.peers import Peers, Sharing
+from tlora.sharing.peers import BASE_LOADED, STAGES_CONNECTED, Peers, Sharing
 from tlora.sharing.relayed_memory import Relay
 from tlora.store.model_card import library_versions
 from tlora.store.serving import ServingFiles
@@ -79,11 +79,6 @@ from tlora.worker_protocol import Alive, Memory
 
 OF_WORKER = "worker"
 _BEAT_SECONDS = 1.0
-_OCCASIONS = {
-    "base": "the base was loaded",
-    "stages": "the stages of the base were connected",
-    "spans": "the ranks that jobs span were connected",
-}
 _LAST_SECONDS = 3.0  # for a rank whose owner has ended to save its jobs; what it computes meanwhile is lost
 
 Inbox = queue.SimpleQueue[Any]
@@ -179,7 +174,7 @@ class RankOfRun:
             return self._train_early_stage(assigned.assign, place)
         exchange = self._connect(loaded, place)
         if self._stages:
-            self._links = meet_early_stages(Peers(self._meet("stages")), loaded, place, self._through_host)
+            self._links = meet_early_stages(Peers(self._meet("stages", STAGES_CONNECTED)), loaded, place, self._through_host)
         run = with_plans(run, [job.spec for job in loaded.plan.jobs])
         run = run.model_copy(update={"cpu_threads": loaded.threads or run.cpu_threads})
         self._line.send(Ready(launch_facts(loaded, place), loaded.threads, loaded.plan.warnings, describe_plan(loaded.plan)))
@@ -220,7 +215,7 @@ class RankOfRun:
             torch.cuda.set_device(place)
         layers = assign.stages[self._number]
         model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, layers)
-        links, threads = meet_last_stage(Peers(self._meet("stages")), model, self._through_host)
+        links, threads = meet_last_stage(Peers(self._meet("stages", STAGES_CONNECTED)), model, self._through_host)
         facts = {"device": name_of(place), "token_budget": links.sizes.tokens, "recomputed_layers": 0, "recomputed_by_tokens": []}
         self._line.send(Ready(facts, threads, (), f"layers {layers.first} to {layers.stop - 1} of {layers.count}"))
         self._next(BaseFacts)
@@ -238,14 +233,14 @@ class RankOfRun:
             raise _EarlyStageAssigned(assign)
         self._assigned_jobs, self._stages = assign.jobs, assign.stages
         self._find_others(assign)
-        sharing = self._meet("base") if assign.shared else None
+        sharing = self._meet("base", BASE_LOADED) if assign.shared else None
         peer_jobs = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
         stage = assign.stages[self._number] if assign.stages else None
         return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, stage, assign.kept_out, self._number)
 
-    def _meet(self, about: str) -> Sharing:
+    def _meet(self, about: str, occasion: str) -> Sharing:
         assert self._store is not None, "no store was assigned"
-        return Sharing(PrefixStore(about, self._store), self._number, self._count, occasion=_OCCASIONS[about])
+        return Sharing(PrefixStore(about, self._store), self._number, self._count, occasion=occasion)
 
     def _connect(self, loaded: Loaded, place: torch.device) -> SpanExchange:
         """With the other ranks, where a job spans some. Raises RankError."""
@@ -253,8 +248,8 @@ class RankOfRun:
         spans = {job: span for job, span in self._spans.items() if job in layouts}
         if not spans:
             return SpanExchange(self._number, {}, self._line.send)
-        sizes = {job: layouts[job].numel for job in spans}
-        mailbox = open_mailbox(spans, sizes, loaded.model.bank.sum_dtype, Peers(self._meet("spans")), place, range(self._count))
+        sizes, peers = {job: layouts[job].numel for job in spans}, Peers(self._meet("spans", "the ranks that jobs span were connected"))
+        mailbox = open_mailbox(spans, sizes, loaded.model.bank.sum_dtype, peers, place, range(self._count))
         clock = None if loaded.model.deterministic else time.monotonic
         return SpanExchange(self._number, spans, self._line.send, mailbox, clock)
 

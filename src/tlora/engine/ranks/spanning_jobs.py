@@ -17,7 +17,7 @@ from tlora.engine import driver
 from tlora.engine.messages import Faulty, Meet, Note, PartReady, Spread
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox, open_relayed_mailbox
 from tlora.planning.plan import PlannedJob
-from tlora.sharing.peers import Peers, Sharing
+from tlora.sharing.peers import BASE_LOADED, Peers, Sharing
 from tlora.sharing.relayed_memory import Relay
 
 _MEETING_SECONDS = 7200.0  # beyond all limits of the controller (`Limits`): a late rank may be compiling, for an hour at most
@@ -74,7 +74,7 @@ class SpanningJobs:
     @property
     def shared_load(self) -> Sharing | None:
         """With the ranks that load the base together; None where it is loaded alone."""
-        return self._sharing("base", range(together), "the base was loaded") if (together := self._rank_context.together) > 1 else None
+        return self._sharing("base", range(together), BASE_LOADED) if (together := self._rank_context.together) > 1 else None
 
     def _sharing(self, about: str, ranks: Sequence[int], occasion: str) -> Sharing:
         """With those ranks, of which this is one; once for each thing that it is about."""

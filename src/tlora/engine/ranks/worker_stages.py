@@ -26,7 +26,7 @@ from tlora.link.log import note
 from tlora.planning.base_parts import count_parts
 from tlora.planning.memory import ACTIVATION_RANK, memory_limit
 from tlora.shape.stages import LayerRange, cut_layers
-from tlora.sharing.peers import Peers, Sharing
+from tlora.sharing.peers import STAGES_CONNECTED, Peers, Sharing
 from tlora.sharing.relayed_memory import RelayedPeers
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.load import layers_of, outline
@@ -102,8 +102,7 @@ def _open_links(cut: BaseCut, model: SuperModel, context: RankContext) -> StageL
         peers = RelayedPeers(context.relay, context.number, context.stages)
     else:
         store, count = PrefixStore("stages", FileStore(context.store)), len(context.stages)
-        occasion = "the stages of the base were connected"
-        peers = Peers(Sharing(store, context.stage, count, timeout_seconds=_MEETING_SECONDS, occasion=occasion))
+        peers = Peers(Sharing(store, context.stage, count, timeout_seconds=_MEETING_SECONDS, occasion=STAGES_CONNECTED))
     return StageLinks(peers, sizes, model.device, through_host=True)
 
 
