@@ -78,6 +78,21 @@ def test_others_train_while_one_is_written(base: Path, data: Path, tmp_path: Pat
     assert steps_taken(tmp_path / "out" / "saved") == steps_taken(Path(alone["saved"].path))
 
 
+def test_the_last_steps_are_shown_while_their_files_are_written(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However seldom one looks: the disk is freed only when it is seen that the job has taken its steps and is being saved."""
+    disk = HangingDisk(monkeypatch, "saved", 4)
+    monkeypatch.setattr(run_monitor, "_SHOW_SECONDS", PATIENCE_SECONDS)
+
+    def look(progress: RunProgress) -> None:
+        if [(each.status, each.step) for each in progress.jobs] == [("saving", 4)]:
+            disk.go.set()
+
+    results = train(base, tmp_path / "out", [job("saved", str(data / "a.jsonl"), max_steps=4)], watcher=Watcher(look, lambda _: None))
+    assert results["saved"].status == "done"
+
+
 def test_of_jobs_that_end_together_the_largest_is_written_first(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,12 +205,10 @@ class Driver:
 
         In the end all jobs are checkpointed and their files written, also after an error, but not after KeyboardInterrupt.
         """
-        waits = self._context.wait_for_room is not None  # for as long as a disk is full: `inbox` hears of the end
         try:
             while not self.group.decisions.stop(not self._obey(inbox, jobs)):
-                self.records.see_ended()
                 packed = self.group.run_micro_batch()
-                self.records.see_ended(wait=not self.group.runs and not waits)
+                self.records.see_ended()
                 jobs.look(packed)
         except KeyboardInterrupt:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,13 @@ from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.link.supervisor import SupervisedProcess, start_process
 from tlora.store.fingerprint import BaseGuard
+
+SHOW_EACH_STEP = """
+import sys
+
+if monitor := sys.modules.get("tlora.engine.run_monitor"):
+    monitor._SHOW_SECONDS = 0.0
+"""
 
 
 @dataclass
@@ -59,7 +67,12 @@ def open_world(directory: Path, make_orders: Callable[[Path], list[dict[str, Any
 
 
 def fork_children(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """As the fixture `forked_children`, for a fixture of a module, its cache in `directory`. Steps are shown soon after they are taken."""
+    """As the fixture `forked_children`, for a fixture of a module, its cache in `directory`. Ranks say each step that they have taken: one
+    that waits then, for a verdict or for others, would say the last ones only afterwards.
+    """
+    (directory / "hook").mkdir()
+    (directory / "hook" / "sitecustomize.py").write_text(SHOW_EACH_STEP)
+    monkeypatch.setenv("PYTHONPATH", str(directory / "hook"), prepend=os.pathsep)
     monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
     monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
     monkeypatch.setattr(coordinator, "_SHOW_SECONDS", 0.01)
