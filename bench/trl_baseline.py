@@ -156,7 +156,10 @@ def make_tasks(options: argparse.Namespace, tokenizer: Path, directory: Path) ->
     overrides += [f"defaults.max_steps={options.max_steps}"] if options.max_steps else []
     jobs = read_jobs_file(jobs_file_of(options.shape), overrides).jobs
     if options.jobs:
-        jobs = [job for job in jobs if job.name in options.jobs.split(",")]
+        asked, known = options.jobs.split(","), [job.name for job in jobs]
+        if unknown := [name for name in asked if name not in known]:
+            raise SystemExit(f"--jobs: there is no {unknown[0]!r}; there are {', '.join(known)}")
+        jobs = [job for job in jobs if job.name in asked]
     vocabulary = SHAPES[options.shape].vocab_size
     requests = [PrepareRequest(job.name, job.data, str(tokenizer), vocabulary, directory / "cache", directory) for job in jobs]
     tasks: list[Task] = []
