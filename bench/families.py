@@ -34,7 +34,7 @@ from tlora.supermodel.text_model import auto_class, has_other_modalities, leave_
 
 BEGIN, END = "<!-- begin: python -m bench.families -->", "<!-- end -->"
 SECONDS = 120  # of processor time, for one family
-MOST_PARAMETERS = 600_000_000  # of towers for images, most of them; these are let go before anything is run
+MOST_PARAMETERS = 900_000_000  # of towers for images, most of them; these are let go before anything is run
 VOCABULARY = 131
 NOT_ALONE = "together is not alone to the last bit"
 FUSED = "is no module of fused parameters that asks transformers' ExpertsInterface"
@@ -42,7 +42,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "intermediate_size_mlp"), 96),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_hidden_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
@@ -66,6 +66,7 @@ there, and with experts as targets by tests/supermodel/test_expert_targets.py.
 """
 OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
 LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -77,13 +78,34 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 8,
+    },
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_topk": 16, "index_kpool": 4, "index_head_dim": 16, "index_n_heads": 2},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "4/8"},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "zamba": {"num_hidden_layers": 4, **dict.fromkeys(("layer_types", "layers_block_type"), ["mamba", "hybrid"] * 2)},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0, 0]}},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
 """What a class's default leaves out, or would not fit the narrow widths, by the text model's type: Gemma 4's layers with experts have its
 dense ones too. Both checkpoints of Llama 4 send a token to one expert.
 """
 OTHER_TYPES = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}  # in checkpoints, not in the class's default
-TOWER: dict[str, Any] = {"depth": 1, "num_hidden_layers": 1, "n_layers": 1, "out_hidden_size": TINY["hidden_size"]}
+TOWER: dict[str, Any] = {
+    **dict.fromkeys(("depth", "num_hidden_layers", "n_layers"), 1),
+    **dict.fromkeys(("out_hidden_size", "text_hidden_size"), TINY["hidden_size"]),
+    "video_temporal_patch_size": 2,
+}
 State = Literal["trained", "refused", "not tried"]
 
 
@@ -123,7 +145,7 @@ def tiny(kind: Any) -> Any:
     small = {name: {key: value for key, value in TOWER.items() if _takes(part, key)} for name, part in parts.items() if part is not text}
     inside = next(name for name, value in parts.items() if value is text)
     towers = {name: {**changed, "model_type": parts[name].model_type} for name, changed in small.items()}
-    return kind(**{inside: {**changes, "model_type": text.model_type}, **towers})
+    return kind(**{inside: {**changes, "model_type": text.model_type}, **towers, **SPECIAL.get(whole.model_type, {})})
 
 
 def _layers(text: Any) -> dict[str, Any]:
@@ -131,7 +153,7 @@ def _layers(text: Any) -> dict[str, Any]:
     types = {
         key: list(dict.fromkeys((OTHER_TYPES.get(text.model_type) if hasattr(text, key) else None) or getattr(text, key, None) or ()))
         for key in LAYER_TYPES
-        if not isinstance(getattr(type(text), key, None), property)
+        if not isinstance(getattr(type(text), text.attribute_map.get(key, key), None), property)
     }
     count = max(2, *map(len, types.values()))
     if count == 2 and not any(len(kinds) > 1 for kinds in types.values()):

@@ -11,10 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from bench.families import families, look, tiny
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.test_train import our_logits
 from tests.engine.tiny_runs import job, train, write_rows
 from tests.tiny import SHAPE
+from tlora.errors import ModelError
 from tlora.supermodel.load import load_base, load_config, outline
 from tlora.supermodel.text_model import other_parameters
 from tlora.supermodel.weight_files import check_unused
@@ -95,3 +97,16 @@ def test_weights_of_other_modalities_are_let_go_and_said(tmp_path: Path) -> None
         assert {name for name, _ in model.named_modules()} == {name for name, _ in whole.named_modules()}, "names that PEFT would match"
     [line] = check_unused(str(base), load_config(str(base)), "refuse")
     assert f"{len(other_parameters(whole))} tensors of" in line and "model.multi_modal_projector." in line
+
+
+def test_a_wrapper_of_a_text_encoder_is_refused_and_not_broken_off(tmp_path: Path) -> None:
+    tiny(transformers.BlipConfig).save_pretrained(tmp_path)
+    transformers.AutoModelForImageTextToText.from_config(load_config(str(tmp_path))).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="BlipForConditionalGeneration cannot run packed samples"):
+        load_base(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_head_of_a_wrapped_text_model_is_found_where_the_wrapper_names_none() -> None:
+    found = look("nemotron_h_omni", families()["nemotron_h_omni"])
+    assert (found.state, found.note, found.experts) == ("trained", "its text model", "down_proj, up_proj")

@@ -37,7 +37,7 @@ from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
 from tlora.supermodel.row_products import width_that_mixes
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
-from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities
+from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities, output_embeddings
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
 _LARGE = 1 << 20  # numbers; what is smaller is moved one by one
@@ -279,7 +279,7 @@ def layers_of(decoder: Any) -> list[nn.Module]:
 
 def find_head(model: Any, name: str) -> Head:
     """The output head with what its family does to logits. Raises ModelError when it is no linear layer."""
-    embeddings = model.get_output_embeddings()
+    embeddings = output_embeddings(model)
     if not isinstance(embeddings, nn.Linear):
         kind = type(embeddings).__name__
         raise ModelError(f"base_model {name}: its output head is {kind}, and must be a linear layer. Use a causal language model")

@@ -25,6 +25,7 @@ from tlora.kernels.head import Head
 from tlora.supermodel.batch import PackedBatch, TokenSpan
 from tlora.supermodel.load import Base
 from tlora.supermodel.lora_linear import Context
+from tlora.supermodel.text_model import output_embeddings
 
 
 class NewTokens:
@@ -34,7 +35,7 @@ class NewTokens:
         self._model, self._module = base.model, base.model.get_input_embeddings()
         self._head, self._staged, self._context = base.head, base.stage is not None, context
         self.name, self._weight = find_embedding(base.model)
-        self.is_tied = self._weight is not None and self._weight is base.model.get_output_embeddings().weight
+        self.is_tied = self._weight is not None and self._weight is output_embeddings(base.model).weight
         self._anchor = torch.zeros((), device=base.head.weight_VH.device, requires_grad=True)
         self._module.register_forward_hook(self._replace)
 
@@ -260,7 +261,7 @@ def row_shapes(model: Any, lora: LoraConfig) -> tuple[AdapterShape, ...]:
     tokens = token_rows(lora, name, 0 if weight is None else weight.shape[0])
     if tokens and weight is None:
         raise ModelError(f"trainable_token_indices: {name} is no plain embedding, whose rows could be trained. Take it out")
-    head = model.get_output_embeddings()
+    head = output_embeddings(model)
     if tokens and head is not None and head.weight is weight and getattr(head, "bias", None) is not None:
         raise ModelError(
             "trainable_token_indices: this base's head is tied to the embedding and has a bias, which PEFT leaves out where rows of a tied "

@@ -37,6 +37,7 @@ from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make
 from tlora.supermodel.lora_linear import StreamedLinear, look_up_streamed
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
 from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
+from tlora.supermodel.text_model import output_embeddings
 from tlora.supermodel.weight_files import check_weights, find_safetensors
 
 
@@ -133,7 +134,7 @@ def shared_weights(model: Any, name: str, form: Precision | None = None) -> list
     """For each decoder layer of `model`, the linears and parameters of experts that are shared (those in the head's dtype), with their
     weights on the meta device, in their form. Raises ModelError where there are none, or for widths that the form cannot have.
     """
-    dtype = model.get_output_embeddings().weight.dtype
+    dtype = output_embeddings(model).weight.dtype
     linears = {dotted: linear for dotted, linear in find_linears(model).items() if linear.weight.dtype == dtype}
     form = form or Precision(None, dtype)
     if form.name is not None:

@@ -21,6 +21,7 @@ from tlora.supermodel.load import Base, decoder_of, hidden_states, layers_of, lo
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
 from tlora.supermodel.stage import Stage, StandInEmbedding, stage_of
 from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
+from tlora.supermodel.text_model import output_embeddings
 from tlora.supermodel.weight_files import check_weights, find_safetensors
 
 _WHOLE = "Load it whole, shared or streamed"
@@ -161,7 +162,7 @@ def _own_modules(model: Any, name: str, layers: LayerRange) -> list[str]:
     if layers.is_first:
         own.append(model.get_input_embeddings())
     if layers.is_last:
-        own += [model.get_output_embeddings(), *(getattr(decoder, norm) for norm in _norms(decoder))]
+        own += [output_embeddings(model), *(getattr(decoder, norm) for norm in _norms(decoder))]
     return [f"{names[module]}." for module in own]
 
 
@@ -179,7 +180,7 @@ def _cut(model: Any, name: str, layers: LayerRange, dtype: torch.dtype, device: 
         if number not in layers:
             layer.to("meta")
             layer.forward = _hand_on
-    head, embedded = model.get_output_embeddings(), model.get_input_embeddings().weight.shape
+    head, embedded = output_embeddings(model), model.get_input_embeddings().weight.shape
     nothing = torch.zeros((), dtype=dtype, device=device)
     if not layers.is_first:
         model.set_input_embeddings(StandInEmbedding(nothing.expand(embedded)))

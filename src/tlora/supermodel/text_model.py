@@ -35,7 +35,15 @@ def has_other_modalities(config: Any) -> bool:
 def decoder_of_text(model: Any) -> Any:
     """Of a model with other modalities: the part that ends at the last norm."""
     decoder = model.get_decoder()
-    return decoder.model if decoder.get_output_embeddings() is not None else decoder  # Llama 4 wraps a model with a head
+    if decoder.get_output_embeddings() is None:
+        return decoder
+    return getattr(decoder, "model", decoder.base_model)  # Llama 4 wraps a model with a head, and names a prefix that it does not have
+
+
+def output_embeddings(model: Any) -> Any:
+    """The output head's module, of a wrapper that names none its text model's; None: there is none."""
+    own = model.get_output_embeddings()
+    return own if own is not None or not has_other_modalities(model.config) else model.get_decoder().get_output_embeddings()
 
 
 def leave_out_other_modalities(model: Any) -> None:
@@ -54,7 +62,7 @@ def _beside_text(model: Any) -> Iterator[tuple[nn.Module, str]]:
     """Each module that is no part of decoder or head, with the name of each tensor of its own."""
     if not has_other_modalities(model.config):
         return
-    kept = {*decoder_of_text(model).modules(), model.get_output_embeddings()}
+    kept = {*decoder_of_text(model).modules(), output_embeddings(model)}
     for module in model.modules():
         if module not in kept:
             tensors = {**module._parameters, **module._buffers}
