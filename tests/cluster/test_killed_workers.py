@@ -18,6 +18,7 @@ import pytest
 from tests.cluster.memory_group import MemoryGroup, memory_group
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
+from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
 from tlora.cluster.controller import run
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.event_log import EventLog
@@ -39,13 +40,6 @@ from tlora.protocol import (
     StepsDone,
 )
 
-# Runs in each rank's process before anything else does: every step is reported at once, so that kills are told by steps, not by a clock.
-HOOK = """
-import sys
-if "tlora.engine.ranks.rank" in sys.orig_argv:
-    import tlora.engine.trainer
-    tlora.engine.trainer.REPORT_SECONDS = 0.0
-"""
 VICTIMS, OTHER = ("dropout", "plain", "ranked"), "other"
 KINDS = ("killed", "starved", "stopped")
 MOST_STEPS = 25  # reports between two kills
@@ -126,8 +120,6 @@ class Killer:
 @pytest.mark.slow
 def test_a_worker_that_is_killed_again_and_again_costs_no_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     base, data = save_base(tmp_path / "base"), str(write_rows(tmp_path / "rows.jsonl", 20))
     steps = 30 + 10 * kills  # of each victim: three times what the reports between all kills take
     orders: list[dict[str, Any]] = [
@@ -139,7 +131,7 @@ def test_a_worker_that_is_killed_again_and_again_costs_no_bytes(tmp_path: Path, 
     train(base, tmp_path / "alone", orders, deterministic=True)
     spec = run_spec(base, tmp_path / "out", orders)
     made = profile_jobs(spec)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "hook"), os.environ.get("PYTHONPATH", "")]))
+    run_in_each_process(monkeypatch, tmp_path, REPORT_EACH_STEP)
     machine = LocalMachine((0, 1), "cpu", {"tiny": str(base)}, tmp_path / "out", True, 0.5, limits=Limits(stopped=0.5))
     told: list[Event | Action] = []
     with memory_group() as starving, LocalBackend(machine) as backend, closing(EventLog(tmp_path / "events.jsonl")) as log:

@@ -17,6 +17,7 @@ import pytest
 import tlora
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, steps_taken, write_rows
+from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.listeners import TlsListener
@@ -82,6 +83,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("wide")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
+        run_in_each_process(monkeypatch, directory, REPORT_EACH_STEP)
         yield make_world(directory, "cpu", 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -22,6 +21,7 @@ import yaml
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
+from tests.process_hooks import run_in_each_process
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
@@ -135,6 +135,11 @@ class Cluster:
         return sum(len(path.read_bytes().splitlines()) for path in self.out.glob("jobs/*/metrics.jsonl"))
 
     @property
+    def training(self) -> list[Path]:
+        """What the jobs that have taken a step write."""
+        return [path for path in self.out.glob("jobs/*/metrics.jsonl") if path.stat().st_size]
+
+    @property
     def workers(self) -> dict[str, int]:
         """Their processes, by record."""
         return {path.stem: read_object(path)["pid"] for path in sorted((self.out / "workers").glob("gpu*.json"))}
@@ -199,9 +204,7 @@ def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: 
     chance, allowed = random.Random(kills), tmp_path / "allowed"
     longer = [{**order, "max_steps": (1 + kills) * order["max_steps"] // 3} for order in world.orders if order["name"] != "brief"]
     train(world.base, tmp_path / "whole", longer, deterministic=True)
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "hook"), os.environ.get("PYTHONPATH", "")]))
+    run_in_each_process(monkeypatch, tmp_path, HOOK)
     monkeypatch.setenv("ALLOWED_PART", str(allowed))
     allowed.write_text(str(1 / (1 + kills)))
     cluster = Cluster(world, tmp_path, longer)
@@ -210,13 +213,15 @@ def test_a_killed_controller_finds_its_workers_training(world: World, tmp_path: 
     for number in range(kills):
         adopted = cluster.adoptions
         with cluster.start() as process:
-            if not found:
-                cluster.wait_for_rows(10, process)
+            while not found and len(cluster.training) < len(longer) and process.poll() is None:
+                time.sleep(0.01)
             while found and number % 2 and cluster.adoptions == adopted and process.poll() is None:
                 time.sleep(0.01)
+            before = cluster.rows
             (tmp_path / "more").write_text(str((1 + number) / (1 + kills)))
             (tmp_path / "more").replace(allowed)
             time.sleep(4 * chance.random())
+            cluster.wait_for_rows(before + bool(number), process)
             workers = cluster.workers
             rows.append(cluster.rows)
             process.kill()

@@ -21,11 +21,29 @@ import pytest
 
 from tests.engine.tiny_runs import job as job_fields
 from tests.engine.tiny_runs import sha256, train, write_rows
+from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
 from tests.service import served
 from tlora.json_file import read_object
 
 T = TypeVar("T")
+# No job whose seed is the number in the file HELD_FROM, or a larger one, goes beyond its tenth step: a server is killed while jobs train,
+# whatever the machine's speed.
+HOLD = """
+import os, time
+if "tlora.engine.ranks.rank" in sys.orig_argv:
+    from tlora.group.job_run import JobRun
+    batch_row = JobRun.batch_row
+    def held_from():
+        with open(os.environ["HELD_FROM"]) as file:
+            return int(file.read())
+    def held(run, row):
+        while run.progress.step >= 10 and run.spec.seed >= held_from():
+            time.sleep(0.01)
+        return batch_row(run, row)
+    JobRun.batch_row = held
+"""
 BASE = Path(__file__).parents[2] / "demo" / "base"
+NEVER = 10**9
 OWN_CLIENT = Path(__file__).parents[2] / "examples" / "own_client.py"
 
 
@@ -121,17 +139,33 @@ def running(directory: Path) -> Iterator[list[Server]]:
                 server.end()
 
 
-def test_killed_while_jobs_train_it_loses_none_and_their_adapters_are_those_of_an_untroubled_run(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, kills=1)
+@pytest.fixture
+def hold_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Holds all jobs of this seed and later ones back from now on, at their tenth step."""
+    run_in_each_process(monkeypatch, tmp_path, REPORT_EACH_STEP + HOLD)
+    monkeypatch.setenv("HELD_FROM", str(tmp_path / "held-from"))
+
+    def hold(seed: int) -> None:
+        (tmp_path / "more").write_text(str(seed))
+        (tmp_path / "more").replace(tmp_path / "held-from")
+
+    hold(0)
+    return hold
+
+
+def test_killed_while_jobs_train_it_loses_none_and_their_adapters_are_those_of_an_untroubled_run(
+    tmp_path: Path, hold_from: Callable[[int], None]
+) -> None:
+    kill_and_compare(tmp_path, hold_from, kills=1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_killed_a_hundred_times(tmp_path: Path) -> None:
-    kill_and_compare(tmp_path, kills=100)
+def test_killed_a_hundred_times(tmp_path: Path, hold_from: Callable[[int], None]) -> None:
+    kill_and_compare(tmp_path, hold_from, kills=100)
 
 
-def kill_and_compare(tmp_path: Path, kills: int) -> None:
+def kill_and_compare(tmp_path: Path, hold_from: Callable[[int], None], kills: int) -> None:
     """`kills` times SIGKILL at a step of a job, with a job accepted just before each; then the same orders undisturbed."""
     directory = tmp_path / "server"
     data = write_rows(tmp_path / "data.jsonl", 40)
@@ -149,8 +183,10 @@ def kill_and_compare(tmp_path: Path, kills: int) -> None:
             until(lambda server=server: any(0 < server.job(job)["steps"] < 40 for job in jobs if server.job(job)["status"] == "running"))
             brief.append(server.submit(name="last", seed=10_000 + number, data={"file": file}, **order | {"max_steps": 1}))
             assert server.end(signal.SIGKILL) == -signal.SIGKILL
+            hold_from(2 * number + 2)
             servers.append(Server(directory))
         server = servers[-1]
+        hold_from(NEVER)
         ends = {job: server.ended(job) for job in (*jobs, *brief)}
         assert {end["status"] for end in ends.values()} == {"succeeded"}, [end["reason"] for end in ends.values()]
         assert all(ends[job]["steps"] == 40 for job in jobs)
@@ -223,7 +259,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 @pytest.mark.soak  # what finds it is tested in tests/cluster/test_wide_training.py
-def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path) -> None:
+def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path, hold_from: Callable[[int], None]) -> None:
     directory = tmp_path / "server"
     data = write_rows(tmp_path / "data.jsonl", 40)
     order: dict[str, Any] = {"gpus": 2, "max_steps": 30, "batch_size": 4, "r": 4, "save_steps": 5, "learning_rate": 1e-3}
@@ -239,6 +275,7 @@ def test_a_job_of_two_gpus_is_found_by_the_next_server(tmp_path: Path) -> None:
         until(lambda: 0 < server.job(job)["steps"] < 30)
         assert [group["gpus"] for group in server.ask("GET", "/v1/cluster")["groups"]] == [[0, 1]]
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        hold_from(NEVER)
         servers.append(Server(directory))
         server = servers[-1]
         end = server.ended(job)

@@ -18,12 +18,15 @@ import pytest
 
 import tlora
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, save_base, write_rows
+from tests.process_hooks import REPORT_EACH_STEP, hold, let_hold
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks import worker_group
 from tlora.engine.ranks.worker_group import WorkerGroup
 from tlora.job import JobSpec
 from tlora.worker_protocol import Finished, GpusChanged, Join, Joined, Left, Load, Loaded, Memory, Report, Stepped
+
+PATIENCE_SECONDS = 600.0
 
 
 class Worker:
@@ -52,7 +55,7 @@ class Worker:
             self.told.append(report)
             self._news.notify_all()
 
-    def until(self, holds: Callable[[list[Report]], bool], seconds: float = 120.0) -> list[Report]:
+    def until(self, holds: Callable[[list[Report]], bool], seconds: float = PATIENCE_SECONDS) -> list[Report]:
         with self._news:
             assert self._news.wait_for(lambda: self.error is not None or holds(self.told), seconds), self.told
             assert self.error is None, self.error
@@ -70,7 +73,7 @@ class Worker:
 
     def stop(self) -> None:
         self.inbox.put(Stop())
-        self._thread.join(60)
+        self._thread.join(PATIENCE_SECONDS)
         assert not self._thread.is_alive()
 
 
@@ -130,6 +133,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        let_hold(monkeypatch, directory, REPORT_EACH_STEP)
         yield World(directory, lambda place: make_orders(place, 60))
 
 
@@ -137,9 +141,10 @@ def test_a_group_grows_by_a_gpu(world: World, tmp_path: Path) -> None:
     """From one GPU to two, where one job begins to span them and another moves."""
     worker = world.worker(tmp_path, 0)
     worker.until(all_joined)
-    assert worker.change(0, 1) == GpusChanged((0, 1))
-    spans = [job.then or job.span for job in worker.group._jobs.values()]
-    assert {rank for span in spans for rank in span.ranks} == {0, 1}
+    with hold(25):
+        assert worker.change(0, 1) == GpusChanged((0, 1))
+        spans = [job.then or job.span for job in worker.group._jobs.values()]
+        assert {rank for span in spans for rank in span.ranks} == {0, 1}
     world.finish(worker, tmp_path)
 
 

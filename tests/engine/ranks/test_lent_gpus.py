@@ -11,19 +11,19 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.ranks.test_group_changes import Worker, World
+from tests.engine.ranks.test_group_changes import PATIENCE_SECONDS, Worker, World
 from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
+from tests.process_hooks import REPORT_EACH_STEP, hold, let_hold
 from tlora.engine.messages import Listen, SetGpus, SetPlan, Stop
 from tlora.engine.ranks import lending, lent_ranks
 from tlora.engine.ranks.lending import Lender
 from tlora.engine.ranks.lending_line import LENDING, Lent
-from tlora.engine.ranks.lent_ranks import LentRanks, LostLenderError
+from tlora.engine.ranks.lent_ranks import LentRank, LentRanks, LostLenderError
 from tlora.engine.ranks.rank_group import RankGroup
 from tlora.errors import ConfigError
 from tlora.link.keyed_listener import KeyedListener, dial_keyed
@@ -55,10 +55,10 @@ class Host:
             self.ended = error
 
 
-def orders(directory: Path, steps: int = 60) -> list[dict[str, Any]]:
+def orders(directory: Path) -> list[dict[str, Any]]:
     data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
     return [
-        job("two", data, gpus=2, lora_dropout=0.1, max_steps=steps, batch_size=2, save_steps=20, target_modules=TWO_LINEARS),
+        job("two", data, gpus=2, lora_dropout=0.1, max_steps=60, batch_size=2, save_steps=20, target_modules=TWO_LINEARS),
         job("short", data, max_steps=4, r=7, seed=3, target_modules=TWO_LINEARS),
     ]
 
@@ -69,21 +69,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        let_hold(monkeypatch, directory, REPORT_EACH_STEP)
         yield directory
 
 
 @pytest.fixture(scope="module")
 def world(environment: Path) -> World:
     return World(environment, orders)
-
-
-@pytest.fixture
-def long_world(environment: Path, tmp_path: Path) -> Iterator[World]:
-    """Whose job is in its midst when its host is lost, however late that is."""
-    world = World(tmp_path, partial(orders, steps=400))
-    yield world
-    while world.workers:
-        world.workers.pop().stop()
 
 
 def listen(worker: Worker) -> Lending:
@@ -111,28 +103,30 @@ def spanning(world: World, out: Path) -> tuple[Worker, Host]:
 
 def test_a_job_spans_hosts_and_comes_back_with_the_bytes_of_one_process(world: World, tmp_path: Path) -> None:
     """It begins on both and goes on on one while it trains. The lender is let go with its GPU."""
-    worker, host = spanning(world, tmp_path)
+    with hold(25):
+        worker, host = spanning(world, tmp_path)
     lending = listen(worker)
     for wrong in (dataclasses.replace(lending, key="0" * 64), dataclasses.replace(lending, fingerprint="sha256:" + "0" * 64)):
         stranger = Host(world.base, tmp_path, wrong)
-        stranger.thread.join(60)
+        stranger.thread.join(PATIENCE_SECONDS)
         assert isinstance(stranger.ended, ConfigError), "it says nothing to who has another certificate, and lets in no other key"
     assert host.brought == ["two"] and not (tmp_path / "elsewhere" / "two").exists()
     worker.inbox.put(SetGpus((0,)))
-    host.thread.join(60)
+    host.thread.join(PATIENCE_SECONDS)
     assert host.ended == "its GPUs are needed by the other host no more, or that one is gone"
     world.finish(worker, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost_costs_what_followed_the_checkpoint(long_world: World, tmp_path: Path) -> None:
-    world, out = long_world, tmp_path / "lost"
-    worker, host = spanning(world, out)
-    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 20 for path in out.glob("two/checkpoint-*")))
-    os.kill(host.lender._processes[1].pid, signal.SIGKILL)
-    worker._thread.join(60)
+def test_a_host_that_is_lost_costs_what_followed_the_checkpoint(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "lost"
+    with hold(25):
+        worker, host = spanning(world, out)
+        worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 20 for path in out.glob("two/checkpoint-*")))
+        os.kill(host.lender._processes[1].pid, signal.SIGKILL)
+    worker._thread.join(PATIENCE_SECONDS)
     assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
-    host.thread.join(60)
+    host.thread.join(PATIENCE_SECONDS)
     assert host.ended, "nor does a lender stay alone"
     again = world.worker(out, 0)
     told = again.until(lambda told: any(isinstance(report, Joined) and report.job_id == "two" for report in told))
@@ -151,7 +145,7 @@ def test_a_host_that_stops_while_it_joins_changes_nothing(world: World, tmp_path
     told = worker.until(lambda told: any(isinstance(report, GpusChanged) for report in told))
     refused = next(report for report in told if isinstance(report, GpusChanged))
     assert refused.gpus == (0,) and "which has lent its GPU, is gone or cut off" in refused.refused
-    host.thread.join(60)
+    host.thread.join(PATIENCE_SECONDS)
     assert host.ended == "it was told to stop"
     world.finish(worker, tmp_path)
 
@@ -181,7 +175,7 @@ def test_a_lender_that_falls_silent_is_given_up(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(lent_ranks, "CUT_SECONDS", 0.1)
     line.send(LENDING.encode(Lent("b", 7, (LENT,))))
     assert given.get() == 0.1
-    assert lost.get(timeout=60) == (1, None)
+    assert lost.get(timeout=PATIENCE_SECONDS) == (1, None)
     assert rank.why_lost() == "host b, which has lent its GPU, is gone or cut off"
     line.close()
     ranks.close()
@@ -192,7 +186,7 @@ def test_a_lender_that_comes_as_the_group_ends_is_let_go(tmp_path: Path) -> None
     line = dial_keyed(ranks.listening.address, ranks.listening.fingerprint, ranks.listening.key)
     ranks.close()
     line.send(LENDING.encode(Lent("b", 7, (LENT,))))
-    assert line.read_line(20) is None
+    assert line.read_line(PATIENCE_SECONDS) is None
     line.close()
 
 
@@ -201,21 +195,22 @@ def test_a_lender_says_that_it_is_still_there(world: World, tmp_path: Path, monk
     said: queue.SimpleQueue[object] = queue.SimpleQueue()
     listener = KeyedListener("127.0.0.1", tmp_path, lambda line: [said.put(LENDING.decode(each)) for each in line.lines()])
     host = Host(world.base, tmp_path, Lending(listener.address, listener.fingerprint, listener.key, {LENT: 0}))
-    first = said.get(timeout=60)
-    assert isinstance(first, Lent) and said.get(timeout=60) == first == said.get(timeout=60)
+    first = said.get(timeout=PATIENCE_SECONDS)
+    assert isinstance(first, Lent) and said.get(timeout=PATIENCE_SECONDS) == first == said.get(timeout=PATIENCE_SECONDS)
     host.commands.put(Stop())
-    host.thread.join(60)
+    host.thread.join(PATIENCE_SECONDS)
     listener.close()
 
 
-def test_nobody_waits_for_the_end_of_a_lent_rank(tmp_path: Path) -> None:
+def test_nobody_waits_for_the_end_of_a_lent_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, wait = list[float | None](), LentRank.wait
+    monkeypatch.setattr(LentRank, "wait", lambda rank, seconds=None: (waited.append(seconds), wait(rank, 0.0))[1])
     group = RankGroup(0, own=[])
     group.let_lend("127.0.0.1")
     group.going.add(group.add_lent(LENT))  # its lender does not come
     assert group.living == [0] and not group.lives_here
-    began = time.monotonic()
     group.close()
-    assert time.monotonic() - began < 20
+    assert all(seconds == 0.0 for seconds in waited)
 
 
 def test_a_lenders_messages_are_lines() -> None:

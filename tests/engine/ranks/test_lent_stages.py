@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cluster.test_listeners import wait_for
-from tests.engine.ranks.test_group_changes import Worker, World
+from tests.engine.ranks.test_group_changes import PATIENCE_SECONDS, Worker, World
 from tests.engine.ranks.test_group_changes import ended as ended
 from tests.engine.ranks.test_lent_gpus import LENT, Host, listen
 from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
+from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.lending_line import LENDING, Lent
 from tlora.engine.ranks.lent_ranks import LostLenderError
@@ -75,6 +76,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        run_in_each_process(monkeypatch, directory, REPORT_EACH_STEP)
         yield directory
 
 
@@ -107,7 +109,7 @@ def test_each_host_loads_its_layers_and_jobs_have_the_bytes_of_one_process(world
     told = worker.until(lambda told: any(isinstance(report, GpusChanged) and report.fixed for report in told))
     assert told[-1] != GpusChanged((0,)), "its stages stay where they are"
     world.finish(worker, tmp_path)
-    host.thread.join(60)
+    host.thread.join(PATIENCE_SECONDS)
     assert host.ended and host.brought == [], "a stage before the last reads no data"
 
 
@@ -116,9 +118,9 @@ def test_a_lost_host_costs_what_followed_the_checkpoint(long_world: Apart, tmp_p
     worker, host = long_world.spanning(tmp_path)
     worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 10 for path in tmp_path.glob("dropout/checkpoint-*")))
     os.kill(host.lender._processes[1].pid, signal.SIGKILL)
-    worker._thread.join(60)
+    worker._thread.join(PATIENCE_SECONDS)
     assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
-    host.thread.join(60)
+    host.thread.join(PATIENCE_SECONDS)
     assert host.ended, "nor does a lender stay alone"
     again, _ = long_world.spanning(tmp_path)
 
@@ -152,6 +154,6 @@ def test_stages_that_are_stopped_save_all_jobs(long_world: Apart, tmp_path: Path
     assert worker.error is None
     saved = [int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("dropout/checkpoint-*")]
     assert max(saved) >= worker.steps("dropout")[-1] > 5
-    host.thread.join(60)
+    host.thread.join(PATIENCE_SECONDS)
     again, _ = long_world.spanning(tmp_path)
     long_world.finish(again, tmp_path)

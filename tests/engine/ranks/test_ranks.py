@@ -13,6 +13,7 @@ import pytest
 import tlora
 from tests.engine.ranks.worlds import Told, World, open_world
 from tests.engine.tiny_runs import TWO_LINEARS, job, rows, run_spec, sha256, write_rows
+from tests.process_hooks import hold
 from tlora import durable
 from tlora.engine.ranks import rank_group
 from tlora.errors import ConfigError, ModelError
@@ -80,9 +81,11 @@ def test_all_ranks_lost_is_said_and_a_resume_ends_with_the_same_bytes(world: Wor
     def kill() -> None:
         for process in world.processes:
             os.kill(process.pid, signal.SIGKILL)
+        release()
 
-    told = Told(20, kill)
-    results = world.train(tmp_path / "out", 2, watcher=told.watcher)
+    told = Told(20, kill, lambda: any((tmp_path / "out").glob("*/checkpoint-*/MANIFEST.json")))
+    with hold(22) as release:
+        results = world.train(tmp_path / "out", 2, watcher=told.watcher)
     assert results.status == "stopped"
     assert told.said("all ranks are lost") and told.said("--resume")
     for name, result in results.items():

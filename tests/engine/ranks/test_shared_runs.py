@@ -13,8 +13,9 @@ import pytest
 
 import tlora
 from tests.engine.conftest import save_base
-from tests.engine.ranks.worlds import fork_children, record_ranks
+from tests.engine.ranks.worlds import fork_children, hold_until_ranks_stop, record_ranks
 from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
+from tests.process_hooks import hold
 from tlora.engine.check import check
 from tlora.engine.messages import ToRank
 from tlora.engine.ranks import rank_group
@@ -106,7 +107,8 @@ def test_saved_shared_and_resumed_whole(world: World, tmp_path: Path) -> None:
             told.append(progress.jobs[0].step)
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(stop)).signal_number == signal.SIGINT
+    with hold_until_ranks_stop(7):
+        assert world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(stop)).signal_number == signal.SIGINT
     assert world.train(tmp_path / "out", 1, 4.0, resume=True).status == "done"
     world.same_bytes(tmp_path / "out")
 
@@ -130,8 +132,10 @@ def test_a_lost_rank_ends_the_run_and_it_begins_again_on_what_is_left(
         if not killed and sum(job.step for job in progress.jobs) >= 4:
             killed.append(world.processes[1].pid)
             os.kill(killed[0], signal.SIGKILL)
+            release()
 
-    results = world.train(tmp_path / "out", 3, 0.85, watcher=Watcher(kill, lines.append))
+    with hold(6) as release:
+        results = world.train(tmp_path / "out", 3, 0.85, watcher=Watcher(kill, lines.append))
     assert killed
     assert results.status == "done", lines
     world.same_bytes(tmp_path / "out")
@@ -148,8 +152,10 @@ def test_where_nothing_fits_on_what_is_left_one_message_says_how_to_go_on(world:
         if not killed and sum(job.step for job in progress.jobs) >= 4:
             killed.append(world.processes[0].pid)
             os.kill(killed[0], signal.SIGSTOP)
+            release()
 
-    results = world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(kill, lines.append))
+    with hold(6) as release:
+        results = world.train(tmp_path / "out", 2, 0.85, watcher=Watcher(kill, lines.append))
     assert killed
     assert results.status == "stopped"
     told = "\n".join(lines)

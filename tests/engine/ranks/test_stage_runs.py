@@ -17,8 +17,9 @@ from transformers import OPTConfig, OPTForCausalLM
 import tlora
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.conftest import save_base
-from tests.engine.ranks.worlds import fork_children, record_ranks
+from tests.engine.ranks.worlds import fork_children, hold_until_ranks_stop, record_ranks
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sentence, train, write_rows
+from tests.process_hooks import hold
 from tlora.engine.messages import Stop
 from tlora.engine.ranks import rank_group
 from tlora.engine.ranks.rank_group import RankGroup
@@ -129,7 +130,8 @@ def test_a_run_goes_on_in_another_layout(world: World, tmp_path: Path, first: in
             told.append(progress.jobs[0].step)
             os.kill(os.getpid(), signal.SIGINT)
 
-    stopped = world.train(tmp_path / "out", first, watcher=Watcher(stop))
+    with hold_until_ranks_stop(8):
+        stopped = world.train(tmp_path / "out", first, watcher=Watcher(stop))
     assert stopped.signal_number == signal.SIGINT
     assert [rank for rank, _ in stops] == ([1, 0] if first == 2 else []) and all(1 not in living for rank, living in stops if rank == 0)
     assert world.train(tmp_path / "out", then, resume=True).status == "done"
@@ -145,8 +147,10 @@ def train_with_a_lost_rank(world: World, out: Path, stages: int, rank: int, numb
         if not lost and sum(job.step for job in progress.jobs) >= at_steps:
             lost.append(world.processes[rank].pid)
             os.kill(lost[0], number)
+            release()
 
-    results = world.train(out, stages, watcher=Watcher(lose, lines.append))
+    with hold(at_steps + 2) as release:
+        results = world.train(out, stages, watcher=Watcher(lose, lines.append))
     assert lost and results.status == "done", lines
     assert any("starting again from the last checkpoints" in line for line in lines), lines
     world.same_bytes(out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ import pytest
 import tlora
 from tests import forked
 from tests.engine.tiny_runs import run_spec, same_bytes, save_base, train
+from tests.process_hooks import hold, let_hold
+from tlora.engine import run_monitor
 from tlora.engine.ranks import coordinator, rank_group
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
@@ -68,14 +69,27 @@ def open_world(directory: Path, make_orders: Callable[[Path], list[dict[str, Any
 
 def fork_children(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     """As the fixture `forked_children`, for a fixture of a module, its cache in `directory`. Ranks say each step that they have taken: one
-    that waits then, for a verdict or for others, would say the last ones only afterwards.
+    that waits then, for a verdict or for others, would say the last ones only afterwards. `process_hooks.hold` holds them back.
     """
-    (directory / "hook").mkdir()
-    (directory / "hook" / "sitecustomize.py").write_text(SHOW_EACH_STEP)
-    monkeypatch.setenv("PYTHONPATH", str(directory / "hook"), prepend=os.pathsep)
+    let_hold(monkeypatch, directory, SHOW_EACH_STEP)
     monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
     monkeypatch.setattr(subprocess, "Popen", forked.ForkingPopen)
     monkeypatch.setattr(coordinator, "_SHOW_SECONDS", 0.01)
+    monkeypatch.setattr(run_monitor, "_SHOW_SECONDS", 0.0)  # of a run on one GPU
+
+
+@contextmanager
+def hold_until_ranks_stop(step: int) -> Iterator[None]:
+    """`hold`, until ranks are told to save their jobs and end."""
+    stop = rank_group.RankGroup.stop
+    with hold(step) as release, pytest.MonkeyPatch.context() as monkeypatch:
+
+        def stop_and_release(group: rank_group.RankGroup, first: int = 0) -> None:
+            stop(group, first)
+            release()
+
+        monkeypatch.setattr(rank_group.RankGroup, "stop", stop_and_release)
+        yield
 
 
 def record_ranks(monkeypatch: pytest.MonkeyPatch, processes: list[SupervisedProcess]) -> None:
@@ -89,17 +103,17 @@ def record_ranks(monkeypatch: pytest.MonkeyPatch, processes: list[SupervisedProc
 
 
 class Told:
-    """A watcher that keeps what is said, and acts once when all jobs together have taken so many steps."""
+    """A watcher that keeps what is said, and acts once when all jobs together have taken so many steps, and `when` holds."""
 
-    def __init__(self, at_steps: int = 0, act: Callable[[], object] | None = None) -> None:
+    def __init__(self, at_steps: int = 0, act: Callable[[], object] | None = None, when: Callable[[], bool] = lambda: True) -> None:
         self.lines: list[str] = []
         self.last: RunProgress | None = None
-        self._at, self._act = at_steps, act
+        self._at, self._act, self._when = at_steps, act, when
         self.watcher = Watcher(self._progress, self.lines.append)
 
     def _progress(self, progress: RunProgress) -> None:
         self.last = progress
-        if self._act is not None and sum(job.step for job in progress.jobs) >= self._at:
+        if self._act is not None and sum(job.step for job in progress.jobs) >= self._at and self._when():
             act, self._act = self._act, None
             act()
 
