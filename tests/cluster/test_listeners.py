@@ -200,6 +200,8 @@ def test_who_dawdles_is_shown_out_and_keeps_nobody_waiting(station: TcpStation, 
     wait_for(lambda: len(station.notes) == 2)
     assert any("without a TLS handshake for 0.2 s" in note for note in station.notes)
     station.notes.clear()
+    monkeypatch.setattr(tls_port, "ADMISSION_SECONDS", 600.0)
+    monkeypatch.setattr(tls_port, "read_admission", lambda line, _: read_admission(line, 0.2))
     line = station.by_hand()
     assert line.read_line(60) is None, "it shook hands and showed no token"
     line.close()

@@ -127,7 +127,7 @@ def test_the_manifests_lines_start_a_server_and_its_workers_and_the_batch_script
                 with machine.start("tlora", *map(machine.here, words), **values) as worker:
                     until(lambda number=number, worker=worker: machine.workers_so_far() == number or worker.poll() is not None, 0.1)
                     worker.send_signal(signal.SIGTERM)
-                    assert worker.wait(60) == 143
+                    assert worker.wait(600) == 143
             token = machine.directory / ".config" / "tlora" / "worker-token"
             token.parent.mkdir(parents=True)
             token.write_text(secret["token"])
@@ -138,10 +138,10 @@ def test_the_manifests_lines_start_a_server_and_its_workers_and_the_batch_script
                 (step,) = until(lambda: children.read_text().split(), 0.1)
                 until(lambda: machine.workers_so_far() == 3 or batch.poll() is not None, 0.1)
                 os.kill(int(step), signal.SIGTERM)  # as Slurm does
-                assert batch.wait(60) == 0
+                assert batch.wait(600) == 0
         finally:
             server.send_signal(signal.SIGTERM)
-            status = server.wait(60)
+            status = server.wait(600)
     assert status == 0
 
 
@@ -150,7 +150,7 @@ def test_the_units_line_starts_a_server(machine: Machine) -> None:
     with machine.start("tlora", *map(machine.here, words)) as server:
         until(lambda: machine.probe("readiness") or (server.poll() is not None and pytest.fail("the server has ended")), 0.2)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(600) == 0
 
 
 def test_the_compose_files_lines_start_a_server(machine: Machine) -> None:
@@ -167,4 +167,4 @@ def test_the_compose_files_lines_start_a_server(machine: Machine) -> None:
 
         until(healthy, 0.5)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
+        assert server.wait(600) == 0

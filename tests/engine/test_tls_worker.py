@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_worker import Orders
-from tests.engine.test_worker_process import GROUP, PATIENCE_SECONDS, crew_of, hear
+from tests.engine.test_worker_process import GROUP, PATIENCE_SECONDS, crew_of, hear, shorten_lease
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.test_worker_process import long as long
 from tlora.cluster.credentials import WorkerTokens
@@ -121,7 +121,7 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
 ) -> None:
     """Whoever listens on the port next has another certificate: it hears nothing. The lease ends the worker, with its jobs saved."""
     load = made.load(tmp_path / "out")
-    crew = crew_of(crews, store, load, lease=2.0)
+    crew = crew_of(crews, store, load)
     listener = TlsListener(store, ("127.0.0.1", 0))
     crew.listen_on(listener)
     process = start(*where(listener), token=WorkerTokens(store).create(600)[1])
@@ -129,6 +129,7 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
     worker.give(load)
     worker.want(GROUP, (long,), False)
     assert hear(crew, Stepped).steps > 0
+    shorten_lease(crew, worker, 2.0)
     crew.abandon()
     crew.workers.clear()
     (tmp_path / "other").mkdir()

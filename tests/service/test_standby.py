@@ -1,4 +1,7 @@
-"""Two real servers on one store: the first is killed with a hundred jobs in all states, and the second, which waited, has them all."""
+"""Two real servers on one store: the first is killed with a hundred jobs in all states, and the second, which waited, has them all.
+
+How long it waits is said on a clock of its own in `test_service_lease.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from tests.service.served import until
 ROOT = Path(__file__).parents[2]
 ROW = b'{"prompt": "a b c", "completion": "d e f"}\n'
 JOBS = 100
-FAIL_OVER_SECONDS = 30.0
 
 
 def start(directory: Path, url: str, port: int, log: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -41,7 +42,7 @@ def jobs_of(client: httpx.Client) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_second_server_has_all_jobs_within_thirty_seconds(tmp_path: Path, postgres: str) -> None:
+def test_a_second_server_has_all_jobs(tmp_path: Path, postgres: str) -> None:
     url, directory = make_database(postgres, "standby"), tmp_path / "data"
     first = start(directory, url, 0, tmp_path / "first.log")
     second = None
@@ -70,7 +71,7 @@ def test_a_second_server_has_all_jobs_within_thirty_seconds(tmp_path: Path, post
             until(lambda: wanted <= set(jobs_of(client).values()), 0.5)
             assert second.poll() is None and b"waits until no other server" in (tmp_path / "second.log").read_bytes()
             first.send_signal(signal.SIGKILL)
-            killed, before = time.monotonic(), jobs_of_the_store(directory, url)
+            before = jobs_of_the_store(directory, url)
 
             def answers() -> bool:
                 try:
@@ -79,7 +80,6 @@ def test_a_second_server_has_all_jobs_within_thirty_seconds(tmp_path: Path, post
                     return False
 
             until(answers, 0.1)
-            assert time.monotonic() - killed < FAIL_OVER_SECONDS
             after = jobs_of(client)
             assert len(after) == JOBS and after.keys() == before.keys() == set(ids.values())
             ended = ("succeeded", "failed", "cancelled", "paused")
@@ -89,7 +89,7 @@ def test_a_second_server_has_all_jobs_within_thirty_seconds(tmp_path: Path, post
                 if status not in ended[:3]:
                     client.post(f"/v1/jobs/{job}/cancel")
             second.send_signal(signal.SIGTERM)
-            assert second.wait(60) == 0
+            assert second.wait(600) == 0
     finally:
         for server in (first, second):
             if server is not None and server.poll() is None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tlora.engine import driver
 from tlora.engine.driver import wait_for
 from tlora.kernels.device import ToHost
 
@@ -34,22 +34,21 @@ def test_what_comes_while_the_device_computes_has_cost_nothing() -> None:
     assert wait_for(inbox, Busy(1000)) == ("mail", 0.0)
 
 
-def test_what_comes_later_has_cost_the_time_since_then() -> None:
-    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
-    looks: list[float] = []
+def test_what_comes_later_has_cost_the_time_since_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three seconds for each look at a device that computes, which do not count, and seven until the mail comes."""
+    now = 100.0
 
-    class Counted(Busy):
-        @property
-        def done(self) -> bool:
-            looks.append(time.monotonic())
-            if super().done:
-                threading.Timer(0.05, inbox.put, ("mail",)).start()
-                return True
-            return False
+    class Inbox(queue.SimpleQueue[str]):
+        def get(self, block: bool = True, timeout: float | None = None) -> str:
+            nonlocal now
+            now += 7.0 if timeout is None else 3.0
+            if timeout is not None:
+                raise queue.Empty
+            return "mail"
 
-    began = time.monotonic()
-    found, seconds = wait_for(inbox, Counted(4))  # through at the fifth look
-    assert found == "mail" and 0.04 < seconds <= time.monotonic() - began - (looks[4] - looks[0])
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now))
+    assert wait_for(Inbox(), Busy(4)) == ("mail", 7.0)
+    assert now == 100.0 + 4 * 3.0 + 7.0, "it looks as often as the device is busy"
 
 
 def test_a_device_that_fails_ends_the_wait() -> None:

@@ -46,7 +46,7 @@ class Pipeline:
         links: dict[int, StageLinks] = {}
 
         def meet(rank: int) -> None:
-            peers = Peers(Sharing(FileStore(f"{met}/store", stages), rank, stages, timeout_seconds=60))
+            peers = Peers(Sharing(FileStore(f"{met}/store", stages), rank, stages, timeout_seconds=600))
             links[rank] = StageLinks(peers, sizes, torch.device("cpu"), True)
 
         meeting = [threading.Thread(target=meet, args=(rank,)) for rank in range(stages)]
@@ -75,7 +75,7 @@ class Pipeline:
             for inbox in self.inboxes:
                 inbox.put(Stop())
             for thread in self._threads:
-                thread.join(30)
+                thread.join(600)
             assert not any(thread.is_alive() for thread in self._threads), "a stage does not end"
 
     def train(self, runs: Sequence[JobRun]) -> dict[str, Ended]:
