@@ -7,13 +7,14 @@ from itertools import repeat
 import pytest
 
 from tlora.batching.flow import Item
-from tlora.batching.pipeline_model import OfferedJob, Pipeline, Stream, Through
+from tlora.batching.pipeline_model import NO_OVERHEAD, OfferedJob, Pipeline, StageOverhead, Stream, Through
 
 
-def send(batches: list[int], budget: int, stages: int, micro_batches: int) -> Through:
+def send(batches: list[int], budget: int, stages: int, micro_batches: int, overhead: StageOverhead = NO_OVERHEAD) -> Through:
     """Of jobs whose global batches have so many samples of 100 tokens each, of which one takes three seconds."""
     jobs = {f"job{n}": OfferedJob(f"job{n}", repeat([Item(i, 100) for i in range(size)])) for n, size in enumerate(batches)}
-    return Pipeline(Stream(jobs, budget, stages), lambda entry: entry.tokens * 0.03, stages).run(micro_batches, micro_batches // 5)
+    pipeline = Pipeline(Stream(jobs, budget, stages), lambda entry: entry.tokens * 0.03, stages, overhead)
+    return pipeline.run(micro_batches, micro_batches // 5)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -35,3 +36,25 @@ def test_many_small_batches_that_fill_few_micro_batches_wait() -> None:
     through = send([1, 2, 2, 5, 6, 7, 8, 9], 2000, 2, 200)
     assert through.waited_seconds / through.seconds > 0.2
     assert send([1, 2, 2, 5, 6, 7, 8, 9], 500, 2, 200).waited_seconds == pytest.approx(0, abs=1e-6)
+
+
+def test_a_micro_batch_waits_for_the_way_there_and_back() -> None:
+    """With two in flight over two stages the second is through when the first one's gradient is back: a latency each, beside 1.5 s. A lone
+    micro-batch goes there and back, and the last stage hears that it has left.
+    """
+    full = send([4] * 6, 100, 2, 400, StageOverhead(latency=0.25))
+    assert full.seconds == pytest.approx(320 * (3 / 2 + 0.25)) and full.waited_seconds == pytest.approx(320 * 0.25)
+    assert send([1], 100, 2, 40, StageOverhead(latency=0.5)).seconds == pytest.approx(32 * (3 + 3 * 0.5))
+
+
+@pytest.mark.parametrize(("stages", "copies"), [(2, 2), (4, 4)])
+def test_copies_take_a_stages_time_at_each_of_its_boundaries(stages: int, copies: int) -> None:
+    """Forward and back; a stage in the middle has two."""
+    through = send([4] * 6, 100, stages, 400, StageOverhead(per_token=0.001))
+    assert through.seconds == pytest.approx(320 * (3 / stages + copies * 0.1))
+
+
+def test_a_host_that_is_ahead_announces_before_it_knows_what_has_left() -> None:
+    """Three jobs of three samples, two of which fill a micro-batch: it announces what is left of two batches, not yet three."""
+    known, ahead = (send([3] * 3, 200, 2, 400, StageOverhead(host_ahead=host_ahead)) for host_ahead in (False, True))
+    assert known.tokens == 320 * 200 and ahead.tokens == 320 * 180 and ahead.seconds > known.seconds

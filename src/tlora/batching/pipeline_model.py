@@ -1,7 +1,7 @@
 """A pipeline in predicted seconds, one forward one backward, under the rule that a job's batch g + 1 enters when its batch g has left.
 
 `Stream` is the order of all jobs' micro-batches that a group computes. Nothing of memory is known here; a stage's share of a micro-batch is
-1/S of its seconds, a third of it forward.
+1/S of its seconds, a third of it forward. A `StageOverhead` comes on top.
 """
 
 from __future__ import annotations
@@ -26,6 +26,25 @@ class Entry:
 
     tokens: int
     batches: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StageOverhead:
+    """What stages take besides products, in the unit of a pipeline's seconds.
+
+    `per_token`: that the device at either end of a boundary copies the hidden states of a token, or their gradient, between its products,
+    not beside them; `latency`: from the end of the sender's copy until the other device can begin; `launch`: that a stage's host launches a
+    micro-batch, there and back, where passes are captured as graphs, else 0. With a `host_ahead` the last stage's host launches a
+    micro-batch and announces the next one while its device is busy, before it knows which jobs step meanwhile.
+    """
+
+    per_token: float = 0.0
+    latency: float = 0.0
+    launch: float = 0.0
+    host_ahead: bool = False
+
+
+NO_OVERHEAD = StageOverhead()
 
 
 class OfferedJob:
@@ -98,10 +117,10 @@ class _Stage:
 
 
 class Pipeline:
-    """Of `stages`; `seconds_of` a micro-batch are those of all stages together."""
+    """Of `stages`; `seconds_of` a micro-batch are those of all stages together, without the `overhead`."""
 
-    def __init__(self, order: EntryOrder, seconds_of: Callable[[Entry], float], stages: int) -> None:
-        self._order, self._seconds_of, self._stages = order, seconds_of, stages
+    def __init__(self, order: EntryOrder, seconds_of: Callable[[Entry], float], stages: int, overhead: StageOverhead = NO_OVERHEAD) -> None:
+        self._order, self._seconds_of, self._stages, self._overhead = order, seconds_of, stages, overhead
         self._line = [_Stage(number, stages - number) for number in range(stages)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -133,6 +152,8 @@ class Pipeline:
             self._announce()
         for stage in reversed(self._line):
             self._begin(stage)
+            if stage is last and last.busy and self._overhead.host_ahead:
+                self._announce()
         if not last.busy and self._waits_since is None:
             self._waits_since = self.through.seconds
             self.through.stalls += self._kept_out
@@ -165,18 +186,27 @@ class Pipeline:
             self._waits_since = None
         stage.busy = True
         share = _FORWARD if end == self._went_forward else 1 - _FORWARD
-        then = self.through.seconds + self._seconds_of(entry) / self._stages * share
-        heapq.heappush(self._events, (then, next(self._numbers), partial(end, stage, entry)))
+        neighbours = (stage.number > 0) + (stage is not self._line[-1])
+        self._after(
+            self._seconds_of(entry) / self._stages * share + self._overhead.per_token * entry.tokens * neighbours,
+            partial(end, stage, entry),
+        )
+
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.through.seconds + seconds, next(self._numbers), do))
 
     def _went_forward(self, stage: _Stage, entry: Entry) -> None:
         stage.busy = False
-        (stage.backwards if stage is self._line[-1] else self._line[stage.number + 1].forwards).append(entry)
+        if stage is self._line[-1]:
+            stage.backwards.append(entry)
+        else:
+            self._after(self._overhead.latency, partial(self._line[stage.number + 1].forwards.append, entry))
 
     def _went_back(self, stage: _Stage, entry: Entry) -> None:
         stage.busy, stage.open = False, stage.open - 1
         if stage.number:
-            self._line[stage.number - 1].backwards.append(entry)
+            self._after(self._overhead.latency, partial(self._line[stage.number - 1].backwards.append, entry))
             return
         self.through.micro_batches += 1
         self.through.tokens += entry.tokens
-        self._order.retire(entry)
+        self._after(self._overhead.latency, partial(self._order.retire, entry))  # the last stage, which announces, is told

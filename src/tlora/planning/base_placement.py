@@ -9,6 +9,7 @@ import torch
 
 from tlora.adapter_shape import ExpertJobs
 from tlora.adapters.state import AdapterLayout
+from tlora.batching.pipeline_model import StageOverhead
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import LayoutSetting, RunSpec
@@ -18,7 +19,7 @@ from tlora.planning.holders import Holders, find_holders, longest_parts
 from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_sketch import AdapterSketch, JobSketch, LinearSketch
 from tlora.planning.layout_choice import LayoutChoice, predict_form
-from tlora.planning.layout_units import Device
+from tlora.planning.layout_units import Device, Pipeline
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.plan import RunPlan, adapt_experts, count_for, plan_memory
 from tlora.shape.base_parts import BaseParts
@@ -79,13 +80,13 @@ def choose_form(
         whole = plan_memory(run, jobs, model, base_bytes, device, limit)  # jobs have the problems of the smallest GPU again
     wanted: LayoutSetting = run.layout
     why, on_each = f"layout: {wanted}", f"each {one} holds the whole base, {gib(base_bytes)}"
+    known = models if reads_peers else list(map(_without_peers, models))
     if wanted == "auto" and gpus > 1 and models:
-        known = models if reads_peers else list(map(_without_peers, models))
         taken = _predict_here(run, jobs, model, known, limits, before)
         if taken is not None and (taken.why or (taken.form == "stages" and reads_peers and can_be_cut(model))):
             wanted, why = taken.form, taken.why or "base and jobs fit in no other form"
     if wanted == "stages" and gpus > 1:
-        return _in_stages(run, jobs, model, device, limits, speeds, why)
+        return _in_stages(run, jobs, model, device, limits, speeds, known, why)
     if some is not None and wanted != "shared":
         return some
     is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
@@ -96,7 +97,7 @@ def choose_form(
         unfused = not run.deterministic and takes_plain_path(whole.memory, device)
         if fits_whole and (unfused or rows_trained(jobs) or why_no_stages(model.base, device)):
             return BasePlacement(False, on_each, whole)
-        return _in_stages(run, jobs, model, device, limits, speeds, unshared)
+        return _in_stages(run, jobs, model, device, limits, speeds, known, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, count_for(jobs, model, shared_bytes, device, in_parts=gpus > 1), device, limit)
     parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} {several}"
@@ -154,6 +155,7 @@ def _in_stages(
     device: torch.device,
     limits: Sequence[int],
     speeds: Sequence[float],
+    models: Sequence[GpuModel],
     reason: str,
 ) -> BasePlacement:
     """Raises ModelError for a base that cannot be cut into stages, ConfigError for jobs that cannot be trained so, and CapacityError where
@@ -183,11 +185,13 @@ def _in_stages(
         )
     # Stage s keeps the activations of as many micro-batches as stages follow, itself included. All take what the tightest can.
     memories = [parts.stage_memory(cut.first, cut.stop, gpus - rank) for rank, cut in enumerate(ranges)]
+    devices = tuple(Device(gpu, parts, limit) for gpu, limit in zip(models, limits, strict=bool(models)))
+    overhead = Pipeline(devices, cuts).overhead() if devices else StageOverhead(host_ahead=device.type == "cuda")
     rooms = zip(memories, limits, strict=True)
-    plans = [plan_memory(run, jobs, model, memory, device, limit, stages=gpus) for memory, limit in rooms]
+    plans = [plan_memory(run, jobs, model, memory, device, limit, stages=gpus, overhead=overhead) for memory, limit in rooms]
     tightest = min(plans, key=_room)
     # what is wrong with jobs is that of the last plan
-    plan = plan_memory(run, jobs, model, tightest.memory, device, tightest.limit_bytes, stages=gpus)
+    plan = plan_memory(run, jobs, model, tightest.memory, device, tightest.limit_bytes, stages=gpus, overhead=overhead)
     each = "; ".join(f"{one} {rank}: layers {cut.first} to {cut.stop - 1}, {gib(sizes[rank])}" for rank, cut in enumerate(ranges))
     return BasePlacement(False, f"{reason}: {each}", plan, tuple(ranges))
 

@@ -11,10 +11,10 @@ from tlora.planning.layout_units import Device, OneGpu
 from tlora.planning.layouts import LayoutPlan, is_trained, plan_layouts
 from tlora.shape.layout import FORMS, Form
 
-# How many times as fast, by prediction, a form must be than the one that stands, to be taken in its place. With a shared base a lost GPU
-# ends the run, and a prediction is off by up to a tenth (docs/reference/layouts.md). Stages were predicted 1.22 times as fast as measured:
-# 31,226 tokens/s where 22,893 were reached, of a shared base 32,336 and 28,925 (docs/adr/056-layouts-that-are-chosen.md).
-LEAST_GAIN: Mapping[Form, float] = {"whole": 1.1, "shared": 1.1, "streamed": 1.1, "stages": 1.25}
+# How many times as fast, by prediction, a form must be than the one that stands, to be taken in its place. With a shared base, or one in
+# stages, a lost GPU ends the run, and a prediction is off by up to a tenth (docs/reference/layouts.md,
+# docs/adr/067-what-stages-take-besides.md).
+LEAST_GAIN: Mapping[Form, float] = {"whole": 1.1, "shared": 1.1, "streamed": 1.1, "stages": 1.1}
 
 _PREDICTED_FROM = 1024  # tokens of a micro-batch; what stages make of smaller ones is not known (docs/adr/041-nano-batches.md)
 

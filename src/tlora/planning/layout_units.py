@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tlora.batching.pipeline_model import StageOverhead
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import JobSketch
-from tlora.planning.job_work import counting_jobs, multiply_adds
+from tlora.planning.job_work import counting_jobs, multiply_adds, trained_tokens
 from tlora.planning.micro_batches import (
     MicroBatches,
     choose,
@@ -26,8 +27,12 @@ from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import cut_layers
-from tlora.shape.token_cost import StreamCost, TokenCost, fetched_layers, token_cost_on
+from tlora.shape.token_cost import LAUNCH_SECONDS, StreamCost, TokenCost, fetched_layers, token_cost_on
 from tlora.wording.numbers import gib
+
+# Between two stages, besides the copies: a thread is woken by the device's event and sets a word, at which the other end looks each 0.1 ms
+# (`sharing/channel.py`); that launches about 20 copies and kernels, 6 us each (bench/results/h200_f960408_calibrated.json), and a graph.
+_LATENCY = 5e-4
 
 
 @dataclass(frozen=True)
@@ -203,12 +208,13 @@ class Pipeline:
         """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""
         count = len(self.cuts)
         fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
-        pipelines = dict[float, TokenCost]()  # by what each token costs besides: all stages of alike layers share one
+        pipelines, overhead, tokens = dict[float, TokenCost](), self.overhead(), sum(map(trained_tokens, jobs))
+        # pipelines: by what each token costs besides: all stages of alike layers share one
         for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
             memory = device.parts.stage_memory(first, end, in_flight=count - stage)
             here = [job.within(device.parts, first, end) for job in jobs]
             cost = device.cost(memory)
-            modelled = pipelines.setdefault(cost.fixed_tokens, in_stages(cost, count, jobs))
+            modelled = pipelines.setdefault(cost.fixed_tokens, in_stages(cost, count, jobs, overhead, tokens))
             cost = replace(cost, pipeline=modelled.pipeline)
             try:
                 fits.append((_fit(run, here, memory, device, cost), cost, here))
@@ -224,24 +230,30 @@ class Pipeline:
             layers = fitted.micro.recompute.layers(budget)
             recomputed += layers
             products = max(products, budget * 2 * self._weights(stage) / self.devices[stage].rate * cost.products(budget, layers))
-        waits = max(0.0, self.boundary_seconds(budget) - products)
         bubble = fits[0][1].bubble(budget)
-        turn = (products + waits) / (1 - bubble)
+        turn = (products + budget * self._copy_seconds() * (2 if count == 2 else 4)) / (1 - bubble)
         fullest = max(fits, key=lambda found: found[0].predicted_bytes / found[0].limit_bytes)[0]
         return UnitPlan(
-            *(budget, recomputed, (slowest / ideal if ideal else 1.0) * (products + waits) / products),
+            *(budget, recomputed, slowest / ideal if ideal else 1.0),
             *(turn, turn - products, fullest.predicted_bytes, fullest.limit_bytes, max(fitted.waiting for fitted, _, _ in fits)),
             bubble=bubble,
             layers=tuple(end - first for first, end in self.cuts),
         )
 
-    def boundary_seconds(self, tokens: int) -> float:
-        """A micro-batch at the slowest boundary: T * hidden numbers on, and as many back; a middle stage sends both ways over one link."""
-        found = 0.0
-        for left, right in zip(self.devices, self.devices[1:], strict=False):
-            num_bytes = tokens * left.parts.hidden_size * left.parts.memory.element_bytes
-            found = max(found, num_bytes * (1 if len(self.devices) == 2 else 2) / link_rate(left.gpu, right.gpu))
-        return found
+    def overhead(self) -> StageOverhead:
+        """Of `in_stages`: a token's ideal products through the whole base take as long as all stages at the slowest one's speed."""
+        count = len(self.cuts)
+        token = count * max(2 * self._weights(stage) / device.rate for stage, device in enumerate(self.devices))
+        graphs = self.devices[0].parts.memory.num_layers > 0  # else nothing is compiled
+        launch = LAUNCH_SECONDS * max(end - first for first, end in self.cuts) if graphs else 0.0
+        return StageOverhead(self._copy_seconds() / token, _LATENCY / token, launch / token, host_ahead=True)
+
+    def _copy_seconds(self) -> float:
+        """Of a token's hidden states, or their gradient, at one end of the slowest boundary."""
+        between = zip(self.devices, self.devices[1:], strict=False)
+        rate = min(link_rate(left.gpu, right.gpu) for left, right in between)
+        parts = self.devices[0].parts
+        return parts.hidden_size * parts.memory.element_bytes / rate
 
 
 def link_rate(one: GpuModel, other: GpuModel) -> float:

@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from tlora.batching.flow import Item
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
-from tlora.batching.pipeline_model import OfferedJob, Pipeline, Stream
+from tlora.batching.pipeline_model import Entry, OfferedJob, Pipeline, StageOverhead, Stream
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import global_batch, row_tokens
 from tlora.data.prepare import Prepared
 from tlora.job import JobSpec, RunSpec
 from tlora.shape.memory import Adapter, MemoryModel
-from tlora.shape.token_cost import HIDES_LAUNCHES, PipelineCost, TokenCost, fixed_depth, recompute_factor
+from tlora.shape.token_cost import GRAPH_PRICE, HIDES_LAUNCHES, PipelineCost, TokenCost, fixed_depth, recompute_factor
 
 _UNFILLED = 0.9, 0.25  # of `_filled`: samples of 128 to 2,048 tokens, and mostly short ones, of four jobs in budgets of 1,024 to 4,096
 _PIPELINED, _PIPELINED_STEP = (
@@ -83,23 +83,40 @@ def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
     return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
 
 
-def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob]) -> TokenCost:
-    """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait."""
+def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob], overhead: StageOverhead, run_tokens: int) -> TokenCost:
+    """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait.
+    `overhead`: in the time of one token's ideal products through the whole base. Of a run that trains on `run_tokens`, each of which pays
+    its part of the graphs that are captured.
+    """
     drawn = {job.spec.name: _batches(job) for job in jobs if job.data is not None}  # once, for all budgets
     if stages == 1 or not drawn:
         return cost
 
     @lru_cache(maxsize=64)
     def through(token_budget: int) -> PipelineCost:
-        offered = dict[str, OfferedJob]()
+        offered, shapes = dict[str, OfferedJob](), set[int]()
         for name in drawn:
             drawn[name], own = itertools.tee(drawn[name])
             offered[name] = OfferedJob(name, own)
-        order = Stream(offered, token_budget, stages)
-        found = Pipeline(order, lambda entry: entry.tokens + cost.fixed_tokens, stages).run(_PIPELINED, _PIPELINED // 6)
-        return PipelineCost(found.seconds * stages / found.tokens, found.waited_seconds / found.seconds)
+
+        def seconds_of(entry: Entry) -> float:
+            shapes.add(prepared_budget(entry.tokens, token_budget))
+            return entry.tokens + cost.fixed_tokens
+
+        found = Pipeline(Stream(offered, token_budget, stages), seconds_of, stages, overhead).run(_PIPELINED, _PIPELINED // 6)
+        mean = found.tokens / found.micro_batches
+        each = max(0.0, GRAPH_PRICE * overhead.launch - (mean + cost.fixed_tokens) / stages)
+        captured = captured_graphs(stages, len(shapes), run_tokens / mean) * each / max(run_tokens, 1)
+        return PipelineCost((found.seconds / found.tokens + captured) * stages, found.waited_seconds / found.seconds)
 
     return replace(cost, pipeline=through)
+
+
+def captured_graphs(stages: int, shapes: int, micro_batches: float) -> float:
+    """Of all stages, which capture one after another, as each waits for its neighbours. Stage s of S has graphs of its own for each of the
+    S - s micro-batches that it has open, and launches each shape once before.
+    """
+    return min(stages * (stages + 1) / 2 * shapes, stages * micro_batches / 2)
 
 
 def _batches(job: SizedJob) -> Iterator[list[Item]]:

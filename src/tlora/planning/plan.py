@@ -12,13 +12,14 @@ import torch
 
 from tlora.adapter_shape import ExpertJobs, expert_jobs
 from tlora.adapters.state import AdapterLayout
+from tlora.batching.pipeline_model import NO_OVERHEAD, StageOverhead
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.job_plan import PlannedJob, longest_sample, plan_jobs
-from tlora.planning.job_work import counting_jobs
+from tlora.planning.job_work import counting_jobs, trained_tokens
 from tlora.planning.memory import measure, measure_in_parts, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
 from tlora.planning.work import adapts_experts, token_cost
@@ -44,6 +45,7 @@ class RunPlan:
     streaming: Streaming | None = None  # of a base whose layers lie in the host's memory (`streaming.py`)
     link_tokens: float = 0.0  # likewise, as of `TokenCost`
     stages: int = 1  # that a micro-batch passes through
+    overhead: StageOverhead = NO_OVERHEAD  # of these, as of `in_stages`
     more_memory: str = "raise memory_limit"  # the remedy where the limit does not do
 
     @property
@@ -177,9 +179,10 @@ def plan_memory(
     limit: int,
     here: frozenset[str] | None = None,
     stages: int = 1,
+    overhead: StageOverhead = NO_OVERHEAD,
 ) -> RunPlan:
     """The plan of jobs whose data is known, below `limit` bytes on `device`, of which only the kind is looked at. `base`: its bytes there,
-    or, of one of `stages`, what it takes.
+    or, of one of `stages` with this `overhead`, what it takes.
     """
     memory = count_for(jobs, model, base, device) if isinstance(base, int) else base
     base_bytes = memory.base_bytes
@@ -188,7 +191,20 @@ def plan_memory(
     warnings = _budget_warnings(run, sound, longest) + _recompute_warnings(run, memory) + _expert_warnings(model, device, sound)
     other_bytes = possible_precisions(model, base_bytes, device)
     more = more_memory(device, limit, run.memory_limit)
-    plan = RunPlan(jobs, longest, RecomputePlan(), memory, limit, longest, other_bytes, warnings, here, stages=stages, more_memory=more)
+    plan = RunPlan(
+        jobs,
+        longest,
+        RecomputePlan(),
+        memory,
+        limit,
+        longest,
+        other_bytes,
+        warnings,
+        here,
+        stages=stages,
+        overhead=overhead,
+        more_memory=more,
+    )
     return settle(run, plan, memory, device)
 
 
@@ -214,7 +230,9 @@ def fit(run: RunSpec, plan: RunPlan, memory: MemoryModel, device: torch.device) 
     """As `settle`, of jobs whose problems stay as they are."""
     memory = counting_jobs(memory, plan.jobs, run.deterministic)
     jobs = fitted_jobs(run, plan)
-    cost = in_stages(token_cost(memory, device, plan.link_tokens), plan.stages, jobs)
+    cost = token_cost(memory, device, plan.link_tokens)
+    if plan.stages > 1:
+        cost = in_stages(cost, plan.stages, jobs, plan.overhead, sum(map(trained_tokens, jobs)))
     budget, recompute = choose(run, jobs, plan.longest, memory, plan.limit_bytes, cost)
     return replace(plan, memory=memory, token_budget=budget, recompute=recompute)
 

@@ -24,9 +24,13 @@ RECOMPUTE_SHARE = 0.31
 SLOW_HOST = 1.5
 """By how much slower hosts launch: on an H100's a lone job of 1,400 tokens a step over an 8B, which hides its launches on the host above,
 was 5 to 10 % faster with graphs, padding included."""
-HIDES_LAUNCHES = 4.2 / 5.9 * 8192 * 50e6
-"""Work of a micro-batch, in tokens times weights of a layer, from which on the GPU takes longer than Python does to launch it: 4.2 ms a
-layer, as 1.7B takes 5.9 ms a layer for 8,192 tokens (one H200 and its host). Of weights alone, without features, on both sides."""
+LAUNCH_SECONDS = 4.2e-3
+"""That Python takes to launch a decoder layer, forward and back (one H200's host)."""
+HIDES_LAUNCHES = LAUNCH_SECONDS / 5.9e-3 * 8192 * 50e6
+"""Work of a micro-batch, in tokens times weights of a layer, from which on the GPU takes longer than Python does to launch it: 1.7B takes
+5.9 ms a layer for 8,192 tokens (one H200). Of weights alone, without features, on both sides."""
+GRAPH_PRICE = 3
+"""Of a shape's CUDA graph, in launches from Python: that one, and two for the capture (130 and 260 ms over a 1.7B base)."""
 
 
 CPU_BUDGET_CAP, _GPU_BUDGET_CAP = 2048, 8192  # tokens; past them throughput is flat (docs/adr/016-memory-is-counted.md)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from tlora.libraries import no_collection
+from tlora.shape.token_cost import GRAPH_PRICE
 from tlora.supermodel.batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _MOST_CAPTURED, _MOST_COUNTED = 64, 4096  # shapes at a time
 _UNCAPTURED = 1  # micro-batches of a shape that run as they are
-_PRICE = 3  # of a shape's graph, in launches from Python: that one, and two for the capture (130 and 260 ms over a 1.7B base)
 _SMALLEST, _FINEST = 128, 16  # tokens: of the rough sizes, and between two fine ones
 
 Backward = Callable[[Tensor], object]
@@ -217,7 +217,7 @@ class CudaGraphs:
             return own.tokens
         better = dict.fromkeys(s for s in (own, shape_of(min(fine_size(own.tokens), most))) if s not in self._captured)
         for shape in better:
-            if self._padding.get(shape, 0) >= _PRICE * (launch - shape.tokens):
+            if self._padding.get(shape, 0) >= GRAPH_PRICE * (launch - shape.tokens):
                 return shape.tokens
         rough = min(rough_size(own.tokens), most)
         for size in sorted({shape.tokens for shape in self._captured if own.tokens < shape.tokens <= most} | {rough}):
