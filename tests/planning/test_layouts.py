@@ -230,6 +230,16 @@ def test_stages_are_cut_by_seconds_and_run_at_the_speed_of_the_slowest(run: RunS
     assert whole / 2 <= sum(pipeline.seconds(each) for each in jobs) < whole
 
 
+def test_a_fast_gpu_gets_no_more_layers_than_it_has_memory_for(run: RunSpec) -> None:
+    """By speed alone an RTX 4090 would have five or six of eight layers, for which there is no room here. A run cuts the base so too."""
+    jobs = sketched(run)
+    fast, slow = large(devices_of(run, RTX_4090, RTX_3090))
+    assert cut_pipeline((fast, slow), jobs).cuts[0][1] > 4
+    limit = fast.parts.stage_bytes(0, 4)
+    found = cut_pipeline((replace(fast, limit_bytes=limit), slow), jobs)
+    assert found.cuts == ((0, 4), (4, 8)) == fast.parts.cut([fast.rate, slow.rate], [limit, slow.limit_bytes])
+
+
 def test_boundaries_take_the_link_that_both_gpus_have(run: RunSpec) -> None:
     assert link_rate(H100, H100) == 350e9 and link_rate(RTX_4090, RTX_4090) == 25e9 == link_rate(H100, RTX_4090)
     (device,) = devices_of(run, RTX_4090)

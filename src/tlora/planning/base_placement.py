@@ -25,7 +25,7 @@ from tlora.planning.plan import RunPlan, adapt_experts, count_for, plan_memory
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
-from tlora.shape.stages import LayerRange, cut_layers
+from tlora.shape.stages import LayerRange
 from tlora.supermodel.load import layers_of
 from tlora.supermodel.stage_base import check_stages, why_no_stages
 from tlora.supermodel.supermodel import SuperModel
@@ -175,7 +175,7 @@ def _in_stages(
             f"layout: stages needs a decoder layer for each {one}, and the base has {layers} for {gpus}. Take --gpus {layers}"
         )
     parts = count_parts(model, device, max(job.spec.largest_rank for job in jobs), adapt_experts(jobs))
-    cuts = cut_layers(parts.layer_weights, parts.head_weights, speeds or [1.0] * gpus)
+    cuts = parts.cut(speeds or [1.0] * gpus, limits)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
     fullest = max(range(gpus), key=lambda rank: sizes[rank] - limits[rank])
     if sizes[fullest] > limits[fullest]:

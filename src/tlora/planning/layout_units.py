@@ -263,11 +263,17 @@ def link_rate(one: GpuModel, other: GpuModel) -> float:
 
 
 def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipeline:
-    """Layers cut by the predicted seconds of all `jobs`, of weights alone, without features, as the engine cuts them."""
+    """Layers cut by the predicted seconds of all `jobs`, of weights alone, without features, as the engine cuts them, and by memory."""
     parts = devices[0].parts
     each = {weights: sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in set(parts.layer_weights)}
     head = sum(multiply_adds(job, parts.head_weights, 0) for job in jobs)
-    return Pipeline(devices, cut_layers([each[weights] for weights in parts.layer_weights], head, [device.rate for device in devices]))
+    cuts = cut_layers(
+        [each[weights] for weights in parts.layer_weights],
+        head,
+        [device.rate for device in devices],
+        lambda stage, first, end: devices[stage].parts.stage_bytes(first, end) <= devices[stage].limit_bytes,
+    )
+    return Pipeline(devices, cuts)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,12 @@ class BaseParts:
         both = first == 0 and last == len(self.layers)
         return layers + max(0, beside) + at_ends - (tied if both else 0)
 
+    def cut(self, speeds: Sequence[float], limits: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Layers of like predicted seconds on GPUs of these speeds, as far as each has memory for its weights: `cut_layers`."""
+        return cut_layers(
+            self.layer_weights, self.head_weights, speeds, lambda stage, first, end: self.stage_bytes(first, end) <= limits[stage]
+        )
+
     def bytes_by_stages(self) -> tuple[int, ...]:
         """Of the fullest of 2, 3, ... stages, cut as a worker cuts them."""
         counts = range(LEAST_STAGES, min(MOST_GPUS, len(self.layers)) + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -33,11 +33,17 @@ class LayerRange:
         return self.stop == self.count
 
 
-def cut_layers(layer_seconds: Sequence[float], head_seconds: float, speeds: Sequence[float]) -> tuple[tuple[int, int], ...]:
+def cut_layers(
+    layer_seconds: Sequence[float],
+    head_seconds: float,
+    speeds: Sequence[float],
+    fits: Callable[[int, int, int], bool] = lambda _stage, _first, _end: True,
+) -> tuple[tuple[int, int], ...]:
     """First layer and end of each stage, so that the slowest takes as little as can be; head and loss are the last one's.
 
     One stage for each of `speeds`, in their order, with at least one layer. Of equals, that with the fewest layers on the
-    first stages, where the most micro-batches wait for their backward.
+    first stages, where the most micro-batches wait for their backward. `fits`: whether a stage has memory for the layers from `first` to
+    `end`; where no cut does for all of them it counts for nothing.
 
     >>> cut_layers([1.0] * 8, 1.0, [1.0, 1.0]), cut_layers([1.0] * 8, 1.0, [2.0, 1.0])
     (((0, 4), (4, 8)), ((0, 6), (6, 8)))
@@ -53,10 +59,12 @@ def cut_layers(layer_seconds: Sequence[float], head_seconds: float, speeds: Sequ
         for end in range(stage + 1, layers - (stages - 1 - stage) + 1):
             for first in range(stage, end):
                 own = (until[end] - until[first] + (head_seconds if last else 0.0)) / speed
-                if max(ends[first], own) < found[end]:
+                if max(ends[first], own) < found[end] and fits(stage, first, end):
                     found[end], origin[end] = max(ends[first], own), first
         ends = found
         came_from.append(origin)
+    if ends[layers] == math.inf:
+        return cut_layers(layer_seconds, head_seconds, speeds)
     cuts, end = list[tuple[int, int]](), layers
     for origin in reversed(came_from):
         cuts.append((origin[end], end))
