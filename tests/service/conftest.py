@@ -19,6 +19,12 @@ def forked(forked_children: None) -> None:
     """Whatever a server starts, and what a test does. A test of a start itself says so (`real_start`)."""
 
 
+@pytest.fixture(autouse=True)
+def swept_by_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of this process does not sweep each minute, in the midst of a test on a busy machine: tests do when they want it."""
+    monkeypatch.setattr("tlora.service.housekeeping._EVERY_SECONDS", 1e6)
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
     with postgres_server() as directory:
