@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -220,6 +221,34 @@ def test_ctrl_c_outside_training_is_130(jobs_file: Path, use: Callable[..., None
     use("tlora.engine.train", train=FakeEngine({}, error=KeyboardInterrupt("7 rows are kept")).train)
     code, _, err = call("train", jobs_file)
     assert (code, err) == (130, "7 rows are kept\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "train", "directory", "again"),
+    [
+        ("train", "tlora.engine.train", "train", "a b", ["--resume"]),
+        ("cluster", "tlora.live.cluster_run", "train_on_cluster", "a b/jobs", ["--policy", "fifo"]),
+    ],
+)
+def test_a_ctrl_c_that_ends_a_run_at_once_says_how_to_resume_it(
+    jobs_file: Path, use: Callable[..., None], command: str, module: str, train: str, directory: str, again: list[str]
+):
+    arguments = [command, jobs_file.name, "--output-dir", "a b", "--device", "cpu"]
+
+    def quit_at_once(*_: Any, **__: Any) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / "run.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    def quit_before(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    use(module, **{train: quit_at_once})
+    code, _, err = call(*arguments, *again)
+    kept = "each unfinished job goes on from its last checkpoint, or from step 0 if it has none"
+    assert (code, err) == (130, f"Quit at once; {kept}. Resume with: {shlex.join(['tlora', *arguments, *again])}\n")
+    use(module, **{train: quit_before})  # before the run has begun: the file is that of the earlier one
+    assert call(*arguments, *again)[::2] == (130, "")
 
 
 def test_every_problem_of_the_file_is_told_and_nothing_is_trained(jobs_file: Path, use: Callable[..., None]):

@@ -85,6 +85,12 @@ def test_a_pair_in_the_spellings_of_others(name: str) -> None:
     assert unused_columns(row, "preference", "pairs") == unread
 
 
+def test_an_empty_answer_is_not_said_to_have_no_column() -> None:
+    row = row_of({"prompt": "q", "chosen": "a", "rejected": None})
+    with pytest.raises(DataError, match="^x.jsonl, line 3: column 'rejected' is None .*expected an answer, as column 'chosen' has one"):
+        format_of(row, "auto", "pairs")
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_none_of_them_is_imitated(name: str) -> None:
     with pytest.raises(DataError, match="line 3: columns? '.*preference data.* objective: dpo"):
@@ -114,6 +120,8 @@ def test_answers_of_earlier_rounds_are_the_prompts() -> None:
         ({"messages": [USER, GOOD], "rejected_messages": [USER, USER]}, "column 'rejected_messages' is .*an answer of the assistant"),
         ({"messages": [USER, GOOD | {"loss": False}], "rejected_response": "bad"}, "the row's own answer is .*an answer of the assistant"),
         ({"input_ids": [1, 2], "rejected_response": "bad"}, "column 'rejected_response' is 'bad' .*a chat next to it"),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "column 'rejected' is '' .*an answer, as column 'chosen' has one"),
+        ({"prompt": "q", "preferred_output": [], "non_preferred_output": [BAD]}, "column 'preferred_output' is .*an answer, as column"),
         ({"prompt": "q", "system": "s", "chosen": "a", "rejected": "b"}, "the system prompt is 's' .*write it into 'prompt'"),
     ],
 )

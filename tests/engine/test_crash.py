@@ -24,6 +24,7 @@ from tlora import durable
 from tlora.engine import train as front_door
 from tlora.group import stream as group_stream
 from tlora.group.stream import Stream
+from tlora.json_file import read_object
 from tlora.store.recorder import Recorder
 from tlora.supermodel.batch import BatchRow
 
@@ -293,6 +294,7 @@ def test_two_interrupts_end_at_once(runs: Runs, tmp_path: Path) -> None:
 
     assert os.waitstatus_to_exitcode(os.waitpid(fork(signalled), 0)[1]) == 7
     assert not list((tmp_path / "out" / "often").glob("checkpoint-*"))
+    assert read_object(tmp_path / "out" / "run.json")["status"] == "stopped"  # the command line says from this file how to resume
     until_done(runs, tmp_path / "out")
     runs.check(tmp_path / "out", "after two interrupts")
 

@@ -38,6 +38,7 @@ from tlora.cli.terminal import (
     printable,
     say,
     say_error,
+    say_how_to_resume,
 )
 from tlora.cli.worker_commands import worker, worker_token
 from tlora.libraries import begin_imports, end_imports
@@ -146,17 +147,19 @@ def train(
     launch = launched()
     if launch is not None and launch.rank > 0:
         raise typer.Exit(_obey_rank_0(run, launch))
-    # the data worker and the ranks import their libraries while this process imports its own
-    with watching(None if quiet else console) as watcher, start_worker() as data_worker, start_ranks(gpus, launch) as rank_group:
-        with keep_interrupts():
-            _load_libraries()
-            from tlora.engine.train import train as train_run
+    again = ["train", *_again(jobs_file, output_dir, device, gpus, settings), "--resume"]
+    with say_how_to_resume(Path(run.output_dir), again):
+        # the data worker and the ranks import their libraries while this process imports its own
+        with watching(None if quiet else console) as watcher, start_worker() as data_worker, start_ranks(gpus, launch) as rank_group:
+            with keep_interrupts():
+                _load_libraries()
+                from tlora.engine.train import train as train_run
 
-        options = {"resume": resume, "overwrite": overwrite, "device": device, "gpus": gpus}
-        results = train_run(run, **options, watcher=watcher, data_worker=data_worker, rank_group=rank_group)
-    from tlora.cli.result_view import exit_code, print_end
+            options = {"resume": resume, "overwrite": overwrite, "device": device, "gpus": gpus}
+            results = train_run(run, **options, watcher=watcher, data_worker=data_worker, rank_group=rank_group)
+        from tlora.cli.result_view import exit_code, print_end
 
-    print_end(console, results, ["train", *_again(jobs_file, output_dir, device, gpus, settings), "--resume"])
+        print_end(console, results, again)
     raise typer.Exit(exit_code(results.values(), results.signal_number))
 
 
@@ -182,21 +185,22 @@ def cluster(
     console = open_console()
     from tlora.cli.progress import watching
 
-    with watching(None if quiet else console) as watcher:
-        with keep_interrupts():
-            _load_libraries()
-            from tlora.live.cluster_run import train_on_cluster
-
-        results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, worker_listen=worker_listen, ray=ray, watcher=watcher)
-    from tlora.cli.result_view import exit_code, print_end
-
-    again = _again(jobs_file, output_dir, device, gpus, settings)
+    again = ["cluster", *_again(jobs_file, output_dir, device, gpus, settings)]
     again += ["--policy", policy] if policy != "residual_capacity" else []
     again += ["--worker-listen", worker_listen] if worker_listen else []
     given = {"--ray-address": ray_address, "--min-hosts": min_hosts or None, "--max-hosts": max_hosts}
     again += ["--backend", backend] if ray is not None else []
     again += [part for option, value in given.items() if value is not None for part in (option, str(value))]
-    print_end(console, results, ["cluster", *again])
+    with say_how_to_resume(Path(run.output_dir) / "jobs", again):
+        with watching(None if quiet else console) as watcher:
+            with keep_interrupts():
+                _load_libraries()
+                from tlora.live.cluster_run import train_on_cluster
+
+            results = train_on_cluster(run, gpus=gpus, device=device, policy=policy, worker_listen=worker_listen, ray=ray, watcher=watcher)
+        from tlora.cli.result_view import exit_code, print_end
+
+        print_end(console, results, again)
     raise typer.Exit(exit_code(results.values(), results.signal_number))
 
 

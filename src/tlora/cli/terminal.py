@@ -6,6 +6,7 @@ import codecs
 import inspect
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora.errors import ConfigError, TloraError
+from tlora.file_identity import FileIdentity, identity_of
 from tlora.wording.numbers import DASH, MINUS
 
 if TYPE_CHECKING:
@@ -193,3 +195,26 @@ def keep_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if swallowed:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def say_how_to_resume(directory: Path, command: Sequence[str]) -> Iterator[None]:
+    """A Ctrl-C that ends a run at once also says how to resume it, by `tlora` with the arguments `command`. `directory` has the run's
+    `run.json`. Before the run has begun, and this file with it, there is nothing to resume.
+    """
+    file = directory / "run.json"
+    before = _identity(file)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _identity(file) == before:
+            raise
+        kept = "each unfinished job goes on from its last checkpoint, or from step 0 if it has none"
+        raise KeyboardInterrupt(f"Quit at once; {kept}. Resume with: {shlex.join(['tlora', *command])}") from None
+
+
+def _identity(file: Path) -> FileIdentity | None:
+    try:
+        return identity_of(file.stat())
+    except OSError:
+        return None

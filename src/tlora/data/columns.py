@@ -12,7 +12,7 @@ from tlora.data import tokenized
 from tlora.data.cells import found_columns, is_empty
 from tlora.data.formats import COLUMNS, VERDICT_COLUMNS, Format, detect, verdict_of
 from tlora.data.messages import SYSTEM_COLUMNS, TOOL_COLUMNS, WEIGHT_KEYS, says_what_is_trained
-from tlora.data.pairs import ANSWERS, PAIR_COLUMNS, answer_columns, columns_read
+from tlora.data.pairs import ANSWERS, PAIR_COLUMNS, answer_columns, columns_read, refuse_empty_answer
 from tlora.data.rows import Row
 from tlora.errors import DataError
 from tlora.job import Rows
@@ -51,6 +51,7 @@ def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "sam
 def _format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows) -> Format:
     if rows == "pairs":
         if answer_columns(row) is None:
+            refuse_empty_answer(row)
             others = " or ".join(f"{wanted!r} and {unwanted!r}" for wanted, unwanted in ANSWERS[1:] if wanted)
             raise DataError(
                 f"{row.place}: a job that learns from pairs needs the columns 'chosen' and 'rejected' (found: {found_columns(row)}). "

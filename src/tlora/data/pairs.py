@@ -35,12 +35,22 @@ def answer_columns(row: Row) -> tuple[str | None, str] | None:
     return next((columns for columns in ANSWERS if all(map(has, columns))), None)
 
 
+def refuse_empty_answer(row: Row) -> None:
+    """Raise a DataError for a row without a pair that has the columns of two answers, one of them empty."""
+    for columns in ANSWERS:
+        answers = [column for column in columns if column and column in row.value]
+        empty = [column for column in answers if is_empty(row.value[column])]
+        if len(answers) == 2 and len(empty) == 1:
+            fail(row, f"column {empty[0]!r}", row.value[empty[0]], f"an answer, as column {(set(answers) - set(empty)).pop()!r} has one")
+
+
 def read_pair(row: Row, read_wanted: Callable[[Row], Example]) -> Pair:
     """The pair in `row`: a prompt as text or as messages with two answers, or two whole chats, whose common beginning is the prompt.
     `read_wanted` reads the row as a sample, where the wanted answer is that of the sample. Raises DataError.
     """
     columns = answer_columns(row)
     if columns is None:
+        refuse_empty_answer(row)
         missing = "rejected" if not is_empty(row.value.get("chosen")) else "chosen"
         raise DataError(f"{row.place}: column {missing!r} is missing (found: {found_columns(row)}); every row needs two answers")
     wanted, unwanted = columns
