@@ -194,6 +194,11 @@ def test_a_directory_of_somebody_else_is_never_touched(base: Path, data: Path, t
         train(base, tmp_path / "thesis" / "a" / "chapter.tex", jobs)
     with pytest.raises(ConfigError, match="is a file"):
         train(base, tmp_path / "thesis" / "a" / "chapter.tex" / "out", jobs)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="link is a symbolic link to nothing"):
+        train(base, tmp_path / "link", jobs)
+    with pytest.raises(ConfigError, match="cannot be written .File name too long"):
+        train(base, tmp_path / ("n" * 300), jobs)
 
 
 def test_no_base_model_leaves_nothing_behind(base: Path, data: Path, tmp_path: Path) -> None:

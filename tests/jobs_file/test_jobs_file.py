@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tlora.cli.commands import _read
 from tlora.errors import ConfigError
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraConfig, RunSpec, TrainConfig
 from tlora.jobs_file import read_jobs_file
@@ -203,6 +204,15 @@ jobs:
     assert (data.eval_path, data.chat_template) == (str(tmp_path / "e.jsonl"), str(tmp_path / "t.jinja"))
     assert run.jobs[0].adapter_path == str(tmp_path / "old")
     assert run.jobs[1].data.path == "/abs/d.jsonl"
+
+
+def test_a_home_directory_is_meant_by_a_tilde_also_in_output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = write(tmp_path, "base_model: ~/base\noutput_dir: ~/out\njobs: [{name: a, data: ~/a.jsonl}]")
+    for run in (read_jobs_file(file), read_jobs_file(file, ["output_dir=~/out"])):
+        assert (run.base_model, run.output_dir) == (str(tmp_path / "home" / "base"), str(tmp_path / "home" / "out"))
+        assert run.jobs[0].data.path == str(tmp_path / "home" / "a.jsonl")
+    assert _read(file, None, Path("~/there")).output_dir == str(tmp_path / "home" / "there")
 
 
 def test_a_path_by_set_stands_beside_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

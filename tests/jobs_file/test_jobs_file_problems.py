@@ -167,6 +167,20 @@ def test_the_most_epochs_give_a_number_of_steps():
         ("base_model: b\njobs: [{name: a, data: ''}]", "jobs.yaml:2: data.path: '' is not a path"),
         ("base_model: ''\njobs: [{name: a, data: d}]", "jobs.yaml:1: base_model: '' is not a path"),
         (
+            "base_model: ~nobody.x/b\njobs: [{name: a, data: d}]",
+            "jobs.yaml:1: base_model: '~nobody.x/b': there is no such home directory here; write it out",
+        ),
+        (
+            "base_model: b\njobs: [{name: a, data: ~nobody.x/d}]",
+            "jobs.yaml:2: data.path: '~nobody.x/d': there is no such home directory here; write it out",
+        ),
+        (
+            "base_model: b\noutput_dir: ~nobody.x/o\njobs: [{name: a, data: d}]",
+            "jobs.yaml:2: output_dir: '~nobody.x/o': there is no such home directory here; write it out",
+        ),
+        (f"base_model: {'n' * 300}\njobs: [{{name: a, data: d}}]", f"'{'n' * 300}' is not a path: File name too long; give a shorter one"),
+        (f"base_model: b\njobs: [{{name: a, data: {'n' * 300}}}]", f"'{'n' * 300}' is not a path: File name too long; give a shorter one"),
+        (
             "base_model: b\njobs: [{name: a, data: {pth: d, split: train}}]",
             "jobs.yaml:2: data.pth: unknown key; did you mean 'path'?",
         ),

@@ -318,10 +318,10 @@ def _obey_rank_0(run: RunSpec, launch: Launched) -> int:
 
 
 def _read(jobs_file: Path, settings: list[str] | None, output_dir: Path | None) -> RunSpec:
-    from tlora.jobs_file import read_jobs_file
+    from tlora.jobs_file import at_home, read_jobs_file
 
     run = read_jobs_file(jobs_file, settings or [])
-    return run.model_copy(update={"output_dir": str(output_dir)}) if output_dir else run
+    return run.model_copy(update={"output_dir": at_home(str(output_dir))}) if output_dir else run
 
 
 def _load_libraries() -> None:

@@ -5,6 +5,7 @@ All problems are collected and raised as one ConfigError. Data and base model ar
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -320,7 +321,30 @@ def _absolute(place: Located, key: str, directory: Path, problems: list[Problem]
         problems.append(place.problem(f"{key}: {place.value!r} is not a path; give a file"))
         return place
     base = directory if place.line else Path.cwd()
-    return Located(os.path.normpath(base / Path(place.value).expanduser()), place.line, place.where)
+    local = os.path.normpath(base / _at_home(place, key, problems))
+    try:
+        os.lstat(local)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            problems.append(place.problem(f"{key}: {place.value!r} is not a path: {error.strerror}; give a shorter one"))
+            local = os.curdir
+    return Located(local, place.line, place.where)
+
+
+def at_home(path: str) -> str:
+    """`path` with the home directory that a `~` at its beginning means. Raises ConfigError."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        raise ConfigError(f"{path!r}: there is no such home directory here; write it out, without ~") from None
+
+
+def _at_home(place: Located, key: str, problems: list[Problem]) -> str:
+    try:
+        return at_home(str(place.value))
+    except ConfigError as error:
+        problems.append(place.problem(f"{key}: {error}"))
+        return str(place.value)
 
 
 def _resolve_base(place: Located, directory: Path, problems: list[Problem]) -> Located:
@@ -336,6 +360,8 @@ def _validate(run: Located, directory: Path, problems: list[Problem]) -> RunSpec
     fields = dict(run.fields)
     if "base_model" in fields:
         fields["base_model"] = _resolve_base(fields["base_model"], directory, problems)
+    if isinstance((out := fields.get("output_dir", run)).value, str):
+        fields["output_dir"] = out.with_value(_at_home(out, "output_dir", problems))
     run = run.with_value(fields)
     problems += find_booleans(fields, RunSpec)
     jobs = fields["jobs"].value

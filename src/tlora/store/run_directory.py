@@ -39,9 +39,10 @@ _FREE_TO_CHANGE = {*_NO_NUMBER, *_LENGTH}  # by --resume
 def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
     """Raise early the ConfigErrors of `hold_run_directory`, without changing anything."""
     directory = Path(run.output_dir)
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise ConfigError(f"output_dir {directory}: {existing} is a file. Choose another output_dir")
+        kind = "a file" if existing.exists() else "a symbolic link to nothing"
+        raise ConfigError(f"output_dir {directory}: {existing} is {kind}. Choose another output_dir")
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise ConfigError(f"output_dir {directory} cannot be written ({existing} is read-only for you). Choose one where you may write")
     if existing == directory:
