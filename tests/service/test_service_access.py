@@ -153,8 +153,9 @@ def test_unknown_routes_and_methods_need_a_key_too(served: Served) -> None:
     assert served.client.get("/v1/nothing").status_code == 401
     assert served.ask("alice", "GET", "/v1/nothing", 404)["error"]["code"] == "unknown_route"
     assert served.ask("alice", "GET", "/nothing", 403)["error"]["code"] == "missing_scope"
-    answer = served.ask("alice", "POST", "/v1/cluster", 405)
-    assert answer["error"]["code"] == "wrong_method"
+    for method, path, allowed in (("POST", "/v1/cluster", "GET"), ("DELETE", "/v1/jobs", "GET, POST")):
+        error = served.ask("alice", method, path, 405)["error"]
+        assert (error["code"], error["message"]) == ("wrong_method", f"{method} is not for this route; it has {allowed}")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
 
 def _methods_of(request: Request) -> list[str]:
     """Of all routes of the path: the framework names those of the first one alone."""
-    nested = [route for outer in request.app.routes for route in getattr(outer, "routes", [outer])]
+    routers = [getattr(route, "original_router", route) for route in request.app.routes]  # FastAPI from 0.165 keeps included ones whole
+    nested = [route for router in routers for route in getattr(router, "routes", [router])]
     fitting = [route for route in nested if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
 
