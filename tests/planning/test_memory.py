@@ -407,6 +407,12 @@ def test_a_warm_up_longer_than_the_run_is_said(fields: dict[str, Any], said: str
         assert not [line for line in mended.warnings if line.startswith("warmup_steps")]
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+def test_a_learning_rate_that_trains_nothing_is_said(rate: float, base: Path, data: Path, tmp_path: Path) -> None:
+    [found] = check(run_spec(base, tmp_path, [job("a", str(data / "b.jsonl"), learning_rate=rate)]), device="cpu").jobs
+    assert any(line.startswith("learning_rate is 0: no step changes the adapter") for line in found.warnings) == (rate == 0)
+
+
 def test_check_compares_memory_and_speed_of_recomputation() -> None:
     data: Any = SimpleNamespace(train=SimpleNamespace(lengths=np.full(64, 500), epoch=64), eval=None)
     spec = JobSpec.model_validate({"name": "a", "data": "d", "batch_size": 4})

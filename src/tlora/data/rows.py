@@ -252,6 +252,9 @@ def _object(value: object, place: str) -> dict[str, object]:
     return cast("dict[str, object]", value)
 
 
+_SEPARATORS = {";": "semicolon", "\t": "tab", "|": "bar", ",": "comma"}
+
+
 def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
     lines, mark = _Lines(file), "comma" if delimiter == "," else "tab"
     csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB refuses long texts
@@ -262,6 +265,11 @@ def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
             return
         if len(set(header)) != len(header) or not all(header):
             raise DataError(f"{file}, line 1: the header {shown(header)} needs a different name for every column")
+        if len(header) == 1 and (other := next((each for each in _SEPARATORS if each in header[0]), None)):
+            raise DataError(
+                f"{file}, line 1: the header {shown(header[0])} is one column, for {mark}s separate cells here, and not "
+                f"{_SEPARATORS[other]}s. Save it with {mark}s" + (", or name it .tsv" if other == "\t" else "")
+            )
         for cells in reader:
             if not cells:
                 continue

@@ -104,7 +104,8 @@ def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
     job.data, job.longest = data, longest_sample(data)
     job.spec = job.spec.model_copy(update={"data": data.data})
     job.warnings += (
-        _warmup_warnings(job.spec, epoch_size(data.train.epoch))
+        _rate_warnings(job.spec)
+        + _warmup_warnings(job.spec, epoch_size(data.train.epoch))
         + _packing_notes(job.spec, data.train)
         + data.warnings()
         + _position_warnings(data, max_positions(model))
@@ -134,6 +135,10 @@ def _check_length(job: PlannedJob, model: Any) -> None:
         raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
     if safe is not None and longest > safe:
         raise DataError(f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}")
+
+
+def _rate_warnings(spec: JobSpec) -> list[str]:
+    return ["learning_rate is 0: no step changes the adapter. Write one above it, such as 2e-4"] if spec.learning_rate == 0 else []
 
 
 def _warmup_warnings(spec: JobSpec, epoch: int) -> list[str]:
