@@ -112,6 +112,24 @@ def test_a_job_that_waits_after_a_restart_has_the_steps_of_its_checkpoint(tmp_pa
         assert [served.wait("alice", job, "queued")["steps"] for job in jobs] == [5, 6]
 
 
+def test_a_job_that_ends_early_has_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all jobs are written down each ten seconds."""
+    monkeypatch.setattr("tlora.service.job_status_writer._STEPS_SECONDS", 1e9)
+    with serving(tmp_path / "server", eager=False) as served:
+        cancelled, failed = (served.submit("alice", name=name)["id"] for name in ("one", "two"))
+        for job in (cancelled, failed):
+            until(lambda job=job: job in served.cluster.placed)
+            served.cluster.step(job, 3)
+            until(lambda job=job: served.ask("alice", "GET", f"/v1/jobs/{job}", 200)["steps"] == 3)
+        served.ask("alice", "POST", f"/v1/jobs/{cancelled}/cancel", 200)
+        served.cluster.fail(failed, "its data")
+        served.wait("alice", failed, "failed")
+        until(lambda: served.ask("alice", "GET", f"/v1/jobs/{failed}", 200)["steps"] == 3)
+        assert served.ask("alice", "GET", f"/v1/jobs/{cancelled}", 200)["steps"] == 3
+        served.cluster._inbox.put(StepsDone(cancelled, "its group", 4, 0.1))  # its worker lets it go
+        assert until(lambda: served.ask("alice", "GET", f"/v1/jobs/{cancelled}", 200)["steps"] == 4)
+
+
 class NoStore:
     """A writer that keeps nothing."""
 

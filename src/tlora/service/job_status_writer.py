@@ -139,6 +139,8 @@ class JobStatusWriter:
     def ended(self, job_id: str) -> None:
         """By its owner or by itself."""
         self._jobs.end(job_id)
+        if (steps := self._live.steps(job_id)) is not None and steps != self._told.get(job_id):
+            self._write_steps({job_id: steps})
         self._told.pop(job_id, None)
         self._live.forget(job_id)
         self._forget(job_id)
@@ -149,6 +151,8 @@ class JobStatusWriter:
     def see(self, item: Event | Action) -> None:
         for effect in self._jobs.see(item):
             self._carry_out(effect)
+        if isinstance(item, StepsDone) and self._live.steps(item.job_id) is None:
+            self._write_steps({item.job_id: int(item.steps)})  # it was cancelled: its last ones, as its worker lets it go
         if isinstance(item, StepsDone | Tick):
             self._flush_steps()
         if isinstance(item, Tick):
@@ -232,7 +236,10 @@ class JobStatusWriter:
         steps = {job: count for job, count in self._live.all_steps().items() if count != self._told.get(job)}
         if steps:
             self._told |= steps
-            self._write(lambda connection: job_rows.set_steps(connection, steps))
+            self._write_steps(steps)
+
+    def _write_steps(self, steps: dict[str, int]) -> None:
+        self._write(lambda connection: job_rows.set_steps(connection, steps))
 
     def _show(self, at_once: bool = False) -> None:
         """Now, or as soon as half a second has passed since the last time: what has changed meanwhile is not left out."""
