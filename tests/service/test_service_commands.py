@@ -170,6 +170,19 @@ def test_jobs_are_found_by_id_and_name_and_ambiguous_names_are_one_error(slow_de
     assert "there is no job 'polite'" in job_controller("show", "polite", tenant="bob", status=2).output
 
 
+def test_of_several_jobs_of_a_name_the_only_one_that_can_be_changed_is_meant(slow_desk: Desk) -> None:
+    job_controller = slow_desk
+    for _ in range(2):
+        job_controller("submit", "jobs.yaml")
+        last = job_controller.asked("/v1/jobs?name=polite")["data"][0]["id"]
+        job_controller.served.wait("alice", last, "queued")
+        assert "polite: paused" in job_controller("pause", "polite").output
+        assert "polite: queued" in job_controller("resume", "polite").output
+        assert "polite: cancelled" in job_controller("cancel", "polite").output
+        assert job_controller.asked(f"/v1/jobs/{last}")["status"] == "cancelled"
+    assert "2 jobs are named 'polite'" in job_controller("cancel", "polite", status=2).output
+
+
 def test_pause_resume_cancel_and_what_cannot_be(slow_desk: Desk) -> None:
     job_controller = slow_desk
     job_controller("submit", "jobs.yaml")

@@ -155,7 +155,7 @@ def download(
         from tlora.client.transfers import download_adapter
 
         for name in jobs:
-            say(path_text(download_adapter(connection, find_job(connection, name), out)))
+            say(path_text(download_adapter(connection, find_job(connection, name, ("succeeded",)), out)))
 
 
 def queue(as_json: Json = False) -> None:
@@ -176,14 +176,14 @@ def queue(as_json: Json = False) -> None:
 def _change(names: Sequence[str], verb: str) -> None:
     """Change all jobs that can be changed; print why for the others and exit with status 2."""
     with connected() as connection:
-        from tlora.api import JobView
+        from tlora.api import OPEN, JobView
         from tlora.client.jobs import find_job
         from tlora.errors import ServiceError
 
         refused = False
         for name in names:
             try:
-                view = find_job(connection, name)
+                view = find_job(connection, name, OPEN)
                 changed = connection.send("POST", f"/v1/jobs/{view.id}/{verb}", JobView)
                 say(f"{changed.name}: {changed.status}")
             except ServiceError as error:

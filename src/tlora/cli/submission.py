@@ -22,7 +22,7 @@ _DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "pac
 def submit_plan(connection: Connection, plan: Plan, start_from: str | None, tell: Callable[[str], None]) -> list[JobView]:
     """The jobs, once the server has accepted all of them. Raises TloraError, which says how many it had accepted before."""
     base = find_base(plan.base_model, {base.name: base.digest for base in connection.get("/v1/bases", BaseList).data}, note)
-    source = find_job(connection, start_from).id if start_from is not None else None
+    source = find_job(connection, start_from, ("succeeded",)).id if start_from is not None else None
     ids = upload_files(connection, plan.files, _say_upload)
     accepted: list[JobView] = []
     for submission in plan.submissions:
@@ -62,7 +62,7 @@ def clone_job(connection: Connection, job: JobView, settings: Sequence[str]) -> 
         elif key.startswith("data.") or key in _DATA_KEYS:
             data[place] = value
         elif key == "start_from":
-            changes[key] = find_job(connection, str(value)).id
+            changes[key] = find_job(connection, str(value), ("succeeded",)).id
         else:
             changes[key] = value
     if data:

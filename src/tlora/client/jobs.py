@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tlora.api import EventList, EventView, JobList, JobView, MetricList
+from tlora.api import EventList, EventView, JobList, JobView, MetricList, Status
 from tlora.client.connection import Connection
 from tlora.errors import ServiceError
 from tlora.wording.losses import RECENT_STEPS, recent_loss
@@ -24,15 +24,20 @@ _MOST_LOSSES = 32  # running jobs whose losses are read at a time
 _PATIENCE_SECONDS = 600.0  # that a server may be away while jobs are watched
 
 
-def find_job(connection: Connection, name: str) -> JobView:
-    """By its id or its name. Raises ServiceError where there is none, or several."""
+def find_job(connection: Connection, name: str, likely: Sequence[Status] = ()) -> JobView:
+    """By its id or its name; of several of that name the one whose status is `likely`, if only one has such. Raises ServiceError where
+    there is none, or more than one.
+    """
     if _ID.fullmatch(name):
         return connection.get(f"/v1/jobs/{name}", JobView)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ServiceError(f"{name!r} is no id and no name of a job. `tlora jobs` lists them", 404, "not_found")
-    found = connection.get("/v1/jobs", JobList, name=name, limit=10).data
+    found = connection.get("/v1/jobs", JobList, name=name, limit=_PAGE).data
     if not found:
         raise ServiceError(f"there is no job {name!r}. `tlora jobs` lists those that there are", 404, "not_found")
+    meant = [job for job in found if job.status in likely]
+    if len(meant) == 1 and len(found) < _PAGE:
+        return meant[0]
     if len(found) > 1:
         listed = ", ".join(f"{job.id} ({job.status})" for job in found[:5]) + (", …" if len(found) > 5 else "")
         raise ServiceError(f"{len(found)} jobs are named {name!r}: {listed}. Give an id", 409, "ambiguous")
