@@ -29,9 +29,9 @@ from tlora.supermodel.weight_files import check_weights
 
 (FOUND,) = (Path(__file__).parents[2] / "bench/results").glob("cpu_*_families.json")
 TRAINED = [row["family"] for row in json.loads(FOUND.read_text())["rows"] if row["state"] == "trained"]
-IN_EVERY_RUN = ("llama4_text", "apertus", "olmo_hybrid", "opt", "zamba2")
-"""An embedding that is asked for its device, weights of no dims and buffers in files, a weight in parts, layers in no list, and layers that
-read the embedding too.
+IN_EVERY_RUN = ("llama4_text", "apertus", "olmo_hybrid", "opt", "zamba2", "molmo2")
+"""An embedding that is asked for its device, weights of no dims and buffers in files, a weight in parts, layers in no list, layers that
+read the embedding too, and linears that are one tensor in files.
 """
 LORA, TRAIN = LoraConfig(r=4), TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant")
 CPU = torch.device("cpu")
