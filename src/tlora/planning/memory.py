@@ -30,7 +30,7 @@ from tlora.shape import CPU_SHARE
 from tlora.shape.memory import MOST_GPUS, BaseMemory, MemoryModel, Phase, StreamedBytes, base_memory
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layout import BaseLayout, lay_out
-from tlora.supermodel.assembly import made_of_parts
+from tlora.supermodel.assembly import why_in_parts
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.fast_path import fit_attention, fit_kernels, linears_in_passes
 from tlora.supermodel.frozen_experts import counted_on_host
@@ -262,9 +262,8 @@ def shared_layout(model: SuperModel, world_size: int) -> BaseLayout:
     """
     refuse_experts(model.model, model.base.name)
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
-    if parts := made_of_parts(model.model, [f"{name}.weight" for name in linears]):
-        what = f"its files have the parts of {parts[0]} apart, or in another tensor"
-        raise ModelError(f"base_model {model.base.name}: it cannot be shared or streamed: {what}. Load it whole")
+    if why := why_in_parts(model.model, [f"{name}.weight" for name in linears]):
+        raise ModelError(f"base_model {model.base.name}: it cannot be shared or streamed: {why}. Load it whole")
     weights = {name: m.form for name, m in linears.items()} | expert_weights(model.model)
     check_cut(model.model, weights)
     return lay_out(by_layer(model.model, model.base.name, weights), world_size)

@@ -98,14 +98,15 @@ def put_together(model: Any, *steps: type[Any]) -> bool:
     return any(isinstance(step, steps) for each in transforms for step in each.operations)
 
 
-def made_of_parts(model: Any, names: Sequence[str]) -> list[str]:
-    """Those parameters among `names` that transformers makes anew of tensors of a file: joined, or one cut out of a larger. What it
-    transposes lies where it lay.
+def why_in_parts(model: Any, names: Sequence[str]) -> str:
+    """Which of the parameters `names` transformers makes anew of tensors of a file, in words: joined, or one cut out of a larger. What it
+    transposes lies where it lay. "": none.
     """
     transforms = (each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter))
     made = [each.target_patterns for each in transforms if any(not isinstance(step, Transpose) for step in each.operations)]
     ends = tuple(end for targets in made for end in targets)
-    return [name for name in names if name.endswith(ends)]
+    part = next((name for name in names if name.endswith(ends)), None)
+    return "" if part is None else f"its files have the parts of {part} apart, or in another tensor"
 
 
 def hold_outlined(model: nn.Module, form: Format, value_dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from transformers.core_model_loading import MergeModulelist
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.shape.stages import LayerRange
-from tlora.supermodel.assembly import assemble, hold_tensor, made_of_parts, put_together, stand_in
+from tlora.supermodel.assembly import assemble, hold_tensor, put_together, stand_in, why_in_parts
 from tlora.supermodel.experts import expert_parameters
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import check_precision, hold
@@ -72,8 +72,8 @@ def why_no_stages(base: Base, device: torch.device) -> str:
         return "its files have each expert by itself"
     names = {module: name for name, module in base.model.named_modules()}
     weights = [f"{names[layer]}.{weight}" for layer in layers_of(base.decoder) for weight, _ in layer.named_parameters()]
-    if parts := made_of_parts(base.model, weights):
-        return f"its files have the parts of {parts[0]} apart, or in another tensor"
+    if why := why_in_parts(base.model, weights):
+        return why
     if sum(isinstance(module, nn.Embedding) for module in base.decoder.modules()) != 1:
         return "it has more embeddings than that of its tokens"
     if len(_norms(base.decoder)) != 1:
