@@ -25,6 +25,7 @@ from tlora.engine import train as front_door
 from tlora.group import stream as group_stream
 from tlora.group.stream import Stream
 from tlora.json_file import read_object
+from tlora.store import recorder
 from tlora.store.recorder import Recorder
 from tlora.supermodel.batch import BatchRow
 
@@ -108,12 +109,13 @@ class Runs:
         return os.waitpid(child, 0)[1] == signal.SIGKILL
 
     def check(self, out: Path, what: object) -> None:
-        """All is as in the uninterrupted run: adapters, losses, each step once, nothing left over."""
+        """All is as in the uninterrupted run: adapters, losses, each step once, model cards, nothing left over."""
         for name in self.names:
             assert sha256(out / name) == self.shas[name], (what, name)
             assert numbers(out / name) == numbers(self.whole / name), (what, name)
             leftovers = [path.name for path in (out / name).iterdir() if path.name.startswith("tmp-") or path.name.endswith(".replaced")]
             assert not leftovers, (what, name, leftovers)
+            assert (out / name / "README.md").is_file(), (what, name)
         seconds = [row["seconds"] for row in rows(out / "run.jsonl")] if (out / "run.jsonl").exists() else []
         assert seconds == sorted(seconds), what  # none at all where the kill came after the last step and before the first row
 
@@ -237,6 +239,18 @@ def test_kill_at_steps_of_a_durable_write(runs: Runs, tmp_path: Path) -> None:
     total = count_calls(runs, tmp_path / "counted")
     assert total > 200
     kill_at_calls(runs, tmp_path, sorted({1, total, *random.Random(3).sample(range(3, total), 3)}))
+
+
+def test_a_kill_before_the_last_files_of_a_job_costs_none_of_them(runs: Runs, tmp_path: Path) -> None:
+    """The model card is written before `result.json`, after which a resume does not open the job again."""
+    out = tmp_path / "out"
+
+    def die_at_the_card() -> None:
+        recorder.model_card = lambda *_: die()
+
+    assert runs.child(out, die_at_the_card) == signal.SIGKILL
+    until_done(runs, out)
+    runs.check(out, "card")
 
 
 @pytest.mark.soak

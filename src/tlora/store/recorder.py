@@ -324,9 +324,9 @@ class Recorder:
         self._context.reserve.ended(run.spec.name)
         if status != "done":
             self._context.reserve.forget(self._directory)
-        write_result(self._directory, result, self._context.note, self._fence)
         if status == "done":
             self._write_card(result)
+        write_result(self._directory, result, self._context.note, self._fence)  # last: a job that is done is not opened again
         self._tracker.close()
         return result
 
