@@ -393,6 +393,12 @@ def test_report_of_no_run_is_2(jobs_file: Path):
     assert code == 2 and out == "" and err.startswith("error: nowhere ") and "run.json" in err
 
 
+def test_a_path_that_is_too_long_is_one_message_of_any_command():
+    for command in (("worker-token",), ("keys", "list", "--local", "--data-dir")):
+        code, out, err = call(*command, "n" * 256)
+        assert code == 2 and out == "" and err.startswith("error: ") and "nnn" in err and "Traceback" not in err
+
+
 LIVE = """
 import sys
 from types import ModuleType, SimpleNamespace

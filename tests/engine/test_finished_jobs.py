@@ -198,3 +198,16 @@ def test_a_checkpoint_of_another_job_in_the_newest_place_is_set_aside(
     assert results["a"].steps == 10 and any("checkpoint-9 is not this job's, and set aside as bad-checkpoint-9" in line for line in said)
     assert f"a: goes on from {out / 'a' / 'checkpoint-4'}" in said
     assert [row["step"] for row in rows(out / "a" / "metrics.jsonl")] == list(range(1, 11))
+
+
+def test_a_resume_removes_what_a_kill_left_in_the_directory_of_a_finished_job(base: Path, data: Path, tmp_path: Path) -> None:
+    """On a full disk checkpoints of finished jobs are removed: renamed first, and then emptied."""
+    out, order = tmp_path / "out", job("a", str(data / "b.jsonl"))
+    train(base, out, [order])
+    before = kept(out)
+    for name in "01":
+        (out / "a" / f"tmp-{name * 32}").mkdir()
+    (out / "a" / f"tmp-{'0' * 32}" / "state.safetensors").write_bytes(b"half of it")
+    resume(base, out, [order])
+    assert kept(out / "a").keys() == {name.removeprefix("a/") for name in before if name.startswith("a/")}
+    assert not list((out / "a").glob("tmp-*"))

@@ -26,6 +26,7 @@ from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.json_file import read_object
+from tlora.live import cluster_run
 from tlora.live.cluster_run import train_on_cluster
 from tlora.protocol import BaseAdded, GroupFound, JobFinished, JobSubmitted, MemoryFound, NodeAdded, StartGroup, Tick
 from tlora.sim.scenario import Scenario, scene_of
@@ -115,6 +116,22 @@ def test_stages_hold_the_base(tmp_path: Path) -> None:
     same_bytes(tmp_path / "out" / "jobs", tmp_path / "whole", ["one", "two"])
     started = [item for _, item in read_event_log(tmp_path / "out" / "events.jsonl") if isinstance(item, StartGroup)]
     assert {len(item.group.gpus) for item in started} == {2}
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "stopped"), (RuntimeError, "failed")])
+def test_a_run_that_does_not_come_to_its_results_is_not_left_as_running(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], status: str
+) -> None:
+    """A second Ctrl-C, or what only a bug can raise."""
+
+    def end(*_: object) -> None:
+        assert read_object(tmp_path / "out" / "jobs" / "run.json")["status"] == "running"
+        raise error
+
+    monkeypatch.setattr(cluster_run, "run_controller", end)
+    with pytest.raises(error):
+        train_on_cluster(run_spec(world.base, tmp_path / "out", world.orders), device="cpu")
+    assert read_object(tmp_path / "out" / "jobs" / "run.json")["status"] == status
 
 
 class Cluster:

@@ -13,7 +13,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from errno import EPIPE
+from errno import ENAMETOOLONG, EPIPE
 from functools import wraps
 from io import TextIOWrapper
 from pathlib import Path
@@ -169,6 +169,11 @@ def exit_on_error(debug: bool) -> Iterator[None]:
         if debug:
             raise
         say_error(str(error))
+        raise typer.Exit(2) from None
+    except OSError as error:
+        if debug or error.errno != ENAMETOOLONG or error.filename is None:
+            raise
+        say_error(f"{os.fsdecode(error.filename)!r}: {error.strerror}. Give a shorter path")
         raise typer.Exit(2) from None
     except KeyboardInterrupt as stop:  # before or after training; during training the engine saves checkpoints
         if stop.args:  # what is kept

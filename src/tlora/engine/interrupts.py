@@ -59,3 +59,13 @@ def interrupts(describe: Callable[[int], str], note: Callable[[str], None]) -> I
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def recorded_end(record: Callable[[str], None]) -> Iterator[None]:
+    """Record the status of a run that does not come to its results: "stopped" by a second SIGINT, "failed" by an error."""
+    try:
+        yield
+    except BaseException as error:
+        record("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+        raise

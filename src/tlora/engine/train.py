@@ -15,7 +15,7 @@ from tlora.cache_directory import open_caches
 from tlora.data.base_download import fetch_base
 from tlora.data.prepare import DataWorker
 from tlora.engine.earlier_run import describe_resume, earlier_ends, with_ends, with_plans
-from tlora.engine.interrupts import describe_interrupt, interrupts
+from tlora.engine.interrupts import describe_interrupt, interrupts, recorded_end
 from tlora.engine.job_length import check_lengths
 from tlora.engine.launch_facts import launch_facts
 from tlora.engine.messages import JobReport, Stop
@@ -54,6 +54,7 @@ from tlora.store.run_recovery import restore_run_file
 from tlora.store.serving import ServingFiles
 from tlora.supermodel.load import find_directory, load_config
 from tlora.worker_protocol import Finished
+from tlora.writable_directory import check_writable
 
 __all__ = ["JobResult", "Jobs", "Results", "resolve_run", "train"]
 
@@ -107,14 +108,12 @@ def train(
                 return describe_interrupt(number, session.unfinished)
 
             session = Session(run, loaded, monitor, serving, order.guard, inbox, hear, record)
-            with interrupts(stop, monitor.note) as received:
+            with interrupts(stop, monitor.note) as received, recorded_end(record):
                 try:
                     session.driver.train(inbox, session)
                     monitor.close(session.driver)
                 except BaseException as error:
-                    quit_at_once = isinstance(error, KeyboardInterrupt)
-                    session.driver.close(wait=not quit_at_once)
-                    record("stopped" if quit_at_once else "failed")
+                    session.driver.close(wait=not isinstance(error, KeyboardInterrupt))
                     raise
                 session.driver.close()
                 results = all_results(run, session.driver.records.results | dict(order.ended), received, watcher.note)
@@ -124,6 +123,7 @@ def train(
 
 def _settle(run: RunSpec, devices: Sequence[str | None], resume: bool, overwrite: bool, watcher: Watcher) -> CheckedRun:
     """The run with all that an earlier launch or the device decides; its base's files are there then."""
+    check_writable(Path(run.output_dir), "output_dir")
     if resume:
         restore_run_file(run, watcher.note)
     if run.layout in ("shared", "stages") and len(devices) < 2:

@@ -29,7 +29,7 @@ from tlora.cluster.ray_keeper import RayOptions, open_ray
 from tlora.cluster.reconciler import LocalJob
 from tlora.data.base_download import fetch_base
 from tlora.engine.earlier_run import earlier_ends
-from tlora.engine.interrupts import describe_interrupt, interrupts
+from tlora.engine.interrupts import describe_interrupt, interrupts, recorded_end
 from tlora.engine.job_opening import refuse
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.results import Results, all_results, swept
@@ -76,6 +76,7 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
 from tlora.wording.numbers import gib, place_names
 from tlora.worker_protocol import settings_of
+from tlora.writable_directory import check_writable
 
 Arrival = tuple[float, JobSubmitted | JobRequest]
 
@@ -113,8 +114,7 @@ def train_on_cluster(
     started by Ray, on the hosts of its cluster or on this one; the jobs are still read here.
 
     `output_dir` gets `jobs/` with a directory for each job, `events.jsonl` with all that happened and was decided, and `workers/` with
-    their logs. The same call goes on after a stop or a kill. SIGINT and SIGTERM checkpoint every job and return. Raises TloraError for
-    what concerns all.
+    their logs. The same call goes on after a stop or a kill. SIGINT and SIGTERM checkpoint every job and return. Raises TloraError.
     """
     if policy not in LIVE_POLICIES:
         raise ConfigError(f"--policy {policy}: is not one of {', '.join(LIVE_POLICIES)}. Choose one of these")
@@ -125,16 +125,16 @@ def train_on_cluster(
         )
     if run.layout in ("whole", "shared"):
         raise ConfigError(f"layout: {run.layout} is for `tlora train`; here the scheduler decides which GPUs hold the base. Take it out")
-    watcher, began = watcher or Watcher(), time.monotonic()
+    out, watcher, began = Path(run.output_dir), watcher or Watcher(), time.monotonic()
+    check_writable(out, "output_dir")
     open_caches(watcher.note)
     if worker_listen is not None:
         tcp_place(worker_listen)
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     places = rank_devices(gpus if gpus is not None else "all" if kind == "cuda" else 1, device)
     check_trackers(list(run.report_to))
-    out = Path(run.output_dir)
-    jobs_here = run.model_copy(update={"output_dir": str(out / "jobs")})
-    jobs_here = pin_dtype(pin_base(jobs_here, resume=True), places[0], True, watcher.note)
+    jobs_here = pin_base(run.model_copy(update={"output_dir": str(out / "jobs")}), resume=True)
+    jobs_here = pin_dtype(jobs_here, places[0], True, watcher.note)
     durable.make_directory(out / "jobs")
     load_config(jobs_here.base_model)  # else it is refused only after its download
     fetch_base(jobs_here.base_model, watcher.stages(jobs_here.jobs))
@@ -193,6 +193,7 @@ class _Run:
         self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
+            recorded_end(lambda status: self._record(status, guard)),
             LocalBackend(self._machine(), self._watcher.note, self._listener, open_keeper=self._open_keeper) as backend,
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
@@ -331,8 +332,6 @@ class _Run:
             kinds=named if all(named) else (),
             **settings_of(run),
         )
-
-    # -- while it goes on ----------------------------------------------------------------------------------------------
 
     @property
     def _seconds(self) -> float:

@@ -29,6 +29,7 @@ from tlora.store.scheduled_directory import refuse_scheduled
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.load import pin_revision
 from tlora.version import __version__
+from tlora.writable_directory import check_writable
 
 _NO_NUMBER = ("weight", "logging_steps", "save_steps", "save_total_limit", "sweep_of", *SCHEDULED)  # of any step depends on them
 _LENGTH = ("max_steps", "num_train_epochs")  # what follows is said by job_length.py
@@ -39,16 +40,12 @@ _FREE_TO_CHANGE = {*_NO_NUMBER, *_LENGTH}  # by --resume
 def check_run_directory(run: RunSpec, resume: bool, overwrite: bool) -> None:
     """Raise early the ConfigErrors of `hold_run_directory`, without changing anything."""
     directory = Path(run.output_dir)
-    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        kind = "a file" if existing.exists() else "a symbolic link to nothing"
-        raise ConfigError(f"output_dir {directory}: {existing} is {kind}. Choose another output_dir")
-    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise ConfigError(f"output_dir {directory} cannot be written ({existing} is read-only for you). Choose one where you may write")
-    if existing == directory:
+    check_writable(directory, "output_dir")
+    exists = directory.is_dir()
+    if exists:
         with lock_directory(directory, fcntl.LOCK_SH):  # shared, for others may look at this moment too
             pass
-    if existing != directory or all(durable.is_leftover(path) for path in directory.iterdir()):
+    if not exists or all(durable.is_leftover(path) for path in directory.iterdir()):
         return
     refuse_scheduled(directory)
     if resume:
@@ -240,6 +237,8 @@ def _take_up(directory: Path, run: RunSpec, resume: bool, note: Callable[[str], 
     if resume:
         check_same_jobs(directory, run.jobs)
         durable.truncate_rows(directory / "run.jsonl", lambda _: True)  # a kill may have torn its last line
+        for job in run.jobs:  # also of those that are done, which are not opened; what cannot be read fails its own job
+            try_call(durable.clean, directory / job.name)
     elif any(directory.iterdir()):
         kept = remove_run(directory, _earlier_jobs(directory))
         if (directory / "run.json").is_file() and isinstance(try_call(read_run_file, directory / "run.json"), Failure):

@@ -18,7 +18,7 @@ from tlora import errors
 from tlora.batching.placement import at_last_stage, describe_placement
 from tlora.data.prepare import DataWorker, Preparation
 from tlora.engine.earlier_run import to_plan, with_plans
-from tlora.engine.interrupts import describe_interrupt, interrupts
+from tlora.engine.interrupts import describe_interrupt, interrupts, recorded_end
 from tlora.engine.job_length import check_lengths
 from tlora.engine.messages import (
     WAITS,
@@ -218,7 +218,7 @@ class Coordinator:
             threading.Thread(target=self._wait_for_verdict, daemon=True).start()
         for rank in self._rank_group.living:
             self._rank_group.hand(rank, BaseFacts(order.guard.facts(), not must_compare), held.lock)
-        with interrupts(self._describe_interrupt, order.watcher.note) as received:
+        with interrupts(self._describe_interrupt, order.watcher.note) as received, recorded_end(self._record):
             try:
                 while not received and dispatcher.open and dispatcher.ranks and not self._must_end:
                     self._hear()
@@ -227,10 +227,8 @@ class Coordinator:
                     self._rank_group.stop(first)
                     while any(rank >= first for rank in self._rank_group.living):
                         self._hear()
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    self._rank_group.kill()
-                self._record("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+            except KeyboardInterrupt:
+                self._rank_group.kill()
                 raise
             return self._finish(received)
 

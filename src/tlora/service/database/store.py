@@ -5,6 +5,7 @@ One code path: what differs between the two stands in this file.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import time
@@ -20,6 +21,7 @@ from tlora.errors import ConfigError
 SCHEMA = "0003"  # the newest of `migrations/versions`
 BUSY_SECONDS = 30.0  # that a writer waits for another process, such as `tlora keys create --local`
 _IDLE_MILLISECONDS = 30_000
+_LONGEST_PATH = 504  # bytes of an SQLite database's: its MAX_PATHNAME, 512, less the names of its log and journal
 _NETWORK_SYSTEMS = (
     "nfs",
     "nfs4",
@@ -50,6 +52,8 @@ def open_store(url: str) -> Engine:
     path = sqlite_file(engine.url)
     if path is not None:
         refuse_network_system(path)
+        if (length := len(os.fsencode(path.absolute()))) > _LONGEST_PATH:
+            raise ConfigError(f"database {path}: its path has {length} bytes, and SQLite takes {_LONGEST_PATH}. Choose a shorter one")
     try:
         with engine.connect() as connection:
             _migrate(connection, path)
