@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 
 from tests.service.served import Served, config_of, serving
 from tlora.cli.server_commands import _numbers, named_bases
@@ -15,7 +19,7 @@ from tlora.errors import ConfigError, ModelError
 from tlora.service import base_shapes
 from tlora.service.base_shapes import Precision, find_outline
 from tlora.service.problems import RefusedError
-from tlora.service.server import _listen, with_store
+from tlora.service.server import _listen, _stop_at_signals, with_store
 from tlora.service.services import Notifier
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
@@ -92,3 +96,28 @@ def test_a_bell_wakes_all_who_wait() -> None:
         await notifier.wait(0.001)  # or its time is over
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_ctrl_c_lets_the_server_end_in_order(tmp_path: Path, first: signal.Signals) -> None:
+    """uvicorn alone breaks the application's end off there, and dies of a SIGHUP, which a closed terminal sends."""
+    told: list[str] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        signal.raise_signal(first)
+        signal.raise_signal(signal.SIGINT)
+        told.append((await receive())["type"])
+        await send({"type": "lifespan.shutdown.complete"})
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with closing(_listen(config_of(tmp_path, port=0))) as listener:
+            server = uvicorn.Server(uvicorn.Config(application, log_level="error", lifespan="on"))
+            received = _stop_at_signals(server)
+            server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert received == [first, signal.SIGINT] and told == ["lifespan.shutdown"]

@@ -192,7 +192,7 @@ def test_pause_resume_cancel_and_what_cannot_be(slow_desk: Desk) -> None:
     assert "polite: queued" in job_controller("resume", "polite").output
     found = job_controller("cancel", "polite", "nothing", "sql", status=2)
     assert "polite: cancelled" in found.output and "sql: cancelled" in found.output and "no job 'nothing'" in found.output
-    assert "has cancelled and cannot be paused" in job_controller("pause", "polite", status=2).output
+    assert "has been cancelled and cannot be paused" in job_controller("pause", "polite", status=2).output
     assert job_controller("submit", "jobs.yaml", "--start-from", "polite", status=2).output.count("has no adapter") == 1
 
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -46,6 +47,7 @@ from tlora.service.services import Notifier, Services
 from tlora.service.signed import BrowserSessions, Cursors, oldest_key, open_secret
 from tlora.service.store_id import StoreId
 from tlora.worker_protocol import settings_of
+from tlora.writable_directory import check_writable
 
 _GRACE_SECONDS = 5  # for requests that are being answered when the server ends
 _TICK_SECONDS = 10.0
@@ -77,6 +79,7 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
     `backend_factory` is where jobs are trained, instead of this machine; `failpoint` is the store's writer's, for tests.
     """
     directory = config.directory
+    check_writable(directory, "data_dir")
     durable.make_directory(directory)
     directory.chmod(0o700)
     lock = _hold(directory, config.standby)
@@ -182,8 +185,8 @@ def _hold(directory: Path, standby: bool = False) -> int:
 
 
 def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status, 0 after SIGTERM. `say` gets a line at a time for whoever started the server. Raises
-    TloraError, also where the store's writer ends: a server that cannot write is of no use.
+    """Serve until SIGTERM, SIGINT or SIGHUP; the exit status, 0 after SIGTERM. `say` gets a line at a time for whoever started the server.
+    Raises TloraError, also where the store's writer ends: a server that cannot write is of no use.
     """
     open_caches(say)
     tls = _open_tls(config)
@@ -214,8 +217,7 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
         say(f"{most} connections at most: this process may not open more files (ulimit -Hn)")
     found.services.connections.most = most
     server = uvicorn.Server(uvicorn_config(found.app, config, found.services.connections, tls))
-    received: list[int] = []
-    _note_signals(received)
+    received = _stop_at_signals(server)
 
     def stop(reason: str) -> None:
         found.services.live.fault = reason
@@ -233,15 +235,26 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
         listener.close()
     if (reason := found.writer_end.reason) is not None:
         raise StoreError(f"{reason}. Jobs are checkpointed, and go on when the server is started again")
-    if signal.SIGINT in received:
-        return 128 + signal.SIGINT
+    if received and received[0] != signal.SIGTERM:
+        return 128 + received[0]
     return 0 if server.started or received else 1
 
 
-def _note_signals(received: list[int]) -> None:
-    """uvicorn handles them while it runs; those that it was ended by it raises again, to these."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda caught, _: received.append(caught))
+def _stop_at_signals(server: uvicorn.Server) -> list[int]:
+    """The list of those that come: the first ends the server in order, and later ones change nothing. uvicorn would break off what the
+    application does at its end at a second SIGINT, with a traceback.
+    """
+    received: list[int] = []
+
+    def stop(sig: int, frame: FrameType | None) -> None:  # with uvicorn's names
+        received.append(sig)
+        server.should_exit = True
+
+    server.handle_exit = stop  # uvicorn sets it for the signals that it knows
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, stop)
+    return received
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig, connections: Connections, tls: ssl.SSLContext | None = None) -> uvicorn.Config:

@@ -275,7 +275,8 @@ def cancel(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
 
 
 def _wrong_state(row: Row[Any], verb: str) -> RefusedError:
-    return RefusedError(409, "wrong_state", f"job {row.id!r} has {row.status} and cannot be {verb}. Clone it to run it again")
+    ended = "been cancelled" if row.status == "cancelled" else row.status
+    return RefusedError(409, "wrong_state", f"job {row.id!r} has {ended} and cannot be {verb}. Clone it to run it again")
 
 
 def take_intake(connection: Connection, job_id: str, intake: dict[str, Any]) -> str | None:
