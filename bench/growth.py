@@ -58,7 +58,7 @@ class Reports:
     def steps(self, name: str) -> list[float]:
         return [at for at, report in self.heard if isinstance(report, Stepped) and report.job_id == name]
 
-    def _until(self, done: Callable[[], bool]) -> None:
+    def until(self, done: Callable[[], bool]) -> None:
         with self.news:
             self.news.wait_for(lambda: done() or self.ended.is_set())
             if not done():
@@ -67,14 +67,14 @@ class Reports:
     def until_all_step(self, names: list[str], times: int) -> None:
         with self.news:
             before = {name: len(self.steps(name)) for name in names}
-        self._until(lambda: all(len(self.steps(name)) >= before[name] + times for name in names))
+        self.until(lambda: all(len(self.steps(name)) >= before[name] + times for name in names))
 
     def change(self, names: list[str], inbox: queue.SimpleQueue[Any], gpus: tuple[int, ...]) -> dict[str, Any]:
         """Seconds until the worker has these GPUs, and of each job's pause."""
         self.until_all_step(names, USUAL_REPORTS)
         asked, before = time.monotonic(), len(self.heard)
         inbox.put(SetGpus(gpus))
-        self._until(lambda: any(isinstance(report, GpusChanged) for _, report in self.heard[before:]))
+        self.until(lambda: any(isinstance(report, GpusChanged) for _, report in self.heard[before:]))
         through, report = next(each for each in self.heard[before:] if isinstance(each[1], GpusChanged))
         assert isinstance(report, GpusChanged) and not report.refused, report
         self.until_all_step(names, USUAL_REPORTS)

@@ -54,7 +54,7 @@ def train(work: Work, load: Load, gpus: tuple[int, ...], address: str = "") -> d
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     reports = Reports()
     group = WorkerGroup(load, gpus, inbox, reports.hear, Heartbeat(), tuple)
-    thread = threading.Thread(target=group.go_on, daemon=True)
+    thread = threading.Thread(target=reports.follow, args=(group.go_on,), daemon=True)
     thread.start()
     inbox.put(SetPlan(BUDGET * (len(gpus) + bool(address))))
     other = None
@@ -93,8 +93,8 @@ def train(work: Work, load: Load, gpus: tuple[int, ...], address: str = "") -> d
 
 
 def wait_for(reports: Reports, *kinds: type[Report]) -> Any:
-    with reports.news:
-        assert reports.news.wait_for(lambda: any(isinstance(report, kinds) for _, report in reports.heard), 600), "the worker says nothing"
+    """The first report of these kinds. Ends the program if the worker ends before."""
+    reports.until(lambda: any(isinstance(report, kinds) for _, report in reports.heard))
     return next(report for _, report in reports.heard if isinstance(report, kinds))
 
 

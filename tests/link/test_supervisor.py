@@ -107,6 +107,19 @@ def test_a_program_that_cannot_be_started_leaves_no_line_open(tmp_path: Path, mo
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
+@pytest.mark.parametrize(("mode", "ends_with"), [("w+b", "; its log, {}, ends with 'sleeps'"), ("wb", "")])
+def test_how_it_ended_writes_over_nothing_in_a_log_that_several_share(mode: str, ends_with: str, tmp_path: Path) -> None:
+    """As stderr is, where a user has it in a file: one place to write for all, which only reading it may not move."""
+    with (tmp_path / "log").open(mode, 0) as log:
+        log.write(b"first\n")
+        process = start_process("sleeps", log)
+        until_it_sleeps(tmp_path / "log")
+        process.kill()
+        assert process.how_it_ended() == "was killed by signal 9 (SIGKILL)" + ends_with.format(log)
+        log.write(b"last\n")
+    assert (tmp_path / "log").read_text() == "first\nsleeps\nlast\n"
+
+
 def test_an_end_for_a_person() -> None:
     assert describe_exit(0) == "ended with exit status 0" and describe_exit(-9) == "was killed by signal 9 (SIGKILL)"
     assert describe_exit(-40) == "was killed by signal 40"

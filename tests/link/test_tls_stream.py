@@ -16,7 +16,7 @@ import pytest
 from tlora.cluster.credentials import open_certificate
 from tlora.errors import ConfigError
 from tlora.link import tls
-from tlora.link.lines import Line
+from tlora.link.lines import Connection, Line
 from tlora.link.tls import TlsStream, connect_tls, read_fingerprint
 
 
@@ -46,6 +46,45 @@ def pair(directory: Path) -> Iterator[tuple[TlsStream, TlsStream]]:
         finally:
             ours.close()
             accepted[0].close()
+
+
+@pytest.fixture(params=["unix", "tls"])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Connection, Connection]]:
+    if request.param == "tls":
+        with pair(tmp_path) as streams:
+            yield streams
+    else:
+        sockets = socket.socketpair()
+        yield sockets
+        for each in sockets:
+            each.close()
+
+
+def test_bytes_that_are_awaited_for_some_time_do_not_end_what_is_sent_meanwhile(ends: tuple[Connection, Connection]) -> None:
+    """Each end's timeout is set and taken away hundreds of times while its other thread sends."""
+    lines, count, content = [Line(end) for end in ends], 200, b"x" * (1 << 20)
+    received = [0, 0]
+
+    def send(side: int) -> None:
+        for _ in range(count):
+            lines[side].send(b"some bytes\n" + content)
+
+    def receive(side: int) -> None:
+        while received[side] < count and lines[side].read_line() == b"some bytes\n" and lines[side].read_bytes(1 << 20, 600.0) == content:
+            received[side] += 1
+
+    threads = [threading.Thread(target=work, args=(side,), daemon=True) for side in (0, 1) for work in (send, receive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert received == [count, count]
+    with pytest.raises(TimeoutError):
+        lines[0].read_line(0.01)
+    with pytest.raises(TimeoutError):
+        lines[0].read_bytes(1, 0.01)
+    lines[1].send(b"it goes on\n")
+    assert lines[0].read_line() == b"it goes on\n"
 
 
 def test_both_ends_send_much_at_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -13,7 +14,7 @@ from typing import Protocol
 
 LONGEST_LINE = 64 << 20  # bytes; the orders of 1,000 jobs take 2 MB
 _CHUNK = 1 << 16
-_PEER = struct.Struct("3i")
+_PEER, _TIMEOUT = struct.Struct("3i"), struct.Struct("ll")  # seconds and microseconds, as the kernel has them; 0 of both: none
 
 
 class Connection(Protocol):
@@ -23,7 +24,7 @@ class Connection(Protocol):
     def sendall(self, content: bytes, /) -> None: ...
     def send(self, content: memoryview, /) -> int: ...
     def recv(self, size: int, /) -> bytes: ...
-    def settimeout(self, seconds: float | None, /) -> None: ...
+    def setblocking(self, blocks: bool, /) -> None: ...
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
     def shutdown(self, how: int, /) -> None: ...
     def close(self) -> None: ...
@@ -35,11 +36,15 @@ class Line:
     def __init__(self, connection: Connection, send_seconds: int = 0, *, takes_files: bool = False) -> None:
         """`send_seconds`: the time the peer has to read a message before the connection is closed; 0: unlimited. With `takes_files`,
         over a unix socket, open files that come with lines stay open in this process.
+
+        The connection is one that blocks, and stays so: who reads has the kernel's timeout. Python's own is of the whole socket, and a
+        message that is being sent as it changes fails.
         """
         self._socket, self._lock = connection, threading.Lock()
         self._takes_files = takes_files
         self._read, self._searched = bytearray(), 0  # what was received, and how much of it has no line's end, as `read_ready` knows
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", send_seconds, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEOUT.pack(send_seconds, 0))
+        self._has_timeout = False  # of what is read
 
     def send(self, line: bytes) -> None:
         """Send a line and its end. If the peer is gone or does not read, the connection is closed, which the reader notices."""
@@ -75,17 +80,11 @@ class Line:
         Raises TimeoutError when not all of it has come by then, and ValueError for a line of more than `longest` bytes.
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        self._socket.settimeout(timeout_seconds)
         while (end := self._read.find(b"\n")) < 0:
             if len(self._read) > longest:
                 raise ValueError(f"a line has more than {longest:,} bytes")
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(left)
             try:
-                chunk = self._receive()
+                chunk = self._receive_until(deadline)
             except TimeoutError:
                 raise
             except OSError:
@@ -101,17 +100,29 @@ class Line:
         """Exactly `size` bytes, which follow a line that announced them. Raises TimeoutError, and ConnectionError at the end before."""
         deadline = time.monotonic() + timeout_seconds
         while len(self._read) < size:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
-            chunk = self._receive()
+            chunk = self._receive_until(deadline)
             if not chunk:
                 raise ConnectionResetError("the other end has closed the connection within a file")
             self._read += chunk
         content = bytes(self._read[:size])
         del self._read[:size]
         return content
+
+    def _receive_until(self, deadline: float | None) -> bytes:
+        """What has come by then (None: whenever that is). Raises TimeoutError."""
+        left = 0.0
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+        if left or self._has_timeout:
+            of_kernel = _TIMEOUT.pack(*divmod(math.ceil(1e6 * left), 10**6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, of_kernel)
+            self._has_timeout = bool(left)
+        try:
+            return self._receive()
+        except BlockingIOError:
+            raise TimeoutError from None
 
     def _receive(self) -> bytes:
         if self._takes_files and isinstance(self._socket, socket.socket):
@@ -125,7 +136,7 @@ class Line:
 
     def stop_blocking(self) -> None:
         """From here on `read_ready` and `send_ready` are to be used, and none that waits."""
-        self._socket.settimeout(0)
+        self._socket.setblocking(False)
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -109,13 +109,15 @@ class SupervisedProcess:
         return f"{ended}; its log, {self._log}, ends with {last!r}" if last else ended
 
     def last_line(self) -> str:
-        """The last line of its log, stripped; "" if there is none."""
+        """The last line of its log, stripped; "" if there is none, or none that can be read. An open log is written meanwhile, from where
+        it is: that stays.
+        """
         if self._log is None:
             return ""
         try:
             with self._log.open("rb") if isinstance(self._log, Path) else contextlib.nullcontext(self._log) as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                lines = log.read().decode(errors="replace").strip().splitlines()
+                size = os.fstat(log.fileno()).st_size
+                lines = os.pread(log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
         return lines[-1].strip() if lines else ""

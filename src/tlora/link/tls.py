@@ -119,8 +119,8 @@ class TlsStream:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def settimeout(self, seconds: float | None) -> None:
-        self._socket.settimeout(seconds)
+    def setblocking(self, blocks: bool) -> None:
+        self._socket.setblocking(blocks)
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
         self._socket.setsockopt(level, option, value)
