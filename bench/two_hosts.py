@@ -106,6 +106,7 @@ def measure(base: Path, device: str, rank: int, steps: int, address: str, direct
     for arm, gpus, there, stages in (*arms, ("stages, one host", (0, 1), "", 2), ("stages, two hosts", (0,), address, 2)):
         out = directory / arm.replace(",", "").replace(" ", "-")
         found[arm] = train(work, Load(str(base), str(out), device, time.time(), deterministic=True, stages=stages), gpus, there)
+        print(f"{arm}: {1e3 * found[arm]['step_seconds']:.1f} ms a step; adapter of {found[arm]['adapter_bytes'] / 1e6:.1f} MB", flush=True)
     return {"arms": found, "same_bytes": len({arm["sha256"] for arm in found.values()}) == 1}
 
 
@@ -126,8 +127,6 @@ def main() -> None:
             os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
         base = find_base(args, Path(name))
         found = measure(base, args.device, args.rank, args.steps, args.address, Path(name))
-    for arm, result in found["arms"].items():
-        print(f"{arm}: {1e3 * result['step_seconds']:.1f} ms a step; adapter of {result['adapter_bytes'] / 1e6:.1f} MB")
     print("the same bytes" if found["same_bytes"] else "OTHER BYTES")
     write_result(args, found)
 
