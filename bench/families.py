@@ -59,13 +59,14 @@ TINY: dict[str, Any] = {
 COMPARED = {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "cohere", "glm4", "deepseek_v3",
     "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen2_5_vl", "qwen3_5_text", "qwen3_next", "lfm2",
-    "granitemoehybrid", "glm4_moe", "minimax_m2", "qwen3_5_moe_text", "nemotron_h", "llama4_text", "llama4",
+    "granitemoehybrid", "glm4_moe", "minimax_m2", "qwen3_5_moe_text", "nemotron_h", "llama4_text", "llama4", "deepseek_v32", "glm_moe_dsa",
+    "minimax_m3_vl_text",
 }  # fmt: skip
 """With PEFT, by tests/gpu/test_gpu_families.py, tests/engine/test_text_models.py, tests/numerics/test_hybrids.py, test_chunked_attention.py
-there, and with experts as targets by tests/supermodel/test_expert_targets.py.
+and test_indexed_attention.py there, and with experts as targets by tests/supermodel/test_expert_targets.py.
 """
 OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
-LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types")
+LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1},
@@ -87,6 +88,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "hc_lowrank": 8,
     },
     "glm5_next_text": {"qk_rope_head_dim": 0, "index_topk": 16, "index_kpool": 4, "index_head_dim": 16, "index_n_heads": 2},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},

@@ -8,13 +8,16 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GlmMoeDsaConfig,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM3VLTextConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
@@ -100,11 +103,35 @@ CHUNKED: dict[str, PretrainedConfig] = {
     ),
 }
 """A chunked layer with rotary positions, and one that sees all and scales its queries by position."""
+_LATENT: dict[str, Any] = {
+    **SHAPE, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+}  # fmt: skip
+INDEXED: dict[str, PretrainedConfig] = {
+    "deepseek-v3.2": DeepseekV32Config(**_LATENT, mlp_layer_types=["dense", "dense"]),
+    "glm-5": GlmMoeDsaConfig(**_LATENT, mlp_layer_types=["dense", "sparse"], indexer_types=["full", "shared"]),
+    "minimax-m3": MiniMaxM3VLTextConfig(
+        **SHAPE,
+        dense_intermediate_size=96,
+        shared_intermediate_size=32,
+        num_local_experts=4,
+        head_dim=16,
+        rotary_dim=8,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "dense"],
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=16,
+        index_topk_blocks=4,
+    ),
+}
+"""Attention that is dense in samples of up to 64 tokens. The second layer of GLM-5 takes the choice of the first one's indexer."""
 
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
-    kind = {**FAMILIES, **HYBRIDS, **CHUNKED}[family]
+    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED}[family]
     config = type(kind)(**{**kind.to_dict(), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -13,11 +13,16 @@ from transformers import OPTConfig, OPTForCausalLM
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, train, write_rows
+from tests.tiny import make_model
 from tlora import durable
 from tlora.data.prepare import prepare
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
+from tlora.errors import DataError
 from tlora.planning import job_plan
+from tlora.planning.base_outline import describe_base
+from tlora.shape.base_shape import parse_shape
+from tlora.shape.length_limits import check_length
 
 
 def write_chats(path: Path, count: int, **columns: Any) -> str:
@@ -71,6 +76,24 @@ def test_samples_beyond_a_table_of_positions_fail_their_job_alone(data: Path, tm
     results = train(base, tmp_path / "out", jobs)
     assert results["fits"].status == "done"
     assert results["long"].status == "failed" and "32 learned positions. Set max_length: 32" in results["long"].reason
+
+
+def test_samples_beyond_what_an_indexer_sees_whole_fail_their_job_alone(data: Path, tmp_path: Path) -> None:
+    """By `check`, `train` and a server's outline, in the same words."""
+    base, tokenizer = tmp_path / "indexed", make_tokenizer(CHATML)
+    tokenizer.save_pretrained(base)
+    make_model("deepseek-v3.2", vocab_size=len(tokenizer), index_topk=32).save_pretrained(base)
+    jobs = [job("long", str(data / "c.jsonl")), job("fits", {"path": str(data / "c.jsonl"), "max_length": 32}, max_steps=2)]
+    words = "tokens, and past 32 this base's attention is sparse, which is not trained. Set max_length: 32"
+    found = check(run_spec(base, tmp_path / "out", jobs), device="cpu")
+    assert [words in "".join(one.problems) for one in found.jobs] == [True, False]
+    results = train(base, tmp_path / "out", jobs)
+    assert results["fits"].status == "done"
+    assert results["long"].status == "failed" and words in results["long"].reason
+    shape = parse_shape(json.loads(json.dumps(describe_base(str(base), "float32", None, "cpu").to_json())))
+    check_length(shape.limits, 32)
+    with pytest.raises(DataError, match=f"has 33 {words}"):
+        check_length(shape.limits, 33)
 
 
 @pytest.fixture

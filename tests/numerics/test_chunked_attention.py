@@ -49,9 +49,9 @@ def jobs() -> list[Job]:
     ]
 
 
-def in_attention(poison: Poison) -> Poison:
+def in_attention(poison: Poison, targets: Sequence[str] = TARGETS) -> Poison:
     """Its neighbour adapts what there is beside experts."""
-    lora = {"lora": LoraConfig(r=6, lora_alpha=12, target_modules=TARGETS)}
+    lora = {"lora": LoraConfig(r=6, lora_alpha=12, target_modules=list(targets))}
     return replace(poison, shape=lambda job: replace(poison.shape(job), **lora))
 
 

@@ -135,29 +135,7 @@ LATENT_SHAPE = {
     "topk_group": 1,
     "n_routed_experts": 4,
 }
-INDEXED = {**LATENT_SHAPE, "num_experts_per_tok": 2, "n_shared_experts": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 2048}
-MINIMAX = {**SHAPE, "dense_intermediate_size": 96, "shared_intermediate_size": 32, "num_local_experts": 4, "head_dim": 16, "rotary_dim": 8}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (transformers.DeepseekV32Config(**INDEXED), r"DeepseekV32Attention hands indices to its attention"),
-        (transformers.GlmMoeDsaConfig(**INDEXED), r"GlmMoeDsaAttention hands indices to its attention"),
-        (
-            transformers.MiniMaxM3VLTextConfig(
-                **MINIMAX, index_n_heads=2, index_head_dim=16, layer_types=["full_attention", "minimax_m3_sparse"]
-            ),
-            r"MiniMaxM3VLAttention hands block_indices to its attention",
-        ),
-    ],
-    ids=["deepseek-v3.2", "glm-moe-dsa", "minimax-m3"],
-)
-def test_attention_that_is_dense_only_in_short_samples_is_refused(config: Any, words: str) -> None:
-    """Limits above the 43 tokens of the check at load, as every real base of these families has them."""
-    with pytest.raises(ModelError, match=f"base_model some/name: .*packed: {words}"):
-        make_base(build(config), "some/name")
 
 
 WINDOWED = {

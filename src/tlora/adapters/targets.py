@@ -201,11 +201,18 @@ def _refuse_unknown(wanted: Sequence[str], linears: Sizes, modules: Collection[s
     for target in wanted:
         if any(_ends(name, [target]) for name in linears):
             continue
-        if any(_ends(name, [target]) for name in modules):
-            raise ModelError(f"target module {target!r} is no inner linear layer, and cannot be adapted. Choose from: {', '.join(exist)}")
+        if other := next((name for name in modules if _ends(name, [target])), None):
+            raise ModelError(f"target module {target!r} {_why_none(other)}. Choose from: {', '.join(exist)}")
         close = difflib.get_close_matches(target, exist, 1)
         hint = f"Did you mean {close[0]}? " if close else ""
         raise ModelError(f"target module {target!r} is not in this base model. {hint}It has: {', '.join(exist)} (or write all-linear)")
+
+
+def _why_none(module: str) -> str:
+    """Why no adapter is put at one that is no linear to adapt."""
+    if "indexer" in module.split("."):
+        return "is in an indexer, which chooses tokens without gradients, and cannot be adapted"
+    return "is no inner linear layer, and cannot be adapted"
 
 
 def _matching(pattern: str, linears: Sizes, modules: Collection[str]) -> list[str]:
@@ -214,8 +221,8 @@ def _matching(pattern: str, linears: Sizes, modules: Collection[str]) -> list[st
     other = next((name for name in matched if name not in linears), None)
     if other is not None:
         raise ModelError(
-            f"target_modules: the pattern {pattern!r} matches {other}, which is no inner linear layer, and cannot be adapted. "
-            rf"Let it end with names of such layers: .*\.({'|'.join(exist)})"
+            f"target_modules: the pattern {pattern!r} matches {other}, which {_why_none(other)}. "
+            rf"Let it match layers that can be alone: .*\.({'|'.join(exist)})"
         )
     if not matched:
         raise ModelError(

@@ -33,7 +33,6 @@ from tlora.group.reports import Ended, Noted, Report
 from tlora.job import DataConfig, JobSpec
 from tlora.link.process_identity import ProcessIdentity, boot_id, identify
 from tlora.protocol import BaseSpeed
-from tlora.supermodel.base_config import learned_positions, longest_safe_sequence
 from tlora.supermodel.load import find_directory
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
@@ -109,8 +108,7 @@ class MadeUpJobs:
     """Jobs over random tokens, for measurements. Their files lie in `directory`; no job of a user can have their names."""
 
     def __init__(self, model: SuperModel, directory: Path) -> None:
-        limits = (SAMPLE_TOKENS, learned_positions(model.model), longest_safe_sequence(model.model))
-        self._length = min(limit for limit in limits if limit)
+        self._length = min([SAMPLE_TOKENS, *(limit.tokens for limit in model.limits)])
         self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
 
     def job(self, tokens: int) -> JobRun:

@@ -26,7 +26,7 @@ from tlora.kernels.device import as_if_on, can_be_asked
 from tlora.planning.base_parts import count_parts
 from tlora.planning.memory import ACTIVATION_RANK, count_base
 from tlora.shape.base_shape import BaseShape
-from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
+from tlora.supermodel.base_config import max_positions
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.inject import expert_modules
@@ -63,8 +63,7 @@ def describe_base(
         experts,
         base.num_bytes,
         base.vocab_size,
-        learned_positions(base.model),
-        longest_safe_sequence(base.model),
+        model.limits,
         max_positions(base.model),
         count_base(model, torch.device(device), layout),
         tuple(note.replace(base_model, "the base") for note in notes),  # a tenant does not see where it lies

@@ -26,7 +26,8 @@ from tlora.group.isolation import Failure, try_call
 from tlora.job import JobSpec, RunSpec
 from tlora.objectives import compares_with_start
 from tlora.planning.start import PLACES, adopt_adapter_config, find_start, start_state
-from tlora.supermodel.base_config import learned_positions, longest_safe_sequence, max_positions
+from tlora.shape.length_limits import check_length
+from tlora.supermodel.base_config import max_positions
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.load import find_directory
 from tlora.supermodel.supermodel import SuperModel
@@ -91,7 +92,7 @@ def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resum
     Never raises: each of its steps stands behind the wall, and what they raise are the job's problems.
     """
     job = PlannedJob(spec)
-    steps = partial(_take_data, job, data, model.model), partial(_take_shape, job, model, resumed), partial(_check_length, job, model.model)
+    steps = partial(_take_data, job, data, model.model), partial(_take_shape, job, model, resumed), partial(_check_length, job, model)
     for step in steps:
         if isinstance(failed := try_call(step), Failure):
             job.problems.append(failed.reason)
@@ -126,15 +127,11 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
         load_params(start, job.layout, torch.float32)
 
 
-def _check_length(job: PlannedJob, model: Any) -> None:
+def _check_length(job: PlannedJob, model: SuperModel) -> None:
     """Samples that the base cannot take at all, or only by changing the other jobs' results."""
     sets = [found for found in (job.data.train, job.data.eval) if found is not None] if job.data else []
     longest = max((int(found.longest_sequences.max()) for found in sets), default=0)
-    table, safe = learned_positions(model), longest_safe_sequence(model)
-    if table is not None and longest > table:
-        raise DataError(f"a sample has {longest} tokens, and this base has {table} learned positions. Set max_length: {table}")
-    if safe is not None and longest > safe:
-        raise DataError(f"a sample has {longest} tokens, and this base's rotary embedding changes past {safe}. Set max_length: {safe}")
+    check_length(model.limits, longest)
 
 
 def _rate_warnings(spec: JobSpec) -> list[str]:

@@ -15,6 +15,7 @@ from tlora.job import JobSpec, LoraShape, RunSpec
 from tlora.registry import OBJECTIVES
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.base_shape import BaseShape
+from tlora.shape.length_limits import check_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _sketch(spec: JobSpec, base: BaseShape, data: Prepared | DataError) -> JobSk
             raise data
         sets = [one for one in (data.train, data.eval) if one is not None]
         longest, sequence = (max(int(getattr(one, name).max()) for one in sets) for name in ("lengths", "longest_sequences"))
-        base.check_length(sequence)
+        check_length(base.limits, sequence)
         layout = _adapter(spec, base)
     except TloraError as error:
         return JobSketch(spec, problems=(str(error),))

@@ -26,7 +26,6 @@ from tlora.job import JobSpec, RunSpec, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning.plan import RunPlan, settle
 from tlora.shape.memory import MemoryModel, Phase, parse_memory
-from tlora.supermodel.base_config import learned_positions, longest_safe_sequence
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
@@ -189,7 +188,10 @@ def run_batch(model: SuperModel, batch: PackedBatch, depth: int, meter: Meter) -
 
 
 def probe_batch(names: Sequence[str], num_tokens: int, model: SuperModel, longest: int = SAMPLE_TOKENS, pad_to: int = 0) -> PackedBatch:
-    """The tokens in turn 0, 1, ..., in samples of at most `longest`, an equal share for each job; all trained, as the largest."""
+    """The tokens in turn 0, 1, ..., in samples of at most `longest` and of what the base takes, an equal share for each job; all trained,
+    as the largest.
+    """
+    longest = min([longest, *(limit.tokens for limit in model.limits)])
     ids = np.arange(num_tokens, dtype=np.int32) % model.base.vocab_size
     rows: list[BatchRow] = []
     for name, own in zip(names, np.array_split(ids, len(names)), strict=True):
@@ -292,8 +294,7 @@ def _excess_bytes(plan: RunPlan, model: SuperModel, meter: Meter) -> int | None:
     try:
         for own in kinds_of_passes(model, plan.can_run):
             with residents(model, own) as names:
-                limits = plan.longest, learned_positions(model.model), longest_safe_sequence(model.model)
-                longest = probe_batch(names[:1], plan.longest, model, min(limit for limit in limits if limit), plan.largest)
+                longest = probe_batch(names[:1], plan.longest, model, plan.longest, plan.largest)
                 for batch in (longest, probe_batch(names, plan.token_budget, model)):
                     tokens = len(batch.input_ids_T)
                     peaks = run_batch(model, batch, plan.recompute.layers(tokens), meter)

@@ -29,6 +29,7 @@ from tlora.link.supervisor import line_to_parent
 from tlora.service.base_shapes import adapter_parameters, find_outline
 from tlora.service.intake import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
 from tlora.shape.base_shape import BaseShape
+from tlora.shape.length_limits import check_length
 
 MOST_TOGETHER = 100  # jobs of one tenant that share a data worker
 
@@ -141,7 +142,7 @@ def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outli
     sets = [one for one in (found.train, found.eval) if one is not None]
     longest, sequence = (max(int(getattr(one, name).max()) for one in sets) for name in ("lengths", "longest_sequences"))
     try:
-        outline.check_length(sequence)
+        check_length(outline.limits, sequence)
     except DataError as error:
         return {"problem": str(error)}
     warnings = [*outline.notes, *found.warnings()]

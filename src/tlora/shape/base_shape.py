@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlora.adapter_shape import ExpertSize
-from tlora.errors import DataError
 from tlora.shape.base_parts import BaseParts, parse_parts
+from tlora.shape.length_limits import LengthLimit
 from tlora.shape.memory import BaseMemory
 
 
@@ -24,23 +24,13 @@ class BaseShape:
     experts: tuple[str, ...]
     bytes: int
     vocab_size: int
-    learned_positions: int | None
-    longest_safe_sequence: int | None
+    limits: tuple[LengthLimit, ...]
     max_position_embeddings: int | None
     memory: BaseMemory
     notes: tuple[str, ...]
     parts: BaseParts
     embedding: tuple[str, int, int] = ("", 0, 0)
     parameters: Mapping[str, ExpertSize] = field(default_factory=dict[str, ExpertSize])
-
-    def check_length(self, tokens: int) -> None:
-        """Of the longest sequence of a job. Raises DataError for one that the base cannot take."""
-        for most, why in (
-            (self.learned_positions, "this base has so many learned positions"),
-            (self.longest_safe_sequence, "this base's rotary embedding changes past it"),
-        ):
-            if most is not None and tokens > most:
-                raise DataError(f"a sample has {tokens} tokens, more than {most}: {why}. Set max_length: {most}")
 
     def to_json(self) -> dict[str, Any]:
         memory = self.memory
@@ -52,8 +42,7 @@ class BaseShape:
             "bytes": self.bytes,
             "bytes_by_gpus": memory.bytes_by_gpus,
             "vocab_size": self.vocab_size,
-            "learned_positions": self.learned_positions,
-            "longest_safe_sequence": self.longest_safe_sequence,
+            "limits": [(limit.tokens, limit.why) for limit in self.limits],
             "max_position_embeddings": self.max_position_embeddings,
             "memory": counted,
             "notes": self.notes,
@@ -71,8 +60,7 @@ def parse_shape(found: Mapping[str, Any]) -> BaseShape:
         tuple(found["experts"]),
         int(found["bytes"]),
         int(found["vocab_size"]),
-        found["learned_positions"],
-        found["longest_safe_sequence"],
+        tuple(LengthLimit(int(tokens), str(why)) for tokens, why in found["limits"]),
         found["max_position_embeddings"],
         _memory(found),
         tuple(map(str, found["notes"])),

@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tlora.errors import ModelError
+from tlora.supermodel import attention
 from tlora.supermodel.attention import chunk_of, packed_attention
 from tlora.supermodel.base_config import values_in_layers
 from tlora.supermodel.query_scales import scales_queries
 
 NAME = "tlora_probe"
+PACKED = (attention.NAME, NAME)
 _MOST_POSITIONS = 1 << 18
 # What layers hand to their attention in addition to tensors, scale, window and cap. None of it changes the attention mask.
 _WITHOUT_EFFECT = {"dropout", "position_ids", "sample_positions", "use_cache", "output_attentions", "is_causal"}
@@ -32,7 +34,8 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | bool]
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Make both names known to transformers."""
+    attention.register()
     AttentionInterface.register(NAME, probe_attention)
     AttentionMaskInterface.register(NAME, _mask_with_rule)
 
@@ -50,6 +53,11 @@ def _rule_of(mask: Tensor | None) -> Rule | None:
     return getattr(whole, "rule", None) if whole is not None and mask is not None and whole.shape == mask.shape else None
 
 
+def _has_no_effect(given: object) -> bool:
+    """An empty tensor is the choice of an indexer that leaves all tokens seen (`indexers.py`)."""
+    return given is None or (isinstance(given, Tensor) and not given.numel())
+
+
 def probe_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -62,7 +70,7 @@ def probe_attention(
     """`packed_attention`, which raises ModelError if this layer asks for anything else at any distance up to its longest context."""
     kind = type(module).__name__
     known = {"scaling", "softcap", "sequence_lengths", "s_aux", "query_scales", *_WITHOUT_EFFECT}
-    unknown = sorted(name for name, given in keywords.items() if given is not None and name not in known)
+    unknown = sorted(name for name, given in keywords.items() if name not in known and not _has_no_effect(given))
     if unknown or keywords.get("is_causal") is False:
         what = f"hands {', '.join(unknown)} to its attention" if unknown else "is not causal"
         raise ModelError(f"{kind} {what}, which packed attention does not do. {_OTHERWISE}")

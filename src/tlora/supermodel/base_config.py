@@ -13,6 +13,8 @@ from torch import nn
 from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.json_file import read_object
+from tlora.shape.length_limits import LengthLimit
+from tlora.supermodel.indexers import dense_tokens
 
 MOST_LAYERS = 4096  # the deepest model known has 1,000 or so; each layer of an outline takes a millisecond and more
 _COUNTS = (
@@ -50,7 +52,17 @@ def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _counts(value)
 
 
-def longest_safe_sequence(model: Any) -> int | None:
+def length_limits(model: Any) -> tuple[LengthLimit, ...]:
+    """All that hold for samples over `model`."""
+    found = (
+        (_learned_positions(model), "this base has {} learned positions"),
+        (_safe_tokens(model), "this base's rotary embedding changes past {}"),
+        (dense_tokens(model), "past {} this base's attention is sparse, which is not trained"),
+    )
+    return tuple(LengthLimit(most, why.format(most)) for most, why in found if most is not None)
+
+
+def _safe_tokens(model: Any) -> int | None:
     """Tokens up to which a sequence's rotary embedding does not depend on the others in its batch; None where it never does.
 
     The dynamic and longrope kinds choose their frequencies by the longest sequence in the batch (transformers' `dynamic_rope_update`).
@@ -72,7 +84,7 @@ def max_positions(model: Any) -> int | None:
     return min(values_in_layers(model.config.get_text_config(), "max_position_embeddings"), default=None)
 
 
-def learned_positions(model: Any) -> int | None:
+def _learned_positions(model: Any) -> int | None:
     """Rows of the base's table of positions (OPT, GPT-Neo), past which there is nothing to look up; None where positions are computed."""
     most = max_positions(model)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]

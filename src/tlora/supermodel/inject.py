@@ -12,17 +12,21 @@ from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.held_linear import HeldLinear
+from tlora.supermodel.indexers import find_indexers
 from tlora.supermodel.lora_linear import BaseLinear, Context, LoraLinear, StreamedLinear
 from tlora.supermodel.text_model import output_embeddings
 
 
 def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
     """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them. Those of other modalities
-    than text, which have no weights, are none.
+    than text, which have no weights, are none, nor are those of indexers, which get no gradients (`indexers.py`).
     """
     head = output_embeddings(model) if hasattr(model, "get_output_embeddings") else None
     linears: dict[str, BaseLinear] = {}
+    indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, m in model.named_modules():
+        if name.startswith(indexers):
+            continue
         if ((type(m) is nn.Linear and m.weight is not None) or type(m) is HeldLinear or type(m) is StreamedLinear) and m is not head:
             linears[name] = m
     if not linears:

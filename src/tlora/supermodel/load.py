@@ -30,6 +30,7 @@ from tlora.supermodel.base_config import one_line, refuse_strange_config, unread
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
+from tlora.supermodel.indexers import at_their_limit, choose_all
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
@@ -40,6 +41,7 @@ from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities, output_embeddings
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
+_LENGTHS = (19, 5, 19)  # of the samples of the proof
 _LARGE = 1 << 20  # numbers; what is smaller is moved one by one
 _COMPARE = "Compare it with the original's"
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
@@ -228,10 +230,10 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: S
     """
     model.requires_grad_(False).eval()
     base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage, outlined, tuple(cut_at_samples(model)))
-    attention.register()
     attention_probe.register()
     count_in_samples(base.decoder)
-    with shown_in_short_samples(base.decoder):
+    choose_all(base.decoder, attention_probe.PACKED)
+    with shown_in_short_samples(base.decoder), at_their_limit(model, max(_LENGTHS)):
         _check_packing(base)
     _check_reach(base)
     return base
@@ -259,7 +261,8 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     elif base_precision is not None:
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     stand_in(model.requires_grad_(False).eval())
-    return Base(model, decoder_of(model, base_model), find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
+    choose_all(decoder := decoder_of(model, base_model), attention_probe.PACKED)
+    return Base(model, decoder, find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
 
 
 def decoder_of(model: Any, name: str) -> Any:
@@ -281,8 +284,8 @@ def find_head(model: Any, name: str) -> Head:
     """The output head with what its family does to logits. Raises ModelError when it is no linear layer."""
     embeddings = output_embeddings(model)
     if not isinstance(embeddings, nn.Linear):
-        kind = type(embeddings).__name__
-        raise ModelError(f"base_model {name}: its output head is {kind}, and must be a linear layer. Use a causal language model")
+        is_one = f"is {type(embeddings).__name__}, and must be a linear layer"
+        raise ModelError(f"base_model {name}: its output head {is_one}. Use a causal language model")
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(
@@ -309,16 +312,14 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
 @torch.no_grad()
 def _check_packing(base: Base) -> None:
     """The family's own eager attention on each sample alone is the oracle; any family that packs wrongly is refused here."""
-    model, lengths, device = base.model, (19, 5, 19), base.head.weight_VH.device
+    model, lengths, device, dtype = base.model, _LENGTHS, base.head.weight_VH.device, base.head.weight_VH.dtype
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, base.vocab_size, (n,), generator=generator).to(device) for n in lengths]
     model.set_attn_implementation("eager")
     try:
         ends = base.stage is None or base.stage.layers.is_last
-        if ends:
-            alone = torch.cat([model(input_ids=i[None], use_cache=False).logits[0].float() for i in ids])
-        else:
-            alone = torch.cat([base.decoder(input_ids=i[None], use_cache=False).last_hidden_state[0].float() for i in ids])
+        outputs = [(model if ends else base.decoder)(input_ids=i[None], use_cache=False) for i in ids]
+        alone = torch.cat([(output.logits if ends else output.last_hidden_state)[0].float() for output in outputs])
         model.set_attn_implementation(attention.NAME)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         with all_cut():
@@ -330,7 +331,6 @@ def _check_packing(base: Base) -> None:
     if not bool(alone.isfinite().all()):
         raise ModelError(_not_finite(base))
     difference = float((packed - alone).norm() / alone.norm())
-    dtype = base.head.weight_VH.dtype
     if leaks or not difference <= _TOLERANCE[dtype]:
         if leaks and (width := width_that_mixes((linear.in_features for linear in find_linears(model).values()), dtype, device)):
             said = f"products of {width} numbers in {str(dtype).removeprefix('torch.')} let a NaN of one row into another"

@@ -23,11 +23,12 @@ from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.errors import ConfigError
 from tlora.job import BasePrecision, LoraConfig, TrainConfig
 from tlora.objectives import UnitLoss
+from tlora.shape.length_limits import check_length
 from tlora.shape.stages import LayerRange
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.layer_stream import FetchStats
 from tlora.sharing.peers import Sharing
-from tlora.supermodel.base_config import longest_safe_sequence
+from tlora.supermodel.base_config import length_limits
 from tlora.supermodel.batch import PackedBatch
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.fast_path import FastPath, describe_kernels, why_not_fused
@@ -75,7 +76,7 @@ class SuperModel(nn.Module):
         self.bank = AdapterBank(places, weight.dtype, weight.device)
         self.references = AdapterBank(places, weight.dtype, weight.device, frozen=True)
         """The adapters that jobs' objectives compare with; jobs that have none there compare with the base alone."""
-        self._longest_safe = longest_safe_sequence(base.model)
+        self.limits = length_limits(base.model)
         self._linears = inject(base.model, linears, self.context)
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if (why := why_not_fused(base, self._linears, self.experts, weight.device, deterministic)) is None:
@@ -387,10 +388,7 @@ class SuperModel(nn.Module):
 
     def _check(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> None:
         longest = max((length for span in batch.spans for length in span.lengths), default=0)
-        if self._longest_safe is not None and longest > self._longest_safe:
-            raise ConfigError(
-                f"a sample has {longest} tokens; this base's rotary embedding is its own only up to {self._longest_safe}. Cut it"
-            )
+        check_length(self.limits, longest)
         for span in batch.spans:
             if span.job_id not in self._residents:
                 raise ConfigError(f"the batch holds samples of {span.job_id!r}, which has not joined. Call join first")
