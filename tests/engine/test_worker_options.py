@@ -82,7 +82,7 @@ def test_what_the_first_jobs_launch_on_a_gpu_is_compiled_while_the_base_is_loade
     load = replace(made.load(tmp_path), device="cuda", memory_limit=10**12)
     with as_if_on("H100", 90):
         model, bound = load_base(load, jobs, None, print)
-    assert model is loaded and bound.limit_bytes == 10**12
+    assert model is loaded and bound.limits == (10**12,)
     assert said == [("cuda", jobs), "loaded", ("expects", jobs), "waited"]
     said.clear()
     with as_if_on("H100", 90):
@@ -157,7 +157,7 @@ def test_gpus_say_why_a_mixture_that_leaves_little_room_lies_whole_on_each(tmp_p
 
 def bound_of(base: Path, limit_bytes: int) -> MemoryBound:
     model = SuperModel(outline(str(base)))
-    return MemoryBound(model, sum(p.numel() * p.element_size() for p in model.model.parameters()), torch.device("cpu"), limit_bytes)
+    return MemoryBound(model, sum(p.numel() * p.element_size() for p in model.model.parameters()), torch.device("cpu"), [limit_bytes])
 
 
 def needed(base: Path, specs: list[JobSpec], budget: int) -> int:

@@ -235,9 +235,12 @@ def test_a_fast_gpu_gets_no_more_layers_than_it_has_memory_for(run: RunSpec) -> 
     jobs = sketched(run)
     fast, slow = large(devices_of(run, RTX_4090, RTX_3090))
     assert cut_pipeline((fast, slow), jobs).cuts[0][1] > 4
-    limit = fast.parts.stage_bytes(0, 4)
+    limit, roomy = fast.parts.stage_bytes(0, 4), slow.limit_bytes
     found = cut_pipeline((replace(fast, limit_bytes=limit), slow), jobs)
-    assert found.cuts == ((0, 4), (4, 8)) == fast.parts.cut([fast.rate, slow.rate], [limit, slow.limit_bytes])
+    asks = max(job.layout.numel for job in jobs if job.layout is not None), max(job.longest for job in jobs)
+    assert found.cuts == ((0, 3), (3, 8)) == fast.parts.cut([fast.rate, slow.rate], [limit, roomy], *asks), "jobs need room beside"
+    tight = slow.parts.stage_bytes(4, 8)
+    assert fast.parts.cut([fast.rate, slow.rate], [limit, tight], *asks) == ((0, 4), (4, 8)), "it lies there if it must"
 
 
 def test_boundaries_take_the_link_that_both_gpus_have(run: RunSpec) -> None:

@@ -23,6 +23,7 @@ from tlora.data.order import pack_rows
 from tlora.engine import session as training
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
+from tlora.errors import CapacityError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.base_parts import memory_of_stages
 from tlora.planning.job_plan import PlannedJob
@@ -31,7 +32,7 @@ from tlora.planning.memory import ACTIVATION_RANK, count_base, measure, takes_fa
 from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.memory_probe import Probe
 from tlora.planning.micro_batches import _budgets
-from tlora.planning.plan import RunPlan, describe_plan, settle
+from tlora.planning.plan import RunPlan, describe_plan, layouts_of, settle
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.planning.work import token_cost
 from tlora.shape.cost import CostModel
@@ -337,10 +338,29 @@ def test_a_worker_in_stages_holds_what_each_stage_can(parameters: list[str] | No
     for tokens in (1, 64, 2048, 65536):
         needed = [memory.total_bytes([job.layout for job in jobs if job.layout], tokens, never) for memory in memories]
         fullest.add(needed.index(max(needed)))
-        enough, too_little = (MemoryBound(model, 0, GPU, limit, stages) for limit in (max(needed), max(needed) - 1))
+        enough, too_little = (MemoryBound(model, 0, GPU, [limit] * 2, stages) for limit in (max(needed), max(needed) - 1))
         assert enough.holds(tokens, never, jobs) and not too_little.holds(tokens, never, jobs), tokens
         assert tokens < 2048 or too_little.holds(tokens, too_little.least_recomputed(jobs), jobs), "with layers recomputed"
     assert len(fullest) == 2, f"stage {fullest} takes most at any number of tokens"
+
+
+def test_each_stage_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    """What is said of a job that does not fit names the stage that it does not fit on."""
+    LlamaConfig(**SHAPE | {"num_hidden_layers": 4}).save_pretrained(tmp_path)
+    model, stages = SuperModel(outline(str(tmp_path), "bfloat16")), [LayerRange(0, 1, 4), LayerRange(1, 4, 4)]
+    spec = JobSpec.model_validate({"name": "a", "data": "d", "r": 64})
+    planned, never = PlannedJob(spec, layout=model.layout(spec), longest=2048), RecomputePlan()
+    memories = [counting_jobs(memory, [planned], deterministic=True) for memory in memory_of_stages(stages, model, GPU, ACTIVATION_RANK)]
+    first, last = (memory.total_bytes(layouts_of([planned]), planned.longest, never) for memory in memories)
+    assert first != last and MemoryBound(model, 0, GPU, [first, last], stages).holds(planned.longest, never, [planned])
+    for limits, layers in (([first - 1, last], "0 to 0"), ([first, last - 1], "1 to 3")):
+        bound = MemoryBound(model, 0, GPU, limits, stages)
+        assert not bound.holds(planned.longest, never, [planned])
+        refused = replace(planned, problems=[])
+        bound.check(refused, never)
+        assert f"on the stage with layers {layers} (base" in refused.problems[0]
+    with pytest.raises(CapacityError, match="on the stage with layers 1 to 3, and the limit is"):
+        MemoryBound(model, 0, GPU, [first, memories[1].base_bytes - 1], stages)
 
 
 def test_no_stage_takes_more_than_the_limit_at_any_depth(tmp_path: Path) -> None:
@@ -352,7 +372,7 @@ def test_no_stage_takes_more_than_the_limit_at_any_depth(tmp_path: Path) -> None
     memories = [counting_jobs(memory, jobs, deterministic=True) for memory in memory_of_stages(stages, model, GPU, ACTIVATION_RANK)]
     layouts = [job.layout for job in jobs if job.layout]
     limit = max(memory.total_bytes(layouts, 1024, 0) for memory in memories)
-    found = MemoryBound(model, 0, GPU, limit, stages).least_recomputed(jobs)
+    found = MemoryBound(model, 0, GPU, [limit] * 2, stages).least_recomputed(jobs)
     assert len(found.most_tokens) == 8 and found.most_tokens[0] > 0
     for depth, tokens in enumerate(found.most_tokens):
         assert all(memory.total_bytes(layouts, tokens, depth) <= limit for memory in memories), depth

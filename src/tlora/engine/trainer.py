@@ -102,10 +102,10 @@ class Trainer:
         self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note)
         self._directory, began = Path(load.output_dir), time.monotonic()
         self._cut = cut_for(load, rank_context, expected)
-        model, bound = load_base(load, expected, self._cut.ranges if self._cut is not None else self._parts.shared_load, note)
+        model, bound = load_base(load, expected, self._cut.limits if self._cut is not None else self._parts.shared_load, note)
         note(f"{load.base_model} is loaded after {time.monotonic() - began:.1f} s")
-        self._limit_bytes = bound.limit_bytes
-        send(Memory((bound.limit_bytes,)))
+        self._limits = " and ".join(dict.fromkeys(map(gib, bound.limits)))
+        send(Memory(bound.limits[-1:]))
         clock: Callable[[], float] = lambda: time.time() - load.started_unix_seconds  # noqa: E731
         writer, reserve = Writer(lambda: inbox.put(FilesWritten())), DiskReserve(self._directory, {}, note)
         self._serving = ServingFiles(load.base_model)
@@ -114,7 +114,7 @@ class Trainer:
         self._flight = FlightRecorder(self._directory, rank_context.flight)
         options: Any = {"fence": self._check_claim, "wait_for_room": self._backoff, "base_precision": load.base_precision}
         context = RunContext(load.base_name or public_name(load.base_model), clock, note, reserve, writer, **options)
-        pipeline = open_pipeline(self._cut, model, rank_context, send) if self._cut is not None else None
+        pipeline = open_pipeline(self._cut, model, send) if self._cut is not None else None
         self._base = {"base_model": context.base_model, **BaseGuard(load.base_model, find_directory(load.base_model), None).facts()}
         paths = RunPaths(self._directory, self._serving, load.report_to, mark=partial(write_base_file, facts=self._base))
         self._driver = Driver(model, context, paths, STARTING_BUDGET, exchange=self._parts.exchange, pipeline=pipeline)
@@ -306,7 +306,7 @@ class Trainer:
         elif not self._memory.fits(opened.run):
             self._put_off(
                 name,
-                f"next to {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({gib(self._limit_bytes)})",
+                f"next to {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({self._limits})",
             )
         elif not self._parts.waits(opened):
             self._begin_with(opened)

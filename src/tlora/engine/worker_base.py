@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -92,17 +92,17 @@ _REMEDY = "set unused_weights: ignore in the server's settings, or at the top of
 
 
 def load_base(
-    load: Load, expected: Sequence[JobSpec], held: Sharing | tuple[LayerRange, ...] | None, note: Callable[[str], object]
+    load: Load, expected: Sequence[JobSpec], held: Sharing | Mapping[LayerRange, int] | None, note: Callable[[str], object]
 ) -> tuple[SuperModel, MemoryBound]:
     """The base on its device, and what `memory_limit` leaves its jobs. `held`: together with the other ranks, of a worker with several
-    GPUs; or in stages with these layers, of which this process has the last.
+    GPUs; or in stages with these layers and limits in bytes, of which this process has the last.
 
     What the `expected` jobs will launch is compiled meanwhile, as `tlora train` does it. Raises TloraError for options that cannot be had
     here.
     """
     check_trackers(list(load.report_to))
-    place, compiling, stages = torch.device(load.device), None, held if isinstance(held, tuple) else ()
-    sharing = held if isinstance(held, Sharing) else None
+    place, compiling = torch.device(load.device), None
+    sharing, in_stages = (held, {}) if isinstance(held, Sharing) else (None, held or {})
     if sharing is None:
         tighten_allocator(place, load.memory_limit)
     outlined = SuperModel(outline(load.base_model, load.dtype, load.base_precision), load.deterministic)
@@ -128,12 +128,13 @@ def load_base(
     if sharing is not None:
         whole, base_bytes = base_bytes, bytes_when_shared(outlined, base_bytes, sharing.world_size, sharing.slots)
         note(f"{gib(base_bytes)} of the base's {gib(whole)} on each of {sharing.world_size} {several}")
-    streamed = stream_for_jobs_to_come(load, outlined, place, limit_bytes) if sharing is None and not stages else None
+    streamed = stream_for_jobs_to_come(load, outlined, place, limit_bytes) if sharing is None and not in_stages else None
     if streamed is not None:
         whole, base_bytes = base_bytes, streamed.sizes.on_device(streamed.streaming.slots)
         part = f"{gib(base_bytes)} of the base's {gib(whole)} are on the device"
         note(f"streamed from the host's memory: {part}; {streamed.why}")
-    bound = MemoryBound(outlined, base_bytes, place, limit_bytes, stages, in_parts=sharing is not None or streamed is not None)
+    stages, limits = tuple(in_stages), tuple(in_stages.values()) or (limit_bytes,)
+    bound = MemoryBound(outlined, base_bytes, place, limits, stages, in_parts=sharing is not None or streamed is not None)
     form = stages[-1] if stages else sharing or (streamed.streaming if streamed is not None else None)
     model = SuperModel.from_pretrained(load.base_model, load.dtype, load.device, load.deterministic, load.base_precision, form)
     model.expect(expected)

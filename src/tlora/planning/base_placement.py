@@ -21,7 +21,7 @@ from tlora.planning.job_sketch import AdapterSketch, JobSketch, LinearSketch
 from tlora.planning.layout_choice import LayoutChoice, predict_form
 from tlora.planning.layout_units import Device, Pipeline
 from tlora.planning.memory import bytes_when_shared, can_be_cut
-from tlora.planning.plan import RunPlan, adapt_experts, count_for, plan_memory
+from tlora.planning.plan import RunPlan, adapt_experts, count_for, layouts_of, plan_memory
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
@@ -175,7 +175,8 @@ def _in_stages(
             f"layout: stages needs a decoder layer for each {one}, and the base has {layers} for {gpus}. Take --gpus {layers}"
         )
     parts = count_parts(model, device, max(job.spec.largest_rank for job in jobs), adapt_experts(jobs))
-    cuts = parts.cut(speeds or [1.0] * gpus, limits)
+    adapter, longest = max((layout.numel for layout in layouts_of(jobs)), default=0), max((job.longest for job in jobs), default=1)
+    cuts = parts.cut(speeds or [1.0] * gpus, limits, adapter, longest)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
     fullest = max(range(gpus), key=lambda rank: sizes[rank] - limits[rank])
     if sizes[fullest] > limits[fullest]:

@@ -23,7 +23,7 @@ from tlora.planning.micro_batches import (
     sample_lengths,
 )
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
-from tlora.shape.base_parts import BaseParts
+from tlora.shape.base_parts import BaseParts, fitting
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import cut_layers
@@ -267,11 +267,13 @@ def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipe
     parts = devices[0].parts
     each = {weights: sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in set(parts.layer_weights)}
     head = sum(multiply_adds(job, parts.head_weights, 0) for job in jobs)
+    adapter = max((job.layout.numel for job in jobs if job.layout is not None), default=0)
+    longest = max((job.longest for job in jobs), default=1)
     cuts = cut_layers(
         [each[weights] for weights in parts.layer_weights],
         head,
         [device.rate for device in devices],
-        lambda stage, first, end: devices[stage].parts.stage_bytes(first, end) <= devices[stage].limit_bytes,
+        *fitting([device.parts for device in devices], [device.limit_bytes for device in devices], adapter, longest),
     )
     return Pipeline(devices, cuts)
 

@@ -39,20 +39,22 @@ class MemoryBound:
         outlined: SuperModel,
         base_bytes: int,
         device: torch.device,
-        limit_bytes: int,
+        limits: Sequence[int],
         stages: Sequence[LayerRange] = (),
         in_parts: bool = False,
     ) -> None:
-        """`outlined` lies on the meta device; `base_bytes` are what the base takes on `device`, if it is not in `stages` on devices like
-        this. `in_parts`: it is shared or streamed. Raises CapacityError for one that does not fit below the limit.
+        """`outlined` lies on the meta device; `base_bytes` are what the base takes on `device`, if it is not in `stages`. `limits`: bytes
+        of `device`, or of each stage's, which need not be equal. `in_parts`: the base is shared or streamed. Raises CapacityError for one
+        that does not fit below the limit.
         """
+        assert len(limits) == max(1, len(stages)), (limits, stages)
         count = partial(memory_of_stages, stages) if stages else partial(_measure_one, base_bytes, in_parts)
         self._counted = cache(partial(count, outlined, device))
         self._lock = threading.Lock()  # counting joins an adapter to `outlined`
         self._rank, self._device = ACTIVATION_RANK, device
-        fullest = max(self._measure(self._rank), key=lambda memory: memory.base_bytes)
-        self._plan = RunPlan((), 1, RecomputePlan(), fullest, limit_bytes, 1, {})
-        self.limit_bytes = limit_bytes
+        self.limits = tuple(limits)
+        memory, limit = max(self._within(self._measure(self._rank)), key=lambda pair: pair[0].base_bytes - pair[1])
+        self._plan = RunPlan((), 1, RecomputePlan(), memory, limit, 1, {})
         check_base_fits(self._plan)
 
     @property
@@ -64,9 +66,8 @@ class MemoryBound:
         """The fewest layers with which all `jobs` fit at once, by the tokens of a micro-batch; all, where they never do. In stages, those
         of the stage that needs most.
         """
-        layouts, limit = layouts_of(jobs), self._plan.limit_bytes
-        memories = self._memories(jobs)
-        rooms = [memory.room(layouts, limit) for memory in memories]
+        layouts, memories = layouts_of(jobs), self._memories(jobs)
+        rooms = [memory.room(layouts, limit) for memory, limit in self._within(memories)]
         least = [min(map(MemoryModel.most_tokens, memories, rooms, repeat(depth))) for depth in range(self.most_recomputed)]
         return RecomputePlan(tuple(accumulate(least, max)))
 
@@ -105,7 +106,11 @@ class MemoryBound:
         return [counting_jobs(memory, jobs, deterministic=True) for memory in counted]  # each job has a mailbox of its own
 
     def _at(self, token_budget: int, recompute: RecomputePlan, jobs: Sequence[PlannedJob]) -> RunPlan:
-        """Of the stage that takes most then: all take what that one can."""
-        layouts = layouts_of(jobs)
-        fullest = max(self._memories(jobs), key=lambda memory: memory.total_bytes(layouts, token_budget, recompute))
-        return replace(self._plan, memory=fullest, token_budget=token_budget, recompute=recompute)
+        """Of the stage that has the least room left then: all take what that one can."""
+        layouts, pairs = layouts_of(jobs), self._within(self._memories(jobs))
+        memory, limit = max(pairs, key=lambda pair: pair[0].total_bytes(layouts, token_budget, recompute) - pair[1])
+        return replace(self._plan, memory=memory, limit_bytes=limit, token_budget=token_budget, recompute=recompute)
+
+    def _within(self, memories: Sequence[MemoryModel]) -> list[tuple[MemoryModel, int]]:
+        """With the limit of each stage."""
+        return list(zip(memories, self.limits, strict=True))

@@ -288,7 +288,8 @@ def check_capacity(job: PlannedJob, plan: RunPlan) -> None:
     instead = f"Would fit: {'; '.join(others)}. Or lower r" if others else "Lower max_length, token_budget or r"
     recomputed = f" with {plan.recomputed_layers} of {plan.memory.num_layers} layers recomputed" if plan.memory.num_layers else ""
     error = CapacityError(
-        f"job {job.spec.name!r} needs {gib(plan.total_bytes([job.layout]))} (base {gib(plan.memory.base_bytes)}, {_mailbox(plan.memory)}"
+        f"job {job.spec.name!r} needs {gib(plan.total_bytes([job.layout]))}{_where(plan.memory)} (base {gib(plan.memory.base_bytes)}, "
+        f"{_mailbox(plan.memory)}"
         f"adapter {gib(plan.memory.job_bytes(job.layout))}, activations of {plan.largest} tokens{recomputed} "
         f"{gib(plan.activation_bytes)}), and the limit is {gib(plan.limit_bytes)}. {instead}, or {plan.more_memory}"
     )
@@ -335,9 +336,14 @@ def _too_large_a_base(plan: RunPlan) -> str:
     fitting = [(precision, count) for precision, count in plan.other_precisions.items() if count < plan.limit_bytes]
     instead = f"With base_precision: {fitting[0][0]} it has {gib(fitting[0][1])}. " if fitting else ""
     return (
-        f"the base model has {gib(plan.memory.base_bytes)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
+        f"the base model has {gib(plan.memory.base_bytes)}{_where(plan.memory)}, and the limit is {gib(plan.limit_bytes)}. {instead}"
         f"Take a smaller base, or {plan.more_memory}"
     )
+
+
+def _where(memory: MemoryModel) -> str:
+    """Which stage that is, of a base in stages."""
+    return f" on the stage with layers {memory.stage.first} to {memory.stage.stop - 1}" if memory.stage is not None else ""
 
 
 def _mailbox(memory: MemoryModel) -> str:

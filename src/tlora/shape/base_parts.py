@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from tlora.shape.memory import MOST_GPUS, MemoryModel, StreamedBytes, parse_memory
-from tlora.shape.stages import LEAST_STAGES, cut_layers
+from tlora.shape.memory import MOST_GPUS, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
+from tlora.shape.stages import LEAST_STAGES, LayerRange, cut_layers
 from tlora.shape.work import FEATURE_WEIGHTS
 
 _BOUNDARY_BUFFERS = 4  # of a stage: activations and gradients that come in and go out, each while the last ones are still used
+_PLANNED_TOKENS = (1024, 16384)  # of the least and the largest micro-batch that a scheduler plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,11 @@ class BaseParts:
         both = first == 0 and last == len(self.layers)
         return layers + max(0, beside) + at_ends - (tied if both else 0)
 
-    def cut(self, speeds: Sequence[float], limits: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Layers of like predicted seconds on GPUs of these speeds, as far as each has memory for its weights: `cut_layers`."""
-        return cut_layers(
-            self.layer_weights, self.head_weights, speeds, lambda stage, first, end: self.stage_bytes(first, end) <= limits[stage]
-        )
+    def cut(self, speeds: Sequence[float], limits: Sequence[int], adapter: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        """Layers of like predicted seconds on GPUs of these speeds, as far as each has memory, for an `adapter` of so many numbers and
+        micro-batches of so many `tokens`: `cut_layers`.
+        """
+        return cut_layers(self.layer_weights, self.head_weights, speeds, *fitting([self] * len(speeds), limits, adapter, tokens))
 
     def bytes_by_stages(self) -> tuple[int, ...]:
         """Of the fullest of 2, 3, ... stages, cut as a worker cuts them."""
@@ -106,12 +107,46 @@ class BaseParts:
             base_bytes=self.stage_bytes(first, last),
             phases=tuple(replace(phase, bytes_per_token=phase.bytes_per_token + buffers) for phase in cut),
             num_layers=count if memory.num_layers else 0,
+            stage=LayerRange(first, last, len(self.layers)),
             elsewhere=(*self.layers[:first], *self.layers[last:]),
         )
 
     def to_json(self) -> dict[str, Any]:
         in_parts = None if self.in_parts is None else self.in_parts.to_json()
         return asdict(replace(self, memory=self.memory.alone(), in_parts=None)) | {"memory": self.memory.to_json(), "in_parts": in_parts}
+
+
+def fitting(parts: Sequence[BaseParts], limits: Sequence[int], adapter: int, tokens: int) -> tuple[Callable[[int, int, int], bool], ...]:
+    """As `cut_layers` has it, of stages on devices with these `parts` and limits, with all layers recomputed: whether each holds its part
+    of an `adapter` of so many numbers and micro-batches of `tokens`. Where no cut does: whether each has as much room as equal stages would
+    have on the smallest device, as schedulers count; else whether the least micro-batch fits, or the weights alone.
+    """
+    stages, layers = len(parts), len(parts[0].layers)
+
+    @cache
+    def activations(stage: int, held: int, at_head: bool, most_tokens: int) -> int:
+        first = layers - held if at_head else 0
+        memory = parts[stage].stage_memory(first, first + held, in_flight=stages - stage)
+        return memory.activation_bytes(most_tokens, memory.most_recomputed)
+
+    def taken(stage: int, first: int, end: int, most_tokens: int) -> int:
+        return parts[stage].stage_bytes(first, end) + activations(stage, end - first, end == layers, most_tokens)
+
+    def holds_job(stage: int, first: int, end: int) -> bool:
+        memory, own = parts[stage].memory, -(-adapter * (end - first) // layers)
+        beside = adapter_bytes(own, own, memory.element_bytes, memory.sum_bytes)
+        return taken(stage, first, end, tokens) + beside <= limits[stage]
+
+    alike = tuple(enumerate(cut_layers(parts[0].layer_weights, parts[0].head_weights, [1.0] * stages)))
+    rooms = {most: min(limits) - max(taken(stage, *cut, most) for stage, cut in alike) for most in _PLANNED_TOKENS}
+
+    def holds_as_alike(stage: int, first: int, end: int) -> bool:
+        return rooms[_PLANNED_TOKENS[0]] >= 0 and all(limits[stage] - taken(stage, first, end, most) >= rooms[most] for most in rooms)
+
+    def holds_least(stage: int, first: int, end: int) -> bool:
+        return taken(stage, first, end, _PLANNED_TOKENS[0]) <= limits[stage]
+
+    return holds_job, holds_as_alike, holds_least, lambda stage, first, end: parts[stage].stage_bytes(first, end) <= limits[stage]
 
 
 @lru_cache(maxsize=8)

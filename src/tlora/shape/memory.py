@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import Recompute
+from tlora.shape.stages import LayerRange
 from tlora.shape.token_cost import fixed_depth
 
 MOST_GPUS = 16  # on which a base in parts is counted
@@ -100,6 +101,7 @@ class MemoryModel:
     compared: frozenset[Adapter] = frozenset()  # likewise of jobs that compare with the adapter that they start from
     mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
     samples_per_token: float = 0.0  # of the job with the shortest
+    stage: LayerRange | None = None  # which layers these are the bytes of, where several stages hold them
     elsewhere: tuple[str, ...] = ()  # names of decoder layers whose adapters lie at other stages
 
     @property
@@ -166,7 +168,7 @@ class MemoryModel:
     def to_json(self) -> dict[str, Any]:
         """Of `alone`."""
         found = asdict(self.alone())
-        for name in ("spanning", "compared", "mailbox_bytes", "samples_per_token", "elsewhere"):
+        for name in ("spanning", "compared", "mailbox_bytes", "samples_per_token", "stage", "elsewhere"):
             del found[name]
         return found
 

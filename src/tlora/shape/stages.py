@@ -37,13 +37,13 @@ def cut_layers(
     layer_seconds: Sequence[float],
     head_seconds: float,
     speeds: Sequence[float],
-    fits: Callable[[int, int, int], bool] = lambda _stage, _first, _end: True,
+    *fits: Callable[[int, int, int], bool],
 ) -> tuple[tuple[int, int], ...]:
     """First layer and end of each stage, so that the slowest takes as little as can be; head and loss are the last one's.
 
     One stage for each of `speeds`, in their order, with at least one layer. Of equals, that with the fewest layers on the
     first stages, where the most micro-batches wait for their backward. `fits`: whether a stage has memory for the layers from `first` to
-    `end`; where no cut does for all of them it counts for nothing.
+    `end`, the strictest first; where no cut does for all stages, that counts for nothing.
 
     >>> cut_layers([1.0] * 8, 1.0, [1.0, 1.0]), cut_layers([1.0] * 8, 1.0, [2.0, 1.0])
     (((0, 4), (4, 8)), ((0, 6), (6, 8)))
@@ -51,6 +51,7 @@ def cut_layers(
     layers, stages = len(layer_seconds), len(speeds)
     assert 1 <= stages <= layers, (stages, layers)
     until = [0.0, *accumulate(layer_seconds)]
+    strictest, *others = fits or (lambda _stage, _first, _end: True,)
     ends = [0.0, *[math.inf] * layers]  # of the best cut of the first so many layers into the stages so far
     came_from: list[list[int]] = []
     for stage, speed in enumerate(speeds):
@@ -59,12 +60,12 @@ def cut_layers(
         for end in range(stage + 1, layers - (stages - 1 - stage) + 1):
             for first in range(stage, end):
                 own = (until[end] - until[first] + (head_seconds if last else 0.0)) / speed
-                if max(ends[first], own) < found[end] and fits(stage, first, end):
+                if max(ends[first], own) < found[end] and strictest(stage, first, end):
                     found[end], origin[end] = max(ends[first], own), first
         ends = found
         came_from.append(origin)
     if ends[layers] == math.inf:
-        return cut_layers(layer_seconds, head_seconds, speeds)
+        return cut_layers(layer_seconds, head_seconds, speeds, *others)
     cuts, end = list[tuple[int, int]](), layers
     for origin in reversed(came_from):
         cuts.append((origin[end], end))

@@ -36,8 +36,8 @@ LENT = 1000
 class Host:
     """Another host's worker, in a thread of this process; its ranks are processes of their own."""
 
-    def __init__(self, base: Path, directory: Path, lending: Lending) -> None:
-        load = Load(str(base), str(directory / "elsewhere"), "cpu", time.time(), deterministic=True)
+    def __init__(self, base: Path, directory: Path, lending: Lending, **settings: Any) -> None:
+        load = Load(str(base), str(directory / "elsewhere"), "cpu", time.time(), deterministic=True, **settings)
         self.lender, self.commands = Lender(load, (0,), lending, self._bring), queue.SimpleQueue[Any]()
         self.brought: list[str] = []
         self.ended: str | BaseException | None = None

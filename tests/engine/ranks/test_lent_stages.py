@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,14 @@ from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.lending_line import LENDING, Lent
 from tlora.engine.ranks.lent_ranks import LostLenderError
+from tlora.job import JobSpec
 from tlora.link.keyed_listener import dial_keyed
-from tlora.worker_protocol import GpusChanged, Joined, Load, Loaded, Report
+from tlora.planning.base_parts import count_parts
+from tlora.planning.memory import ACTIVATION_RANK
+from tlora.supermodel.load import outline
+from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import gib
+from tlora.worker_protocol import Failed, GpusChanged, Join, Joined, Load, Loaded, Report
 
 
 def orders(directory: Path, steps: int) -> list[dict[str, Any]]:
@@ -40,12 +46,15 @@ def orders(directory: Path, steps: int) -> list[dict[str, Any]]:
 
 
 class Apart(World):
-    """Each host has the base with the layers that it does not need as no numbers."""
+    """Each host has the base with the layers that it does not need as no numbers: those from the one on, and those before, at which it is
+    cut.
+    """
 
-    def __init__(self, directory: Path, steps: int = 40) -> None:
-        super().__init__(directory, partial(orders, steps=steps), num_hidden_layers=2)
-        self.first = self._spoil("first", "model.layers.1.", "model.norm.", "lm_head.")
-        self.last = self._spoil("last", "model.layers.0.", "model.embed_tokens.")
+    def __init__(self, directory: Path, make: Callable[[Path], list[dict[str, Any]]], layers: int = 2, cut: int = 1) -> None:
+        super().__init__(directory, make, num_hidden_layers=layers)
+        first, last = ([f"model.layers.{n}." for n in numbers] for numbers in (range(cut), range(cut, layers)))
+        self.first = self._spoil("first", *last, "model.norm.", "lm_head.")
+        self.last = self._spoil("last", *first, "model.embed_tokens.")
 
     def _spoil(self, name: str, *parts: str) -> Path:
         where = self.directory / name
@@ -61,9 +70,10 @@ class Apart(World):
         self.workers.append(worker)
         return worker
 
-    def spanning(self, out: Path) -> tuple[Worker, Host]:
+    def spanning(self, out: Path, **lent: Any) -> tuple[Worker, Host]:
+        """`lent`: settings of the other host's worker."""
         worker = self.leader(out)
-        host = Host(self.first, out, listen(worker))
+        host = Host(self.first, out, listen(worker), **lent)
         worker.inbox.put(SetPlan(128))
         self.join(worker)  # before the other host's GPU is told of: the jobs wait for it
         worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))
@@ -82,14 +92,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def world(environment: Path) -> Apart:
-    return Apart(environment)
+    return Apart(environment, partial(orders, steps=40))
 
 
 @pytest.fixture(scope="module")
 def long_world(environment: Path) -> Apart:
     """Whose job is in its midst when a host is lost or stopped, however late that is."""
     (environment / "long").mkdir()
-    return Apart(environment / "long", steps=200)
+    return Apart(environment / "long", partial(orders, steps=200))
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +121,40 @@ def test_each_host_loads_its_layers_and_jobs_have_the_bytes_of_one_process(world
     world.finish(worker, tmp_path)
     host.thread.join(PATIENCE_SECONDS)
     assert host.ended and host.brought == [], "a stage before the last reads no data"
+
+
+def long_samples(directory: Path) -> list[dict[str, Any]]:
+    data = directory / "long.jsonl"
+    data.write_text("".join(f'{{"input_ids": {[5 + (row + n) % 60 for n in range(600)]}}}\n' for row in range(4)))
+    return [job("long", str(data), gpus=2, batch_size=2, max_steps=2, lora_dropout=0.1, target_modules=TWO_LINEARS, max_length=2048)]
+
+
+@pytest.mark.slow
+def test_a_job_that_fits_with_few_layers_on_the_small_host_trains_there(environment: Path, tmp_path: Path) -> None:
+    """With half of the layers on each, as the two are equally fast, the small one has no memory for it. What does not fit is refused in
+    words that name the stage.
+    """
+    (environment / "unequal").mkdir()
+    world = Apart(environment / "unequal", long_samples, layers=12, cut=2)
+    model, spec = SuperModel(outline(str(world.base))), JobSpec.model_validate(world.orders[0])
+    parts, layout = count_parts(model, torch.device("cpu"), ACTIVATION_RANK), model.layout(spec)
+    limit = parts.stage_memory(0, 2, in_flight=2).total_bytes([layout], 1024)
+    assert parts.stage_memory(0, 6, in_flight=2).total_bytes([layout], 600) > limit, "not with half of them"
+    (world.directory / "never.jsonl").write_text(f'{{"input_ids": {[5 + n % 60 for n in range(1600)]}}}\n')
+    never = world.orders[0] | {"name": "never", "data": str(world.directory / "never.jsonl")}
+    worker, host = world.spanning(tmp_path, memory_limit=limit)
+    try:
+        worker.inbox.put(Join(JobSpec.model_validate(never), attempt=9))
+        told = worker.until(lambda told: any(isinstance(report, Failed) for report in told))
+        (failed,) = [report for report in told if isinstance(report, Failed)]
+        assert failed.job_id == "never" and f"and the limit is {gib(limit)}" in failed.reason
+        assert "on the stage with layers 0 to 1 (base" in failed.reason and "activations of 1600 tokens" in failed.reason
+        world.finish(worker, tmp_path)
+        host.thread.join(PATIENCE_SECONDS)
+        assert host.ended
+    finally:
+        while world.workers:
+            world.workers.pop().stop()
 
 
 @pytest.mark.slow

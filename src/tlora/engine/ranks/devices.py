@@ -8,6 +8,7 @@ import re
 import torch
 
 from tlora.errors import ConfigError
+from tlora.planning.work import rate_here
 
 _FORMS = "Give all, a number of GPUs, or their indices (0,2)"
 
@@ -58,3 +59,12 @@ def rank_devices(gpus: str | int | None, device: str | None) -> tuple[str, ...]:
         counted = f"{there} GPU{'s' * (there != 1)}{because}"
         raise ConfigError(f"--gpus {text}: this process sees {counted}. Ask for no more than that, or make more visible")
     return tuple(f"cuda:{index}" for index in chosen)
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def training_flops(device: torch.device) -> float:
+    """As `tlora check` predicts it; 0 of a CPU."""
+    return rate_here(device).flops or 0.0

@@ -48,6 +48,7 @@ from tlora.engine.messages import (
     ToRank,
     Written,
 )
+from tlora.engine.ranks.devices import name_of, training_flops
 from tlora.engine.ranks.early_stage import EarlyStage, meet_last_stage
 from tlora.engine.ranks.last_stage import StagePipeline, meet_early_stages
 from tlora.engine.ranks.link import RankLine, connect
@@ -65,7 +66,6 @@ from tlora.link.log import leave, note, show_stacks_when_asked
 from tlora.planning.memory import memory_limit
 from tlora.planning.plan import describe_plan
 from tlora.planning.threads import compute_with
-from tlora.planning.work import rate_here
 from tlora.processes import die_with_parent
 from tlora.shape.stages import LayerRange
 from tlora.sharing.peers import BASE_LOADED, STAGES_CONNECTED, Peers, Sharing
@@ -308,15 +308,6 @@ class RankOfWorker:
                 line.send(beat)
             last_beat = beat
             time.sleep(_BEAT_SECONDS)
-
-
-def name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def training_flops(device: torch.device) -> float:
-    """As `tlora check` predicts it; 0 of a CPU."""
-    return rate_here(device).flops or 0.0
 
 
 def reads_peers(device: torch.device) -> bool:
