@@ -165,6 +165,8 @@ def test_a_base_that_is_ordered_in_stages_counts_as_its_fullest_stage(bases: Pat
         assert memory.weights(2, room) in halves and not memory.is_whole(room)
         assert memory.weights(layers, room) == max(part(layer, layer + 1) for layer in range(layers)) < outline.bytes
         assert memory.weights(layers, 1) == memory.weights(layers, room) and len(memory.bytes_by_gpus) == layers
+        assert memory.stage_rooms is not None
+        assert memory.room_on((1.0,) * (layers + 1), (room,) * (layers + 1)) == room, "no cut has more stages than there are layers"
 
 
 def test_what_its_own_gpus_lack_refuses_no_job_of_a_server_to_which_hosts_may_come(bases: Path) -> None:

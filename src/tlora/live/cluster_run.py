@@ -59,7 +59,7 @@ from tlora.report.rows import read_rows
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.base_parts import BaseParts
+from tlora.shape.base_parts import BaseParts, StageRooms
 from tlora.shape.cost import CostModel
 from tlora.shape.gpu_files import slowest_here, speed_here
 from tlora.shape.hardware import nearest_base
@@ -240,7 +240,7 @@ class _Run:
         cut = self._run.layout == "stages" and self._most_gpus != 1
         if not (cut or self._hosts_may_come) or self._parts.no_stages:
             return memory
-        stages = self._parts.bytes_by_stages()
+        stages, memory = self._parts.bytes_by_stages(), replace(memory, stage_rooms=StageRooms(self._parts))
         return memory.cut(stages) if cut else replace(memory, stage_bytes=stages)
 
     @cached_property

@@ -86,7 +86,7 @@ def unpark(state: ClusterState, *parked: str) -> None:
     """Let those of the jobs wait that can run on what is there by now; say anew of the others what they lack."""
     for name in parked:
         job = state.jobs[name]
-        job.least_room = state.memory.least_room(state.cost, job.spec, state.pool.most_gpus)
+        job.least_room = state.rooms.least(job.spec)
         if (lacks := lack(state, job)) is None:
             state.unpark(name)
         else:
@@ -133,7 +133,7 @@ def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
 def _why_too_small(state: ClusterState, spec: JobSubmitted) -> str | None:
     pool, cost, profile = state.pool, state.cost, spec.profile
     if state.memory.rooms and pool.most_gpus:
-        return state.memory.why_too_large(cost, spec, pool.most_gpus)
+        return None if state.rooms.least(spec) < math.inf else state.memory.why_too_large(cost, spec, pool.most_gpus)
     longest = profile.longest_sample_tokens
     budget = next((tokens for tokens in cost.budgets if tokens >= longest), cost.budgets[-1])
     if state.hosts_may_come or state.memory.rooms or cost.fits(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus):

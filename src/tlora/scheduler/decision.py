@@ -188,7 +188,7 @@ class Decision:
     def predict_on(self, jobs: Sequence[Job], gpus: tuple[int, ...]) -> Prediction | None:
         """The same of these very GPUs."""
         state = self.state
-        return self._predictions.of(jobs, len(gpus), state.pool.num_nodes(gpus), state.memory.of(gpus), state.kinds.slowest(gpus))
+        return self._predictions.of(jobs, len(gpus), state.pool.num_nodes(gpus), state.rooms.on(jobs, gpus), state.kinds.slowest(gpus))
 
     def can_have(self, jobs: Iterable[Job], gpus: Iterable[int]) -> bool:
         """Whether each of the GPUs has room for each of the jobs."""

@@ -78,7 +78,7 @@ def _start_under(draft: Draft, kept: Reservation, job: Job, settings: Settings) 
     gpus = kept.choose(draft, job, end_alone(draft.state, settings, job))
     if gpus is None:
         return False
-    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus), draft.state.memory.of(gpus)))
+    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus), draft.state.rooms.on([job], gpus)))
     return True
 
 
@@ -116,7 +116,7 @@ def start_alone(draft: Draft, job: Job) -> bool:
     gpus = draft.allocate_for(job, job.spec.gpus)
     if gpus is None:
         return False
-    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus), draft.state.memory.of(gpus)))
+    draft.open([job], gpus, exclusive_plan(draft.state.cost, job, len(gpus), draft.state.rooms.on([job], gpus)))
     return True
 
 

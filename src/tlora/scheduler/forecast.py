@@ -103,7 +103,7 @@ class Reasons:
 
     def _fits(self, group: JobGroup, jobs: Sequence[Job]) -> bool:
         state = self._state
-        room = state.memory.of(group.gpus)
+        room = state.rooms.on(jobs, group.gpus)
         return shared_plan(state.cost_on(group.gpus), len(group.gpus), state.pool.num_nodes(group.gpus), jobs, room_bytes=room) is not None
 
 

@@ -47,6 +47,10 @@ class GpuKinds:
             return self.reference()
         return min(self._kinds_of(gpus), key=lambda kind: (self.speeds[kind], kind), default=self.reference())
 
+    def speed_of(self, gpu: int) -> float:
+        """An unknown one counts as the reference; where nothing is known of any, all are alike."""
+        return self.speeds.get(self.kind_of.get(gpu, ""), self.speeds.get(self.reference(), 1.0))
+
     def are_mixed(self, gpus: Iterable[int]) -> bool:
         """Whether a group on `gpus` has them of several kinds."""
         return self.differ and len(self._kinds_of(gpus)) > 1

@@ -107,6 +107,10 @@ class GpuMemory:
         """GPUs that have at least so much."""
         return sum([count for own, count in self._alike.items() if own >= room])
 
+    def with_room(self, room: float) -> list[int]:
+        """Those."""
+        return sorted([gpu for gpu, own in self.room_bytes.items() if own >= room])
+
     def has_room(self, gpu: int, least_room: float) -> bool:
         """An unknown GPU counts as the smallest of those that are known; where nothing is known of any, it has."""
         return self.room_bytes.get(gpu, self.rooms[0] if self.rooms else math.inf) >= least_room
@@ -190,7 +194,7 @@ class GpuMemory:
         needed = least_bytes(cost, spec, smallest or most)
         takes = (
             f"its base, adapter and a micro-batch of its longest sample of {spec.profile.longest_sample_tokens} tokens take "
-            f"{needed / 2**30:.2f} GiB"
+            f"{needed / 2**30:.2f} GiB{_of_stages(cost, spec)}"
         )
         if smallest is None:
             is_base = cost.least_bytes(spec.base_model, 0, 0, spec.least_gpus, most, is_over_hosts(spec)) > most
@@ -199,6 +203,12 @@ class GpuMemory:
         roomy = self.num_roomy(smallest)
         remedy = f"Ask for {roomy}" if roomy >= spec.least_gpus else "Train it over a smaller base, or add GPUs"
         return f"{takes} on each of {spec.gpus} GPUs, and {roomy} of those here {'has' if roomy == 1 else 'have'} so much. {remedy}"
+
+
+def _of_stages(cost: CostModel, spec: JobSubmitted) -> str:
+    counted = cost.memory.get(spec.base_model)
+    in_stages = counted is not None and counted.over(hosts=is_over_hosts(spec)).in_stages
+    return f" on each of {spec.least_gpus} equal stages" if in_stages and spec.least_gpus > 1 else ""
 
 
 def least_bytes(cost: CostModel, spec: JobSubmitted, room_bytes: float) -> float:

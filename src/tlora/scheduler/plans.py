@@ -11,10 +11,17 @@ from tlora.shape.sharing import ROUNDING, group_step_seconds, lone_step_seconds
 
 
 def exclusive_plan(cost: CostModel, job: Job, gpus: int, room_bytes: float | None = None) -> ParallelPlan:
-    """The plan of `job` by itself: the smallest prepared budget that holds one step, else the largest that fits into `room_bytes` of a
-    GPU, else that of its longest sample, with as many layers recomputed as that takes.
+    """As `plan_alone`, of a job that fits: `why_never` refuses one that has no budget at all."""
+    plan = plan_alone(cost, job, gpus, room_bytes)
+    assert plan is not None, f"{job.spec.job_id}: no prepared budget holds a sample of {job.spec.profile.longest_sample_tokens} and fits"
+    return plan
 
-    A budget that does not hold the job's longest sample is none; `why_never` refuses a job that has no budget at all.
+
+def plan_alone(cost: CostModel, job: Job, gpus: int, room_bytes: float | None = None) -> ParallelPlan | None:
+    """The plan of `job` by itself: the smallest prepared budget that holds one step, else the largest that fits into `room_bytes` of a
+    GPU, else that of its longest sample, with as many layers recomputed as that takes; None where that does not fit.
+
+    A budget that does not hold the job's longest sample is none.
     """
     base, profile, over_hosts = job.spec.base_model, job.spec.profile, is_over_hosts(job.spec)
     chosen, layers = 0, 0
@@ -29,8 +36,8 @@ def exclusive_plan(cost: CostModel, job: Job, gpus: int, room_bytes: float | Non
     if not chosen:
         longest, room = profile.longest_sample_tokens, cost.room_bytes(base) if room_bytes is None else room_bytes
         takes = base, profile.adapter_parameters, longest, gpus, room, over_hosts
-        fits = longest <= cost.budgets[-1] and cost.least_bytes(*takes) <= room
-        assert fits, f"{job.spec.job_id}: no prepared budget holds a sample of {longest} tokens and fits"
+        if longest > cost.budgets[-1] or cost.least_bytes(*takes) > room:
+            return None
         chosen, layers = longest, cost.recomputed_layers(*takes)
     return ParallelPlan(gpus, chosen * gpus, layers)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tlora.protocol import JobProfile, JobSubmitted, ParallelPlan
 from tlora.scheduler.job import Job
-from tlora.scheduler.plans import exclusive_plan, shared_plan
+from tlora.scheduler.plans import plan_alone, shared_plan
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import ROUNDING, group_step_seconds, lone_step_seconds
@@ -120,7 +120,7 @@ class Predictions:
         """
         assert self._state is not None, "predictions follow no state yet"
         if room_bytes is None:
-            room_bytes = self._state.memory.for_jobs(jobs)
+            room_bytes = self._state.rooms.of_any(jobs, gpus)
         key = (jobs[0].number if len(jobs) == 1 else tuple([job.number for job in jobs]), gpus, nodes, room_bytes, kind)
         try:
             return self._known[key]
@@ -191,8 +191,9 @@ def _predict(cost: CostModel, jobs: Sequence[Job], gpus: int, nodes: int, room_b
 
 def _predict_alone(cost: CostModel, job: Job, gpus: int, nodes: int, room_bytes: float | None) -> Prediction | None:
     """Its prediction alone. On as many GPUs as it asks for it may run even if the corrected model says that its bound is broken."""
-    plan = exclusive_plan(cost, job, gpus, room_bytes)
-    base = job.spec.base_model
+    plan, base = plan_alone(cost, job, gpus, room_bytes), job.spec.base_model
+    if plan is None:
+        return None
     seconds = lone_step_seconds(cost, base, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
     slowdown = seconds * cost.recompute_factor(base, plan.recomputed_layers) / job.alone_step_seconds
     if gpus != job.spec.gpus and slowdown > job.spec.max_slowdown * (1 + ROUNDING):

@@ -207,7 +207,7 @@ def _place(decision: Decision, job: Job, without_preemption: bool) -> list[Job] 
         decision.change(best.joins, [*view.jobs, job], view.gpus, best.prediction)
         return []
     stopped = apply(decision, tuple(each for offer in best.offers for each in offer.sacrifices))
-    gpus = tuple([gpu for offer in best.offers for gpu in draft.free_for(offer.node, job.least_room)])[: best.gpus]
+    gpus = tuple(sorted([gpu for offer in best.offers for gpu in draft.free_for(offer.node, job.least_room)][: best.gpus]))
     assert len(gpus) == best.gpus, f"{job.spec.job_id} finds {len(gpus)} of {best.gpus} GPUs on {[offer.node for offer in best.offers]}"
     draft.take(gpus)
     decision.open([job], gpus)

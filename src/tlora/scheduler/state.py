@@ -15,6 +15,7 @@ from tlora.scheduler.gpu_kinds import GpuKinds
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.scheduler.gpu_pool import GpuPool
 from tlora.scheduler.job import RECENT_SECONDS, Job, Lack
+from tlora.scheduler.rooms import Rooms
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import group_step_seconds, lone_step_seconds
@@ -113,7 +114,7 @@ class ClusterState:
             return False
         changed = False
         for job in self.jobs.values():
-            if job.spec.gpus > 1 and (room := self.memory.least_room(self.cost, job.spec, self.pool.most_gpus)) != job.least_room:
+            if job.spec.gpus > 1 and (room := self.rooms.least(job.spec)) != job.least_room:
                 job.least_room, changed = room, True
         return changed and self._predict_all()
 
@@ -130,6 +131,10 @@ class ClusterState:
     def cost_on(self, gpus: Iterable[int]) -> CostModel:
         """Of a group on these GPUs."""
         return self.kinds.cost(self.kinds.slowest(gpus), self.cost)
+
+    @property
+    def rooms(self) -> Rooms:
+        return Rooms(self.cost, self.memory, self.kinds, self.pool)
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -151,7 +156,7 @@ class ClusterState:
         cost = self.kinds.cost(self.kinds.reference(), self.cost)
         job.alone_step_seconds = cost.alone_step_seconds(spec.base_model, tokens, spec.gpus, job.alone_nodes)
         job.need = tokens / (spec.max_slowdown * job.alone_step_seconds)
-        job.least_room = self.memory.least_room(self.cost, spec, self.pool.most_gpus)
+        job.least_room = self.rooms.least(spec)
 
     def _least_nodes(self, gpus: int) -> int:
         return -(-gpus // self.node_size)
@@ -218,7 +223,7 @@ class ClusterState:
     def release(self, job_id: str) -> None:
         self.held.remove(job_id)
         job = self.jobs[job_id]
-        job.least_room = self.memory.least_room(self.cost, job.spec, self.pool.most_gpus)
+        job.least_room = self.rooms.least(job.spec)
         self._count(job, 1)
         self._wait(job_id)
 

@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from tlora.shape.memory import MOST_GPUS, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
+from tlora.shape.memory import MOST_GPUS, PLANNED_TOKENS, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
 from tlora.shape.stages import LEAST_STAGES, LayerRange, cut_layers
 from tlora.shape.work import FEATURE_WEIGHTS
 
 _BOUNDARY_BUFFERS = 4  # of a stage: activations and gradients that come in and go out, each while the last ones are still used
-_PLANNED_TOKENS = (1024, 16384)  # of the least and the largest micro-batch that a scheduler plans
+WORKER_TOKENS = 8192  # that a sample or a budget may have in stages of a worker, whatever jobs are expected
+_WORKER_RANK = 128  # of an adapter of all linears for which these have room
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,15 @@ class BaseParts:
         """
         return cut_layers(self.layer_weights, self.head_weights, speeds, *fitting([self] * len(speeds), limits, adapter, tokens))
 
+    def cut_for_any(self, speeds: Sequence[float], limits: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """As `cut`, of a worker, whose jobs come and go: for `most_numbers` and `WORKER_TOKENS`."""
+        return self.cut(speeds, limits, self.most_numbers, WORKER_TOKENS)
+
+    @property
+    def most_numbers(self) -> int:
+        """Of an adapter of all linears for which a worker has room."""
+        return _WORKER_RANK * sum(self.layer_features)
+
     def bytes_by_stages(self) -> tuple[int, ...]:
         """Of the fullest of 2, 3, ... stages, cut as a worker cuts them."""
         counts = range(LEAST_STAGES, min(MOST_GPUS, len(self.layers)) + 1)
@@ -111,9 +121,30 @@ class BaseParts:
             elsewhere=(*self.layers[:first], *self.layers[last:]),
         )
 
+    def stage_activations(self, first: int, last: int, in_flight: int, tokens: int, recomputed: int) -> int:
+        """Of micro-batches of so many tokens there, with so many layers recomputed, as far as there are."""
+        return self.stage_memory(first, last, in_flight).activation_bytes(tokens, recomputed)
+
     def to_json(self) -> dict[str, Any]:
         in_parts = None if self.in_parts is None else self.in_parts.to_json()
         return asdict(replace(self, memory=self.memory.alone(), in_parts=None)) | {"memory": self.memory.to_json(), "in_parts": in_parts}
+
+
+class StageRooms:
+    """`shape.memory.StageRooms` of a base with these parts. What it has worked out it remembers."""
+
+    def __init__(self, parts: BaseParts) -> None:
+        self._parts, self._cut, self._known = parts, cache(parts.cut_for_any), cache(self._take)
+
+    def taken(self, speeds: tuple[float, ...], limits: tuple[int, ...], tokens: int, recomputed: int) -> list[int]:
+        return self._known(speeds, limits, tokens, recomputed)
+
+    def _take(self, speeds: tuple[float, ...], limits: tuple[int, ...], tokens: int, recomputed: int) -> list[int]:
+        parts, stages = self._parts, len(limits)
+        cuts = self._cut(speeds, limits) if stages <= len(parts.layers) else ()
+        return [
+            parts.stage_bytes(*cut) + parts.stage_activations(*cut, stages - stage, tokens, recomputed) for stage, cut in enumerate(cuts)
+        ]
 
 
 def fitting(parts: Sequence[BaseParts], limits: Sequence[int], adapter: int, tokens: int) -> tuple[Callable[[int, int, int], bool], ...]:
@@ -124,27 +155,25 @@ def fitting(parts: Sequence[BaseParts], limits: Sequence[int], adapter: int, tok
     stages, layers = len(parts), len(parts[0].layers)
 
     @cache
-    def activations(stage: int, held: int, at_head: bool, most_tokens: int) -> int:
+    def beside(stage: int, held: int, at_head: bool, most_tokens: int) -> int:
         first = layers - held if at_head else 0
-        memory = parts[stage].stage_memory(first, first + held, in_flight=stages - stage)
-        return memory.activation_bytes(most_tokens, memory.most_recomputed)
+        return parts[stage].stage_activations(first, first + held, stages - stage, most_tokens, layers)
 
     def taken(stage: int, first: int, end: int, most_tokens: int) -> int:
-        return parts[stage].stage_bytes(first, end) + activations(stage, end - first, end == layers, most_tokens)
+        return parts[stage].stage_bytes(first, end) + beside(stage, end - first, end == layers, most_tokens)
 
     def holds_job(stage: int, first: int, end: int) -> bool:
         memory, own = parts[stage].memory, -(-adapter * (end - first) // layers)
-        beside = adapter_bytes(own, own, memory.element_bytes, memory.sum_bytes)
-        return taken(stage, first, end, tokens) + beside <= limits[stage]
+        return taken(stage, first, end, tokens) + adapter_bytes(own, own, memory.element_bytes, memory.sum_bytes) <= limits[stage]
 
     alike = tuple(enumerate(cut_layers(parts[0].layer_weights, parts[0].head_weights, [1.0] * stages)))
-    rooms = {most: min(limits) - max(taken(stage, *cut, most) for stage, cut in alike) for most in _PLANNED_TOKENS}
+    rooms = {most: min(limits) - max(taken(stage, *cut, most) for stage, cut in alike) for most in PLANNED_TOKENS}
 
     def holds_as_alike(stage: int, first: int, end: int) -> bool:
-        return rooms[_PLANNED_TOKENS[0]] >= 0 and all(limits[stage] - taken(stage, first, end, most) >= rooms[most] for most in rooms)
+        return rooms[PLANNED_TOKENS[0]] >= 0 and all(limits[stage] - taken(stage, first, end, most) >= rooms[most] for most in rooms)
 
     def holds_least(stage: int, first: int, end: int) -> bool:
-        return taken(stage, first, end, _PLANNED_TOKENS[0]) <= limits[stage]
+        return taken(stage, first, end, PLANNED_TOKENS[0]) <= limits[stage]
 
     return holds_job, holds_as_alike, holds_least, lambda stage, first, end: parts[stage].stage_bytes(first, end) <= limits[stage]
 

@@ -21,6 +21,7 @@ from tlora.shape.token_cost import fixed_depth
 MOST_GPUS = 16  # on which a base in parts is counted
 _MOST_WHOLE = 0.85  # of a GPU's bytes: with less room beside the base hardly a micro-batch fits
 _COUNTED_TOKENS = (1024, 8192)  # the micro-batches that a scheduler plans
+PLANNED_TOKENS = (1024, 16384)  # of the least and the largest micro-batch that a scheduler plans
 _ROUNDING = 1e-9  # relative: what is met exactly is met
 
 
@@ -200,13 +201,24 @@ class StreamedBytes:
         return self.other_bytes + min(slots, self.num_layers) * self.layer_bytes
 
 
+class StageRooms(Protocol):
+    """As `base_parts.StageRooms`."""
+
+    def taken(self, speeds: tuple[float, ...], limits: tuple[int, ...], tokens: int, recomputed: int) -> list[int]:
+        """Bytes that weights and micro-batches of so many tokens, with so many layers recomputed, take on GPUs with these speeds and
+        limits, in the order of their stages, as a worker cuts the base; none of more GPUs than it has layers.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class BaseMemory:
     """Bytes of a base as counted from its layers: of its weights on each of 1, 2, ... GPUs (whole on one, in parts on several), of any
     micro-batch, and of a token of one, without recomputation and with as much of it as there is. `streamed_bytes`: of its weights on one
     GPU to which they are streamed from the host's memory; 0 where they cannot be. `num_layers`: that can be recomputed, 0 where that is
     not known; `ordered_layers` of them are in every micro-batch. `in_stages`: on several GPUs it is always in parts, as is ordered.
-    `stage_bytes`: of the fullest of 2, 3, ... stages, which GPUs of several hosts may hold; empty where that is not known, or cannot be.
+    `stage_bytes`: of the fullest of 2, 3, ... equal stages, which GPUs of several hosts may hold; empty where that is not known, or cannot
+    be. `stage_rooms`: of stages on unequal GPUs, where that is known.
     """
 
     bytes_by_gpus: tuple[int, ...]
@@ -218,6 +230,21 @@ class BaseMemory:
     ordered_layers: int = 0
     in_stages: bool = False
     stage_bytes: tuple[int, ...] = ()
+    stage_rooms: StageRooms | None = field(default=None, compare=False)
+
+    def room_on(self, speeds: tuple[float, ...], limits: tuple[int, ...]) -> float:
+        """Of stages on GPUs with these speeds and limits, in their order: the bytes that equal GPUs need for equal stages with as much room
+        for jobs. No less than the smallest has: `BaseParts.cut` leaves jobs at least what equal stages would there.
+        """
+        least = min(limits)
+        if not self.in_stages or self.stage_rooms is None:
+            return least
+        rooms, deepest = list[float](), self.num_layers if self.least_token_bytes < self.token_bytes else self.ordered_layers
+        for tokens in (1, PLANNED_TOKENS[-1]):
+            taken = self.stage_rooms.taken(speeds, limits, tokens, deepest)
+            left = min((limit - own for limit, own in zip(limits, taken, strict=False)), default=-math.inf)
+            rooms.append(left + self.weights(len(limits), least) + self.fixed_bytes + self.least_token_bytes * tokens)
+        return max(least, min(rooms))
 
     def over(self, *, hosts: bool) -> BaseMemory:
         """With parts over GPUs of several `hosts`, or else of one."""

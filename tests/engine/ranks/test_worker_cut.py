@@ -14,10 +14,13 @@ from tests.engine.ranks.test_relayed_stages import RANKS, Hosts
 from tests.engine.tiny_runs import save_base
 from tlora.engine.ranks import worker_stages
 from tlora.engine.ranks.spanning_jobs import RankContext
+from tlora.planning.memory_bound import MemoryBound
+from tlora.scheduler.gpu_kinds import GpuKinds
+from tlora.shape.base_parts import StageRooms
 from tlora.shape.stages import LayerRange
 from tlora.worker_protocol import Load
 
-LAYERS = 12
+CPU, LAYERS = torch.device("cpu"), 12
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,26 @@ def test_a_fast_device_with_little_memory_gets_what_it_holds(base: Path, tmp_pat
     first, _ = cut("roomy", 1 << 40)
     assert first > 7
     model = worker_stages.SuperModel(worker_stages.outline(str(base), "float32"))
-    parts = worker_stages.count_parts(model, torch.device("cpu"), worker_stages.ACTIVATION_RANK)
+    parts = worker_stages.count_parts(model, CPU, worker_stages.ACTIVATION_RANK)
     three = parts.stage_memory(0, 3, in_flight=2)
     assert cut("small", three.base_bytes + three.activation_bytes(1024)) == [3, LAYERS - 3]
+
+
+def test_a_scheduler_counts_the_bytes_of_the_workers_own_plan(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the base's parts and of each GPU its kind and memory, and cuts as the worker does."""
+    model = worker_stages.SuperModel(worker_stages.outline(str(base), "float32"))
+    parts = worker_stages.count_parts(model, CPU, worker_stages.ACTIVATION_RANK)
+    for number, first in enumerate((2, 5)):
+        room = parts.stage_memory(0, first, in_flight=2)
+        limits = room.base_bytes + room.activation_bytes(1024), 1 << 40
+        (tmp_path / str(number)).mkdir()
+        devices = {
+            rank: (name, flops, limit) for rank, (name, flops, limit) in enumerate(zip(("a", "b"), (3e14, 1e14), limits, strict=True))
+        }
+        ranges = cut_among(base, tmp_path / str(number), monkeypatch, devices)[0]
+        assert ranges[0].stop == first
+        bound = MemoryBound(model, 0, CPU, limits, ranges)
+        kinds = GpuKinds({0: "a", 1: "b"}, {"a": 0.6, "b": 0.2})
+        for tokens in (1, 1024, 8192):
+            counted = StageRooms(parts).taken((kinds.speed_of(0), kinds.speed_of(1)), limits, tokens, parts.memory.num_layers)
+            assert counted == [memory.total_bytes([], tokens, memory.most_recomputed) for memory in bound._memories([])]

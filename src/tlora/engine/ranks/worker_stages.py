@@ -28,6 +28,7 @@ from tlora.job import JobSpec
 from tlora.link.log import note
 from tlora.planning.base_parts import count_parts
 from tlora.planning.memory import ACTIVATION_RANK, memory_limit
+from tlora.shape.base_parts import WORKER_TOKENS
 from tlora.shape.stages import LayerRange
 from tlora.sharing.channel import PeerWait, open_words
 from tlora.sharing.peers import STAGES_CONNECTED, Peers, Sharing
@@ -39,8 +40,6 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Load, Loaded, Memory
 
-_LEAST_TOKENS = 8192  # that a sample or a budget may have, whatever jobs are expected
-_RANK = 128  # of an adapter of all linears for which there is room
 _MEETING_SECONDS = 7200.0
 _TOLD_WORDS = 64  # of a device: its name is shorter than 400 bytes
 
@@ -81,18 +80,15 @@ def cut_base(outlined: SuperModel, device: torch.device, peers: Peers | RelayedP
     if layers < stages:
         raise ConfigError(f"layout: stages needs a decoder layer for each GPU, and the base has {layers} for {stages}. Give its jobs fewer")
     parts = count_parts(outlined, device, ACTIVATION_RANK)
-    widths = sum(inputs + outputs for inputs, outputs in outlined.targets().values())
-    tokens = max(_LEAST_TOKENS, *(spec.data.max_length for spec in expected), 0)
-    adapter = max(_RANK * widths, *(outlined.layout(spec).numel for spec in expected), 0)
-    cuts = parts.cut(gpus.speeds, gpus.limits, adapter, tokens)
+    cuts = parts.cut_for_any(gpus.speeds, gpus.limits)
     for name, (first, stop), limit in zip(gpus.names, cuts, gpus.limits, strict=True):
         if (taken := parts.stage_bytes(first, stop)) > limit:
             named = f"layers {first} to {stop - 1} of the base"
             raise CapacityError(f"{named} have {gib(taken)}, and the limit of their {name} is {gib(limit)}. Take more GPUs")
     return BaseCut(
         {LayerRange(*cut, layers): limit for cut, limit in zip(cuts, gpus.limits, strict=True)},
-        tokens,
-        adapter,
+        max(WORKER_TOKENS, *(spec.data.max_length for spec in expected), 0),
+        max(parts.most_numbers, *(outlined.layout(spec).numel for spec in expected), 0),
         peers,
     )
 
