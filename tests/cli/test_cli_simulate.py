@@ -173,6 +173,7 @@ def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) 
         (("--seed", "9" * 16), "error: --seed 9999999999999999: write whole numbers of at most 15 digits"),
         (("--trace", "~nobody-of-this-name/x"), "error: trace '~nobody-of-this-name/x': there is neither such a file"),
         (("--trace", "x" * 300), "there is neither such a file"),
+        (("--trace", "."), "error: trace '.': is a directory. Give a file in it, such as a cluster's events.jsonl"),
         (("--html", "x" * 300), "cannot be written (File name too long)"),
         (("--html", "/dev/null"), "error: /dev/null cannot be written (it is no plain file"),
         (("--csv", "taken"), "error: taken/jobs.csv cannot be written (it is a directory)"),

@@ -14,14 +14,14 @@ import torch
 from peft import LoraConfig as PeftLora
 from peft import PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from tests.cases import in_every_run
 from tests.tiny import make_model
 from tests.tolerances import LOGITS, assert_close
 from tlora.base_digest import quick_digest
 from tlora.engine.generate import Sampling, _attach, answer, generate, open_adapter
-from tlora.errors import ModelError
+from tlora.errors import ConfigError, ModelError
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 WORDS = ["what is the capital of france", "hello there, who are you", "select * from users where id = 3"]
@@ -289,3 +289,41 @@ def test_a_lost_template_and_a_broken_job_file_are_named(adapter: Path):
     (adapter / "job.json").write_text("{")
     with pytest.raises(ModelError, match=r"job.json: cannot be read"):
         open_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"temperature": 1e-38}, r"temperature 1e-38: must be 0 \(greedy decoding\), or from 1e-05 to 100000\.0\. 0\.7 is usual"),
+        ({"temperature": float("inf")}, "temperature inf: must be 0"),
+        ({"temperature": float("nan")}, "temperature nan: must be 0"),
+        ({"temperature": -1.0}, r"temperature -1\.0: must be 0"),
+        ({"seed": 2**64}, "seed 18446744073709551616: must be from 0 to 4294967295"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: must be at least 1"),
+    ],
+)
+def test_settings_that_no_answer_can_be_drawn_with(wrong: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        Sampling(**wrong)
+
+
+def test_the_lowest_and_highest_temperatures_give_answers(adapter: Path):
+    for temperature in (1e-5, 1e5):
+        assert generate(adapter, ["hello"], sampling=Sampling(3, temperature, seed=2**32 - 1))
+
+
+def test_a_prompt_that_is_no_text(adapter: Path):
+    """As Python hands on bytes of a command line that are not UTF-8."""
+    with pytest.raises(ConfigError, match=r"prompt '\\udcffhi': has bytes that are not UTF-8"):
+        generate(adapter, [b"\xffhi".decode(errors="surrogateescape")])
+
+
+def test_an_answer_ends_at_the_last_of_learned_positions(base: Path, tmp_path: Path):
+    shape = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "word_embed_proj_dim": 32}
+    learned = shutil.copytree(base, tmp_path / "learned")
+    OPTForCausalLM(OPTConfig(vocab_size=300, max_position_embeddings=32, eos_token_id=None, **shape)).save_pretrained(learned)
+    adapter = save_adapter(tmp_path / "of-learned", learned, target_modules=["q_proj"])
+    model = open_adapter(adapter)
+    assert answer(model, ["hello"], Sampling(1000))
+    with pytest.raises(ConfigError, match=r"prompt of \d+ tokens: the base has 32 learned positions"):
+        answer(model, ["hello " * 40], Sampling(1))

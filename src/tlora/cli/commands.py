@@ -222,14 +222,14 @@ def generate(
         raise typer.BadParameter(f"--unused-weights {unused_weights}: must be refuse or ignore")
     with keep_interrupts():
         _load_libraries()
-        from tlora.engine.generate import Sampling, answer, open_adapter
+        from tlora.engine.generate import Sampling, answer, check_prompts, open_adapter
 
-    console = open_console()
+    sampling, console = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed), open_console()
+    check_prompts([prompt])
     with watching(open_console(stderr=True)) as watcher:
         model = open_adapter(adapter, base_model=base_model, device=device, unused_weights=unused_weights, watcher=watcher)
     for line in model.notes:
         note(line)
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     for title, adapted in (("base", False), ("adapter", True)) if compare else (("", True),):
         if title:
             console.print(f"--- {title}", style="bold")

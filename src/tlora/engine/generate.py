@@ -22,7 +22,7 @@ from tlora.base_digest import TrainedOver, trained_over
 from tlora.data.base_download import fetch_base
 from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.engine.watcher import Watcher
-from tlora.errors import ModelError
+from tlora.errors import ConfigError, ModelError
 from tlora.job import DataConfig, JobSpec, UnusedWeights
 from tlora.json_file import read_object
 from tlora.planning.plan import pick_device
@@ -30,6 +30,7 @@ from tlora.planning.start import adopt_adapter_config
 from tlora.planning.threads import compute_with, default_threads
 from tlora.shape.token_cost import CPU_BUDGET_CAP
 from tlora.store.serving import find_prompting
+from tlora.supermodel.base_config import learned_positions
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.experts import Experts
@@ -39,16 +40,27 @@ from tlora.supermodel.new_tokens import row_shapes, rows_in, with_rows
 from tlora.supermodel.weight_files import check_unused
 
 OnText = Callable[[str], None]
+_TEMPERATURES = 1e-5, 1e5  # logits divided by less overflow in 32 bits; by more, all tokens are equally likely
+_MOST_SEED = 2**32 - 1  # as of a job
 _REMEDY = "Give --base-model DIRECTORY, with the files of the base that it was trained over"
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. Temperature 0 takes the likeliest token each time and needs no seed."""
+    """How answers are drawn. Temperature 0 takes the likeliest token each time and needs no seed. Raises ConfigError."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        lowest, highest = _TEMPERATURES
+        if self.temperature and not lowest <= self.temperature <= highest:
+            raise ConfigError(f"temperature {self.temperature}: must be 0 (greedy decoding), or from {lowest} to {highest}. 0.7 is usual")
+        if not 0 <= self.seed <= _MOST_SEED:
+            raise ConfigError(f"seed {self.seed}: must be from 0 to {_MOST_SEED}. Choose such a number")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens {self.max_new_tokens}: must be at least 1. 128 is usual")
 
 
 @dataclass(frozen=True)
@@ -165,21 +177,35 @@ def _base_of(config: dict[str, Any]) -> str | None:
     return f"{name}@{revision}" if name and revision and not Path(name).exists() else name
 
 
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raises ConfigError for bytes that are not UTF-8, which a command line hands on as lone surrogates."""
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"prompt {prompt!a}: has bytes that are not UTF-8. Write it in UTF-8") from None
+
+
 def answer(
     model: AdaptedModel, prompts: Sequence[str], sampling: Sampling, *, adapted: bool = True, on_text: OnText | None = None
 ) -> list[str]:
-    """An answer to each prompt, in one batch; `adapted=False` asks the base alone. `on_text` gets a single answer as it grows."""
+    """An answer to each prompt, in one batch; `adapted=False` asks the base alone. `on_text` gets a single answer as it grows. Raises
+    ConfigError for a prompt that is no text, or fills all positions of the base that has a table of them.
+    """
+    check_prompts(prompts)
     assert on_text is None or len(prompts) == 1, f"{len(prompts)} answers cannot be streamed into one another"
     tokenizer: Any = model.encoder.tokenizer
     ids = [_prompt_ids(model, prompt) for prompt in prompts]
-    longest, pad = max(map(len, ids)), _pad_id(tokenizer)
+    longest, pad, most = max(map(len, ids)), _pad_id(tokenizer), learned_positions(model.model)
+    if most and longest >= most:
+        raise ConfigError(f"prompt of {longest} tokens: the base has {most} learned positions, one at least for the answer. Shorten it")
     device = model.params.device
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device)
     stops, stop_text = _stops(model)
     stream = _Stream(tokenizer, on_text, stop_text) if on_text else None
     config = GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=min(sampling.max_new_tokens, most - longest) if most else sampling.max_new_tokens,
         do_sample=sampling.temperature > 0,
         temperature=sampling.temperature if sampling.temperature > 0 else None,
         eos_token_id=stops or None,

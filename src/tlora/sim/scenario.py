@@ -27,7 +27,7 @@ from tlora.shape.hardware import LIVE_GPU, cost_model, load_constants, nearest_o
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import BASES, RULES, DrawRules, MappedJob, logged_jobs, mapped_jobs
-from tlora.sim.trace import SHIPPED, Trace, end_of, find_trace, is_event_log, read_event_log, read_trace, rebased
+from tlora.sim.trace import SHIPPED, Trace, end_of, find_trace, is_directory, is_event_log, read_event_log, read_trace, rebased
 from tlora.version import __version__
 
 KERNELS = ("tlora", "peft", "trl")  # ours, and without the kernels' gain: PEFT at its best, and as TRL runs it, packed
@@ -99,6 +99,8 @@ def check_names(scenario: Scenario) -> None:
     try:
         find_trace(scenario.trace)
     except DataError:
+        if is_directory(scenario.trace):
+            raise ConfigError(f"trace {scenario.trace!r}: is a directory. Give a file in it, such as a cluster's events.jsonl") from None
         raise ConfigError(
             f"trace {scenario.trace!r}: there is neither such a file nor such a shipped trace; {suggest(scenario.trace, SHIPPED)}"
         ) from None

@@ -188,6 +188,13 @@ def _file_of(source: str | Path) -> Path | None:
         return None
 
 
+def is_directory(source: str | Path) -> bool:
+    try:
+        return Path(source).expanduser().is_dir()
+    except (OSError, RuntimeError):
+        return False
+
+
 def text_of(path: Path) -> str:
     """What the file holds, unpacked. Raises DataError."""
     try:

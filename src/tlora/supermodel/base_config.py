@@ -55,7 +55,7 @@ def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def length_limits(model: Any) -> tuple[LengthLimit, ...]:
     """All that hold for samples over `model`."""
     found = (
-        (_learned_positions(model), "this base has {} learned positions"),
+        (learned_positions(model), "this base has {} learned positions"),
         (_safe_tokens(model), "this base's rotary embedding changes past {}"),
         (dense_tokens(model), "past {} this base's attention is sparse, which is not trained"),
     )
@@ -84,7 +84,7 @@ def max_positions(model: Any) -> int | None:
     return min(values_in_layers(model.config.get_text_config(), "max_position_embeddings"), default=None)
 
 
-def _learned_positions(model: Any) -> int | None:
+def learned_positions(model: Any) -> int | None:
     """Rows of the base's table of positions (OPT, GPT-Neo), past which there is nothing to look up; None where positions are computed."""
     most = max_positions(model)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
