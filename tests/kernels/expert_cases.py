@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -40,14 +41,13 @@ class Layer:
     bias: bool = False
     dtype: torch.dtype = torch.float32
     only: tuple[int, ...] | None = None
-    weights: plain.ExpertWeights = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def weights(self) -> plain.ExpertWeights:
+        """Drawn when they are first asked for: tests are collected also where there is no GPU."""
         shape = (self.experts, self.inner, self.columns) if self.transposed else (self.experts, self.columns, self.inner)
         weight = drawn(0, shape, self.dtype) * self.inner**-0.5
-        self.weights = plain.ExpertWeights(
-            weight, drawn(1, (self.experts, self.columns), self.dtype) if self.bias else None, self.transposed
-        )
+        return plain.ExpertWeights(weight, drawn(1, (self.experts, self.columns), self.dtype) if self.bias else None, self.transposed)
 
     def chosen(self, job: Job) -> Tensor:
         """int64 [t, k]: each token's experts, all different."""
