@@ -60,10 +60,10 @@ COMPARED = {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "cohere", "glm4", "deepseek_v3",
     "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen2_5_vl", "qwen3_5_text", "qwen3_next", "lfm2",
     "granitemoehybrid", "glm4_moe", "minimax_m2", "qwen3_5_moe_text", "nemotron_h", "llama4_text", "llama4", "deepseek_v32", "glm_moe_dsa",
-    "minimax_m3_vl_text",
+    "minimax_m3_vl_text", "stablelm", "nemotron",
 }  # fmt: skip
-"""With PEFT, by tests/gpu/test_gpu_families.py, tests/engine/test_text_models.py, tests/numerics/test_hybrids.py, test_chunked_attention.py
-and test_indexed_attention.py there, and with experts as targets by tests/supermodel/test_expert_targets.py.
+"""With PEFT, by tests/gpu/test_gpu_families.py, tests/engine/test_text_models.py, tests/numerics (hybrids, chunked and indexed attention,
+handed keywords), and with experts as targets by tests/supermodel/test_expert_targets.py.
 """
 OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
 LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
@@ -105,7 +105,7 @@ dense ones too. Both checkpoints of Llama 4 send a token to one expert.
 """
 OTHER_TYPES = {"lfm2": ["conv", "full_attention"], "lfm2_moe": ["conv", "full_attention"]}  # in checkpoints, not in the class's default
 TOWER: dict[str, Any] = {
-    **dict.fromkeys(("depth", "num_hidden_layers", "n_layers"), 1),
+    **dict.fromkeys(("depth", "num_hidden_layers", "n_layers", "conf_num_hidden_layers"), 1),
     **dict.fromkeys(("out_hidden_size", "text_hidden_size"), TINY["hidden_size"]),
     "video_temporal_patch_size": 2,
 }

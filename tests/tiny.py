@@ -19,12 +19,14 @@ from transformers import (
     LlamaConfig,
     MiniMaxM3VLTextConfig,
     MistralConfig,
+    NemotronConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3NextConfig,
+    StableLmConfig,
 )
 
 from tlora.data.dataset import Sample
@@ -128,10 +130,13 @@ INDEXED: dict[str, PretrainedConfig] = {
 }
 """Attention that is dense in samples of up to 64 tokens. The second layer of GLM-5 takes the choice of the first one's indexer."""
 
+WITHOUT_KEYWORDS: dict[str, PretrainedConfig] = {"stablelm": StableLmConfig(**SHAPE), "nemotron": NemotronConfig(**SHAPE)}
+"""Layers take keywords, and hand their attention none."""
+
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
-    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED}[family]
+    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED, **WITHOUT_KEYWORDS}[family]
     config = type(kind)(**{**kind.to_dict(), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from bench.families import tiny
 from tests.tiny import CHUNKED, FAMILIES, SHAPE, make_model, make_samples
 from tests.tolerances import LOGITS, assert_close
 from tlora.errors import ModelError
@@ -18,9 +21,10 @@ from tlora.job import LoraConfig
 from tlora.supermodel import recurrent_layers
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.inject import expert_modules, find_linears, resolve_targets
-from tlora.supermodel.load import hidden_states, load_base, make_base
+from tlora.supermodel.load import hidden_states, load_base, make_base, outline
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.supermodel import SuperModel
+from tlora.supermodel.text_model import leave_out_other_modalities
 
 SMALL = {k: SHAPE[k] for k in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 
@@ -48,13 +52,24 @@ def test_each_family_is_taken_and_frozen(family: str) -> None:
     [
         (transformers.RwkvConfig(**SMALL, num_hidden_layers=2, attention_hidden_size=64), "other logits than single ones"),
         (transformers.MambaConfig(**SMALL, num_hidden_layers=2, state_size=4), "cannot run packed samples"),
-        (transformers.StableLmConfig(**SHAPE), "does not hand keyword arguments to its attention"),
+        (transformers.FalconConfig(**SHAPE, num_ln_in_parallel_attn=None), "cannot run packed samples"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
 def test_a_base_that_cannot_be_packed_is_refused(config: Any, words: str) -> None:
     with pytest.raises(ModelError, match=f"base_model some/name: .*{words}"):
         make_base(build(config), "some/name")
+
+
+def test_a_class_that_leaves_out_what_its_text_model_does_to_logits_is_said() -> None:
+    """Packed logits are right there, and the class's own are not."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(tiny(transformers.AyaVisionConfig))
+    leave_out_other_modalities(model)
+    with pytest.raises(ModelError, match=r"leaves out the logit_scale 0\.0625 of its text model.* as Cohere2ForCausalLM, and take that"):
+        make_base(model, "aya")
+    model.config.text_config.logit_scale = 1.0
+    make_base(model, "aya")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -121,6 +136,15 @@ def test_from_a_directory(tmp_path: Path) -> None:
     make_model("qwen2").save_pretrained(tmp_path)
     model = SuperModel.from_pretrained(str(tmp_path), dtype="float64")
     assert model.bank.dtype == torch.float64 and model.base.vocab_size == 131 and model.base.name == str(tmp_path)
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="is of one that is not installed")
+def test_a_package_that_transformers_needs_is_named(tmp_path: Path) -> None:
+    transformers.Gemma3nConfig().save_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    for make in (outline, load_base):
+        with pytest.raises(ModelError, match=r"makes no model of it without another package: .*pip install timm"):
+            make(str(tmp_path))
 
 
 # -- attention beyond what a few tokens show --------------------------------------------------------------------------

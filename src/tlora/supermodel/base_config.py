@@ -114,6 +114,11 @@ def unreadable(base_model: str, error: Exception) -> ModelError:
     return ModelError(f"base_model {base_model}: cannot be read: {one_line(error).rstrip('.')}. {remedy}")
 
 
+def package_missing(base_model: str, error: ImportError) -> ModelError:
+    """The error for a base whose class needs a package that is not installed (timm, for the images of Gemma 3n): transformers names it."""
+    return ModelError(f"base_model {base_model}: transformers makes no model of it without another package: {' '.join(str(error).split())}")
+
+
 def one_line(error: Exception) -> str:
     """The whole of a library's message in one line; a bare KeyError says only its key."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]

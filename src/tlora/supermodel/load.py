@@ -26,8 +26,10 @@ from tlora.libraries import no_collection
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
-from tlora.supermodel.base_config import one_line, refuse_strange_config, unreadable
+from tlora.supermodel.base_config import one_line, package_missing, refuse_strange_config, unreadable
+from tlora.supermodel.failed_proof import why_not_finite, why_not_packed
 from tlora.supermodel.frozen_experts import stand_in
+from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.indexers import at_their_limit, choose_all
@@ -35,7 +37,6 @@ from tlora.supermodel.inject import find_linears
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
-from tlora.supermodel.row_products import width_that_mixes
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities, output_embeddings
@@ -232,7 +233,7 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: S
     base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage, outlined, tuple(cut_at_samples(model)))
     attention_probe.register()
     count_in_samples(base.decoder)
-    choose_all(base.decoder, attention_probe.PACKED)
+    _fit_to_packed(base.decoder)
     with shown_in_short_samples(base.decoder), at_their_limit(model, max(_LENGTHS)):
         _check_packing(base)
     _check_reach(base)
@@ -248,6 +249,8 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of tensors without numbers: refused below
             model: Any = auto_class(config).from_config(without_packing(config), dtype=wanted, trust_remote_code=False)
             model.set_attn_implementation(attention.NAME)  # not before: a tower for images may know no other than its own
+    except ImportError as error:
+        raise package_missing(base_model, error) from None
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {one_line(error)}. {_COMPARE}") from None
     leave_out_other_modalities(model)
@@ -261,8 +264,14 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     elif base_precision is not None:
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     stand_in(model.requires_grad_(False).eval())
-    choose_all(decoder := decoder_of(model, base_model), attention_probe.PACKED)
+    _fit_to_packed(decoder := decoder_of(model, base_model))
     return Base(model, decoder, find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
+
+
+def _fit_to_packed(decoder: Any) -> None:
+    """What layers are changed in for passes of packed samples: indexers choose all tokens, and attention gets its keywords."""
+    choose_all(decoder, attention_probe.PACKED)
+    hand_on_keywords(decoder)
 
 
 def decoder_of(model: Any, name: str) -> Any:
@@ -329,35 +338,10 @@ def _check_packing(base: Base) -> None:
     except (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError) as error:
         raise ModelError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error
     if not bool(alone.isfinite().all()):
-        raise ModelError(_not_finite(base))
+        raise ModelError(f"base_model {base.name}: {why_not_finite(base)}")
     difference = float((packed - alone).norm() / alone.norm())
     if leaks or not difference <= _TOLERANCE[dtype]:
-        if leaks and (width := width_that_mixes((linear.in_features for linear in find_linears(model).values()), dtype, device)):
-            said = f"products of {width} numbers in {str(dtype).removeprefix('torch.')} let a NaN of one row into another"
-            raise ModelError(f"base_model {base.name}: this processor's {said}, so jobs cannot share it. Set dtype: float32")
-        raise ModelError(
-            f"base_model {base.name}: {type(model).__name__} gives packed samples other logits than single ones "
-            f"(relative difference {difference:.1e}), so jobs cannot share it. Use a decoder made of attention and linear layers"
-        )
-
-
-def _not_finite(base: Base) -> str:
-    """Why the logits of some random tokens are not."""
-    dtype = base.head.weight_VH.dtype
-    name = str(dtype).removeprefix("torch.")
-    broken = [key for key, weight in base.model.named_parameters() if not weight.is_meta and not bool(weight.isfinite().all())]
-    if broken:
-        held = f"{len(broken)} of its tensors hold NaN or Inf in {name} ({broken[0]})"
-        wider = (
-            "Set dtype: float32, if the files hold finite numbers beyond that, or" if dtype == torch.float16 else "Copy the model again, or"
-        )
-        return f"base_model {base.name}: {held}, so no loss of it is finite. {wider} take another base"
-    if dtype == torch.float16:
-        return (
-            f"base_model {base.name}: it overflows in float16, which ends at 65,504: the logits of plain tokens are not finite. "
-            "Set dtype: bfloat16, or float32 where the device has no bfloat16"
-        )
-    return f"base_model {base.name}: its logits of plain tokens are not finite in {name}. Set dtype: float32, or take another base"
+        raise ModelError(f"base_model {base.name}: {why_not_packed(base, packed, alone, leaks, _TOLERANCE[dtype])}")
 
 
 @torch.no_grad()

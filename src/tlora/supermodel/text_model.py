@@ -27,6 +27,12 @@ def model_class(config: Any) -> Any:
     return auto_class(config)._model_mapping[type(config)]
 
 
+def text_class(config: Any) -> str:
+    """Name of the class of a text model with a head, of a config that has other modalities."""
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config.get_text_config())]
+    return kind.__name__
+
+
 def has_other_modalities(config: Any) -> bool:
     """Whether the text model's config is a part of `config`."""
     return config.get_text_config() is not config

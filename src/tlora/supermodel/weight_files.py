@@ -20,6 +20,7 @@ from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError
 from tlora.file_identity import FileIdentity, identity_of
 from tlora.job import UnusedWeights, split_revision
+from tlora.supermodel.base_config import package_missing
 from tlora.supermodel.packed_format import format_of, without_packing
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
 from tlora.supermodel.text_model import model_class, other_parameters
@@ -227,6 +228,8 @@ def _compare(files: _Files) -> _Comparison:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+    except ImportError as error:
+        raise package_missing(base_model, error) from None
     except Exception as error:  # a library's border: what it raises depends on family and version
         why = " ".join(str(error).split())[:400]
         raise ModelError(f"base_model {base_model}: its weights do not fit its config.json: {why}. Copy the model again") from None

@@ -1,0 +1,54 @@
+"""Why the proof that a load makes of packed samples fails, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlora.supermodel.inject import find_linears
+from tlora.supermodel.row_products import width_that_mixes
+from tlora.supermodel.text_model import has_other_modalities, text_class
+
+
+def why_not_finite(base: Any) -> str:
+    """Of the logits of some random tokens, that are not."""
+    dtype = base.head.weight_VH.dtype
+    name = str(dtype).removeprefix("torch.")
+    broken = [key for key, weight in base.model.named_parameters() if not weight.is_meta and not bool(weight.isfinite().all())]
+    if broken:
+        held = f"{len(broken)} of its tensors hold NaN or Inf in {name} ({broken[0]})"
+        wider = (
+            "Set dtype: float32, if the files hold finite numbers beyond that, or" if dtype == torch.float16 else "Copy the model again, or"
+        )
+        return f"{held}, so no loss of it is finite. {wider} take another base"
+    if dtype == torch.float16:
+        return (
+            "it overflows in float16, which ends at 65,504: the logits of plain tokens are not finite. "
+            "Set dtype: bfloat16, or float32 where the device has no bfloat16"
+        )
+    return f"its logits of plain tokens are not finite in {name}. Set dtype: float32, or take another base"
+
+
+def why_not_packed(base: Any, packed: Tensor, alone: Tensor, leaks: bool, tolerance: float) -> str:
+    """Of packed samples whose logits `packed` are not those that each has `alone`, or where `leaks` says that NaN gets into another."""
+    weight, kind = base.head.weight_VH, type(base.model).__name__
+    widths = (linear.in_features for linear in find_linears(base.model).values())
+    if leaks and (width := width_that_mixes(widths, weight.dtype, weight.device)):
+        said = f"products of {width} numbers in {str(weight.dtype).removeprefix('torch.')} let a NaN of one row into another"
+        return f"this processor's {said}, so jobs cannot share it. Set dtype: float32"
+    scale = base.head.scale
+    if not leaks and has_other_modalities(base.model.config) and scale != 1.0 and _difference(packed / scale, alone) <= tolerance:
+        return (
+            f"{kind} of transformers leaves out the logit_scale {scale:g} of its text model, so its logits are not the checkpoint's. "
+            f"Save the text model by itself, as {text_class(base.model.config)}, and take that"
+        )
+    return (
+        f"{kind} gives packed samples other logits than single ones (relative difference {_difference(packed, alone):.1e}), "
+        "so jobs cannot share it. Use a decoder made of attention and linear layers"
+    )
+
+
+def _difference(packed: Tensor, alone: Tensor) -> float:
+    return float((packed - alone).norm() / alone.norm())

@@ -1,0 +1,123 @@
+"""Layers that hand their attention no keywords (StableLM, dense Nemotron): together = alone = PEFT, on the kernels too; planted bugs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.numerics import checks, poisons
+from tests.numerics.peft_oracle import fp64_throughout
+from tests.numerics.test_hybrids import samples
+from tests.numerics.world import Job, super_model
+from tests.planted import planted
+from tests.tiny import WITHOUT_KEYWORDS, make_batch, make_model, make_samples
+from tests.tolerances import assert_close
+from tlora.errors import ModelError
+from tlora.job import LoraConfig, TrainConfig
+from tlora.supermodel import handed_keywords, supermodel
+from tlora.supermodel.handed_keywords import hand_on_keywords
+from tlora.supermodel.load import layers_of, make_base
+from tlora.supermodel.supermodel import SuperModel
+
+if find_spec("triton") is not None:
+    with interpreted():
+        from tlora.kernels import pass_operations  # noqa: F401
+
+WIDER = (("hidden_size", 256), ("intermediate_size", 320))
+EVERY_RUN = "stablelm"
+
+
+def jobs() -> list[Job]:
+    one = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.1)
+    return [
+        Job("edges", one, TrainConfig(learning_rate=3e-3, batch_size=3, seed=1, max_grad_norm=0.3), samples(1, (1, 33, 5, 2)), steps=2),
+        Job(
+            "late",
+            LoraConfig(r=8),
+            TrainConfig(learning_rate=5e-3, batch_size=2, seed=2, weight_decay=0.1, lr_scheduler_type="constant"),
+            tuple(make_samples(4, seed=2, low=5, high=40)),
+            steps=2,
+            join_at=1,
+        ),
+    ]
+
+
+@pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
+def test_fp64_equals_peft_and_alone(family: str) -> None:
+    with fp64_throughout():
+        model = super_model(family, torch.float64, ())
+        checks.check_peft(model, jobs(), family, torch.float64, ())
+        checks.check_l1(model, jobs(), packing_seed=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
+def test_fp32_equals_alone_beside_every_poison(family: str) -> None:
+    model, found = super_model(family, torch.float32, WIDER), jobs()
+    checks.check_l0(model, found[0])
+    checks.check_l3(model, found, packing_seed=13)
+    alone = checks.all_alone(model, found)
+    checks.check_l1(model, found, 14, alone)
+    for poison in poisons.POISONS:
+        checks.check_l2(model, found, poison, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@MARKS[0]
+@pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
+def test_on_the_kernels_as_on_the_plain_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch({"a": list(samples(3, (1, 33, 17)))}, device=DEVICE)
+    found = []
+    with torch.compiler.set_stance("force_eager"):
+        for fast in (True, False):
+            with monkeypatch.context() as patch:
+                if fast:
+                    interpret(patch)
+                else:
+                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
+                shared = SuperModel(make_base(make_model(family).to(DEVICE), family))
+                assert (shared.fast_path is not None) == fast
+                shared.join("a", LoraConfig(r=4), TrainConfig(lr_scheduler_type="constant", seed=1))
+                loss = shared.forward_backward(batch)["a"].mean
+                found.append((loss, shared.bank.take_grad("a")))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert_close(found[0][1], found[1][1], 1e-4)
+
+
+@pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
+def test_a_layer_is_compiled_whole_with_what_is_for_its_attention(family: str) -> None:
+    seen: list[Any] = []
+
+    def note(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, pass_number: Any = None, **rest: Any
+    ) -> tuple[Tensor, None]:
+        return query.transpose(1, 2) + pass_number, None
+
+    AttentionInterface.register("noted", note)
+    base = make_base(make_model(family), family)
+    layer: Any = layers_of(base.decoder)[0]
+    base.model.set_attn_implementation("noted")
+    x, angles = torch.randn(1, 5, 64), base.decoder.rotary_emb(torch.randn(1, 5, 64), torch.arange(5)[None])
+    for run in (layer.forward, torch.compile(layer.forward, backend="eager", fullgraph=True)):
+        seen.append(run(x, position_embeddings=angles, pass_number=torch.tensor(1000.0)))
+    assert torch.equal(*seen) and float(seen[0].abs().max()) > 10
+
+
+def test_other_layers_are_as_they_were() -> None:
+    decoder = make_model("llama").model
+    hand_on_keywords(decoder)
+    assert not any("forward" in vars(module) for module in decoder.modules())
+
+
+@pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
+@pytest.mark.parametrize("change", [("hand_on_keywords", lambda decoder: None), ("_FOR_ATTENTION", ())], ids=["not at all", "nothing"])
+def test_planted_bugs_are_refused_at_load(family: str, change: tuple[str, object]) -> None:
+    with planted((handed_keywords, *change)), pytest.raises(ModelError, match="does not hand keyword arguments to its attention"):
+        make_base(make_model(family), family)
