@@ -336,3 +336,15 @@ def test_a_store_that_is_down_is_said(served: Served, tmp_path: Path, monkeypatc
             assert "unable to open database file" in answer.json()["error"]["message"]
         assert served.client.get("/readyz").status_code == 503
     assert served.client.get("/readyz").text == "ready\n" and served.client.get("/v1/jobs", headers=headers).status_code == 200
+
+
+def test_a_database_that_does_not_say_whose_key_it_is(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a driver that finds nothing at its address."""
+    served.key("alice")
+    monkeypatch.setattr(served.opened.services.ring, "_engine", create_engine("postgresql+psycopg://nobody@127.0.0.1:1/none"))
+    served.opened.services.ring.forget()
+    for method, path in (("GET", "/v1/jobs"), ("POST", "/v1/jobs"), ("GET", "/v1/events/stream")):
+        refused = served.ask("alice", method, path, 503)["error"]
+        assert refused["code"] == "store_unavailable" and refused["message"].startswith("the database does not answer (")
+        assert refused["message"].endswith("Send the request again later")
+    assert served.client.get("/healthz").status_code == 200

@@ -19,7 +19,7 @@ from tlora.service.config import Limits, ServerConfig
 from tlora.service.connection_protocol import connection_of
 from tlora.service.connections import Body, shared_address
 from tlora.service.keys import Caller, KeyRing
-from tlora.service.problems import answer
+from tlora.service.problems import DATABASE_ERRORS, answer, silent_database
 from tlora.service.request_log import Answered
 from tlora.service.signed import BrowserSessions
 from tlora.version import __version__
@@ -110,7 +110,11 @@ class AccessMiddleware:
 
         secured = _secure(send, body, see)
         headers = _headers(scope)
-        refusal = self._judge_address(address) or await self._judge(scope, headers)
+        try:
+            refusal = self._judge_address(address) or await self._judge(scope, headers)
+        except DATABASE_ERRORS as error:  # whose key it is cannot be known now
+            await silent_database(error)(scope, receive, secured)
+            return
         if refusal is not None and self._welcome is not None and _is_browser(scope, headers, refusal[0]):
             await self._welcome(scope, receive, secured)
             return

@@ -11,8 +11,6 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from pydantic import ValidationError
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -147,7 +145,7 @@ def make_app(services: Services, start: Callable[[], None] = lambda: None, stop:
     handlers: dict[Any, Any] = {
         RefusedError: problems.on_problem,
         StoreError: problems.on_store_error,
-        **dict.fromkeys((OperationalError, InterfaceError, PoolTimeoutError), problems.on_database_error),
+        **dict.fromkeys(problems.DATABASE_ERRORS, problems.on_database_error),
         ClientDisconnect: problems.on_gone,
         TloraError: problems.on_tlora_error,
         HTTPException: problems.on_http_exception,

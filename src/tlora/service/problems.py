@@ -9,7 +9,8 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
@@ -53,6 +54,9 @@ def missing(what: str, name: str) -> RefusedError:
     return RefusedError(404, "not_found", f"there is no {what} {name!r}. GET /v1/{what}s lists those that there are")
 
 
+DATABASE_ERRORS = (OperationalError, InterfaceError, PoolTimeoutError)  # of a database that does not answer
+
+
 def error_body(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -73,8 +77,12 @@ async def on_store_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def on_database_error(_: Request, error: Exception) -> JSONResponse:
-    """A read that the database did not answer. What failed is the connection, so the words are the driver's own."""
     assert isinstance(error, SQLAlchemyError)
+    return silent_database(error)
+
+
+def silent_database(error: SQLAlchemyError) -> JSONResponse:
+    """The answer to a read that the database did not answer. What failed is the connection, so the words are the driver's own."""
     why = " ".join(str(getattr(error, "orig", None) or error).split())
     return _unavailable(f"the database does not answer ({why}). Send the request again later")
 
