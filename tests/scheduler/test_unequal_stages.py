@@ -12,6 +12,7 @@ import pytest
 
 from tests.scheduler.mirror import BASES, Mirror, made_cost, made_settings, made_spec, tell
 from tests.shape.test_base_parts import LAYERS, MB, PARTS
+from tlora.batching.pipeline_model import most_open
 from tlora.protocol import Event, GroupLost, GroupReady, JobFinished, JobSubmitted, KindsFound, MemoryFound, NodeAdded, RejectJob, Tick
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
@@ -52,7 +53,7 @@ def all_fit(scheduler: Scheduler) -> None:
         parameters = sum(state.jobs[name].spec.profile.adapter_parameters for name in group.job_ids)
         tokens = group.plan.token_budget // len(group.gpus)
         for stage, (cut, limit) in enumerate(zip(cuts, limits, strict=True)):
-            activations = PARTS.stage_activations(*cut, len(cuts) - stage, tokens, LAYERS)
+            activations = PARTS.stage_activations(*cut, most_open(stage, len(cuts)), tokens, LAYERS)
             taken = PARTS.stage_bytes(*cut) + activations + ADAPTER_BYTES * parameters * (cut[1] - cut[0]) / LAYERS
             assert taken <= limit, f"stage {stage} of {group}: {taken} of {limit}"
 

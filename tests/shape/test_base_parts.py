@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tlora.batching.pipeline_model import most_open
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.memory import MemoryModel, Phase, adapter_bytes
 
@@ -30,7 +31,7 @@ ADAPTER = 8 * MB
 
 def needed(first: int, end: int, stage: int, tokens: int, adapter: int = 0) -> int:
     """Bytes of one of two stages, with all layers recomputed."""
-    memory, own = PARTS.stage_memory(first, end, 2 - stage), adapter * (end - first) // LAYERS
+    memory, own = PARTS.stage_memory(first, end, most_open(stage, 2)), adapter * (end - first) // LAYERS
     return memory.base_bytes + memory.activation_bytes(tokens, memory.most_recomputed) + adapter_bytes(own, own, 2, 4)
 
 

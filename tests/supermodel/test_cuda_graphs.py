@@ -26,6 +26,7 @@ class Graphs:
         self.graphs = object.__new__(CudaGraphs)
         self.graphs._captured, self.graphs._counts, self.graphs._padding = OrderedDict(), OrderedDict(), OrderedDict()
         self.graphs._bank_version, self.graphs._turn, self.graphs._source, self.graphs.num_launched = -1, None, None, 0
+        self.graphs._others = ()
         self.done: list[str] = []
 
         def capture(_batch: object, _state: object) -> Any:
@@ -252,3 +253,16 @@ def test_passes_that_are_no_replays_are_counted(monkeypatch: pytest.MonkeyPatch)
         graphs.run()
         counts.append(graphs.graphs.num_launched)
     assert counts == [1, 2, 2, 2], "launched, captured, and twice replayed"
+
+
+def test_what_graphs_of_another_open_pass_have_run_is_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Graphs(monkeypatch), Graphs(monkeypatch)
+    for each in (first, second):
+        each.graphs._others = [first.graphs, second.graphs]
+    back = first.begin()
+    assert second.run() == ["run"], "what has not gone back has compiled nothing"
+    back(torch.zeros(1))
+    third = Graphs(monkeypatch)
+    third.graphs._others = [first.graphs, third.graphs]
+    assert third.run() == ["capture", "graph"] and third.run() == ["graph"]
+    assert first.run() == ["capture", "graph"]

@@ -20,6 +20,13 @@ from tlora.batching.pack import pack
 _FORWARD = 1 / 3  # of a micro-batch's time
 
 
+def most_open(stage: int, stages: int) -> int:
+    """Micro-batches that a stage has forward and not back at a time: one for itself and one for each stage behind it, as one forward one
+    backward needs, and one more before the last. That hides what lies between two stages: links, and micro-batches of unequal size.
+    """
+    return stages - stage + (stage < stages - 1)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A micro-batch: its tokens, and the batch of each job of which it has samples."""
@@ -121,7 +128,7 @@ class Pipeline:
 
     def __init__(self, order: EntryOrder, seconds_of: Callable[[Entry], float], stages: int, overhead: StageOverhead = NO_OVERHEAD) -> None:
         self._order, self._seconds_of, self._stages, self._overhead = order, seconds_of, stages, overhead
-        self._line = [_Stage(number, stages - number) for number in range(stages)]
+        self._line = [_Stage(number, most_open(number, stages)) for number in range(stages)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._ahead, self._kept_out = 0, False

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tlora.adapter_shape import ExpertJobs
+from tlora.batching.pipeline_model import most_open
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import largest_adapter
 from tlora.planning.memory import (
@@ -89,7 +90,7 @@ def memory_of_stages(
     has more layers with experts, whose adapters are large, another more micro-batches in flight or the head.
     """
     parts = count_parts(model, device, rank, adapts_experts)
-    return tuple(parts.stage_memory(cut.first, cut.stop, len(stages) - place) for place, cut in enumerate(stages))
+    return tuple(parts.stage_memory(cut.first, cut.stop, most_open(place, len(stages))) for place, cut in enumerate(stages))
 
 
 def memory_in_parts(run: RunSpec, model: SuperModel, device: torch.device, base_bytes: int) -> MemoryModel:

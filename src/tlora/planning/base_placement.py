@@ -9,7 +9,7 @@ import torch
 
 from tlora.adapter_shape import ExpertJobs
 from tlora.adapters.state import AdapterLayout
-from tlora.batching.pipeline_model import StageOverhead
+from tlora.batching.pipeline_model import StageOverhead, most_open
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import LayoutSetting, RunSpec
@@ -184,8 +184,8 @@ def _in_stages(
             f"the largest of {gpus} stages of the base needs {gib(sizes[fullest])}, and the limit is {gib(limits[fullest])}. Take more "
             f"{several}, a smaller base, or base_precision: nf4"
         )
-    # Stage s keeps the activations of as many micro-batches as stages follow, itself included. All take what the tightest can.
-    memories = [parts.stage_memory(cut.first, cut.stop, gpus - rank) for rank, cut in enumerate(ranges)]
+    # Each stage keeps the activations of `most_open` micro-batches. All take what the tightest can.
+    memories = [parts.stage_memory(cut.first, cut.stop, most_open(rank, gpus)) for rank, cut in enumerate(ranges)]
     devices = tuple(Device(gpu, parts, limit) for gpu, limit in zip(models, limits, strict=bool(models)))
     overhead = Pipeline(devices, cuts).overhead() if devices else StageOverhead(host_ahead=device.type == "cuda")
     rooms = zip(memories, limits, strict=True)

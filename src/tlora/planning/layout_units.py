@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tlora.batching.pipeline_model import StageOverhead
+from tlora.batching.pipeline_model import StageOverhead, most_open
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import JobSketch
@@ -205,13 +205,13 @@ class Pipeline:
         return parts.timed_weights_of(first, end, adapts_experts)
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
-        """Stage s of S keeps the activations of S - s micro-batches. All take micro-batches of the stage that has the least room."""
+        """A stage keeps the activations of `most_open` micro-batches. All take micro-batches of the stage that has the least room."""
         count = len(self.cuts)
         fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
         pipelines, overhead, tokens = dict[float, TokenCost](), self.overhead(), sum(map(trained_tokens, jobs))
         # pipelines: by what each token costs besides: all stages of alike layers share one
         for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
-            memory = device.parts.stage_memory(first, end, in_flight=count - stage)
+            memory = device.parts.stage_memory(first, end, in_flight=most_open(stage, count))
             here = [job.within(device.parts, first, end) for job in jobs]
             cost = device.cost(memory)
             modelled = pipelines.setdefault(cost.fixed_tokens, in_stages(cost, count, jobs, overhead, tokens))

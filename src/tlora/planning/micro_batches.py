@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tlora.batching.flow import Item
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
-from tlora.batching.pipeline_model import Entry, OfferedJob, Pipeline, StageOverhead, Stream
+from tlora.batching.pipeline_model import Entry, OfferedJob, Pipeline, StageOverhead, Stream, most_open
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import global_batch, row_tokens
@@ -113,10 +113,11 @@ def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob], overhead: 
 
 
 def captured_graphs(stages: int, shapes: int, micro_batches: float) -> float:
-    """Of all stages, which capture one after another, as each waits for its neighbours. Stage s of S has graphs of its own for each of the
-    S - s micro-batches that it has open, and launches each shape once before.
+    """Of all stages, which capture one after another, as each waits for its neighbours. A stage has graphs of its own for each of the
+    `most_open` micro-batches that it has open, and launches each shape once before, a third of a graph's price, for all of them.
     """
-    return min(stages * (stages + 1) / 2 * shapes, stages * micro_batches / 2)
+    graphs = sum((2 * most_open(stage, stages) + 1) / 3 for stage in range(stages))
+    return min(graphs * shapes, stages * micro_batches / 2)
 
 
 def _batches(job: SizedJob) -> Iterator[list[Item]]:

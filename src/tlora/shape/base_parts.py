@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
+from tlora.batching.pipeline_model import most_open
 from tlora.shape.memory import MOST_GPUS, PLANNED_TOKENS, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
 from tlora.shape.stages import LEAST_STAGES, LayerRange, cut_layers
 from tlora.shape.work import FEATURE_WEIGHTS
@@ -143,7 +144,8 @@ class StageRooms:
         parts, stages = self._parts, len(limits)
         cuts = self._cut(speeds, limits) if stages <= len(parts.layers) else ()
         return [
-            parts.stage_bytes(*cut) + parts.stage_activations(*cut, stages - stage, tokens, recomputed) for stage, cut in enumerate(cuts)
+            parts.stage_bytes(*cut) + parts.stage_activations(*cut, most_open(stage, stages), tokens, recomputed)
+            for stage, cut in enumerate(cuts)
         ]
 
 
@@ -157,7 +159,7 @@ def fitting(parts: Sequence[BaseParts], limits: Sequence[int], adapter: int, tok
     @cache
     def beside(stage: int, held: int, at_head: bool, most_tokens: int) -> int:
         first = layers - held if at_head else 0
-        return parts[stage].stage_activations(first, first + held, stages - stage, most_tokens, layers)
+        return parts[stage].stage_activations(first, first + held, most_open(stage, stages), most_tokens, layers)
 
     def taken(stage: int, first: int, end: int, most_tokens: int) -> int:
         return parts[stage].stage_bytes(first, end) + beside(stage, end - first, end == layers, most_tokens)

@@ -213,9 +213,8 @@ class CostModel:
         if counted is None:
             return found.base_bytes + state + found.activation_bytes_per_token * tokens_per_gpu
         room = self.room_bytes(base) if room_bytes is None else room_bytes
-        if over_hosts:
-            counted = counted.over(hosts=True)
-        return counted.weights(gpus, room) + state + counted.fixed_bytes + counted.token_bytes * tokens_per_gpu
+        counted = counted.over(hosts=over_hosts)
+        return counted.weights(gpus, room) + state + counted.fixed_bytes + counted.token_bytes_on(gpus) * tokens_per_gpu
 
     def least_bytes(
         self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float, over_hosts: bool = False
@@ -223,7 +222,10 @@ class CostModel:
         """As `memory_bytes`, with as many layers recomputed as there are."""
         counted = self.memory.get(base)
         most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes, over_hosts)
-        return most if counted is None else most - (counted.token_bytes - counted.least_token_bytes) * tokens_per_gpu
+        if counted is None:
+            return most
+        counted = counted.over(hosts=over_hosts)
+        return most - (counted.token_bytes_on(gpus) - counted.token_bytes_on(gpus, recomputed=True)) * tokens_per_gpu
 
     def recomputed_layers(
         self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float, over_hosts: bool = False
@@ -231,7 +233,9 @@ class CostModel:
         """With how many layers recomputed, at least, that is within `room_bytes`."""
         counted = self.memory.get(base)
         most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes, over_hosts)
-        return 0 if counted is None else counted.least_layers(most - room_bytes, tokens_per_gpu)
+        if counted is None:
+            return 0
+        return counted.over(hosts=over_hosts).least_layers(most - room_bytes, tokens_per_gpu, gpus)
 
     def fits(
         self,

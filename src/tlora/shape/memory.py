@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from tlora.adapter_shape import ROW_ALIGNMENT
+from tlora.batching.pipeline_model import most_open
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import Recompute
 from tlora.shape.stages import LayerRange
@@ -236,14 +237,15 @@ class BaseMemory:
         """Of stages on GPUs with these speeds and limits, in their order: the bytes that equal GPUs need for equal stages with as much room
         for jobs. No less than the smallest has: `BaseParts.cut` leaves jobs at least what equal stages would there.
         """
-        least = min(limits)
+        least, gpus = min(limits), len(limits)
         if not self.in_stages or self.stage_rooms is None:
             return least
         rooms, deepest = list[float](), self.num_layers if self.least_token_bytes < self.token_bytes else self.ordered_layers
+        token_bytes = self.token_bytes_on(gpus, recomputed=True)
         for tokens in (1, PLANNED_TOKENS[-1]):
             taken = self.stage_rooms.taken(speeds, limits, tokens, deepest)
             left = min((limit - own for limit, own in zip(limits, taken, strict=False)), default=-math.inf)
-            rooms.append(left + self.weights(len(limits), least) + self.fixed_bytes + self.least_token_bytes * tokens)
+            rooms.append(left + self.weights(gpus, least) + self.fixed_bytes + token_bytes * tokens)
         return max(least, min(rooms))
 
     def over(self, *, hosts: bool) -> BaseMemory:
@@ -262,11 +264,30 @@ class BaseMemory:
         token_bytes = self.token_bytes - layers * self._saved_bytes if layers < self.num_layers else self.least_token_bytes
         return replace(self, token_bytes=token_bytes, least_token_bytes=token_bytes, ordered_layers=layers)
 
-    def least_layers(self, excess_bytes: float, tokens: float) -> int:
-        """The fewest layers whose recomputation saves so much of a micro-batch of `tokens`."""
+    def least_layers(self, excess_bytes: float, tokens: float, gpus: int) -> int:
+        """The fewest layers whose recomputation saves so much of a micro-batch of `tokens` on each of `gpus`."""
         if excess_bytes <= 0 or not self._saved_bytes:
             return self.ordered_layers
-        return min(self.num_layers, math.ceil(excess_bytes / (self._saved_bytes * tokens) * (1 - _ROUNDING)))
+        return min(self.num_layers, math.ceil(excess_bytes / (self._saved_bytes * self._times_kept(gpus) * tokens) * (1 - _ROUNDING)))
+
+    def token_bytes_on(self, gpus: int, *, recomputed: bool = False) -> float:
+        """What a token of a micro-batch takes on each of `gpus`, without recomputation or with as much of it as there is. The first of
+        several stages keeps its part of the layers for `most_open` micro-batches, and one layer of each where all are recomputed.
+        """
+        counted = self.least_token_bytes if recomputed else self.token_bytes
+        if gpus == 1 or not self.in_stages:
+            return counted
+        if not self._saved_bytes:
+            return counted * self._times_kept(gpus)
+        more = most_open(0, gpus) - 1 if recomputed else (self._times_kept(gpus) - 1) * self.num_layers
+        return counted + more * self._saved_bytes
+
+    def _times_kept(self, gpus: int) -> float:
+        """The layers of a stage, times the micro-batches for which it keeps them, over those of the base."""
+        if gpus == 1 or not self.in_stages:
+            return 1.0
+        layers = max(gpus, self.num_layers)
+        return -(-layers // gpus) * most_open(0, gpus) / layers
 
     @property
     def _saved_bytes(self) -> float:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,9 +114,11 @@ class CudaGraphs:
     room together than those of the largest.
     """
 
-    def __init__(self, decode: Decode, like: Tensor, source: Source | None = None) -> None:
-        """`like` has the last dim, dtype and device of the hidden states. `source`: of a stage, where its first layer reads x."""
-        self._decode, self._like, self._source = decode, like, source
+    def __init__(self, decode: Decode, like: Tensor, source: Source | None = None, others: Sequence[CudaGraphs] = ()) -> None:
+        """`like` has the last dim, dtype and device of the hidden states. `source`: of a stage, where its first layer reads x. `others`:
+        those of passes that are open beside these; what they have run is compiled.
+        """
+        self._decode, self._like, self._source, self._others = decode, like, source, others
         self._stream = torch.cuda.Stream(like.device)
         self._pool, self._keeper = self._open_pool()
         self._captured: OrderedDict[Shape, _Captured | None] = OrderedDict()  # None: it could not be
@@ -166,8 +168,8 @@ class CudaGraphs:
         shape = Shape(len(batch.input_ids_T), recomputed_layers, state.shape)
         if shape in self._captured:
             self._captured.move_to_end(shape)
-        elif self._counts.get(shape, 0) >= _UNCAPTURED:
-            del self._counts[shape]
+        elif self._has_run(shape) or any(each._has_run(shape) for each in self._others):
+            self._counts.pop(shape, None)
             self._padding.pop(shape, None)
             self._captured[shape] = self._try_to_capture(batch, state)
             self.num_launched += 1
@@ -229,6 +231,9 @@ class CudaGraphs:
             if size == rough and shape not in self._captured:
                 return rough
         return own.tokens
+
+    def _has_run(self, shape: Shape) -> bool:
+        return self._counts.get(shape, 0) >= _UNCAPTURED or self._is_captured(shape)
 
     def _is_captured(self, shape: Shape) -> bool:
         return self._captured.get(shape) is not None

@@ -163,7 +163,9 @@ class FastPath:
         self._launch_tokens = int(SLOW_HOST * HIDES_LAUNCHES * self.num_layers / work) if measured else 0
         # A graph has the addresses of weights; those of a shared base change with the slots. It is large enough to do without.
         captured = device.type == "cuda" and base.layers is None and not _experts_wait(base, device)
-        self._graphs = [self._new_graphs()] if captured else []
+        self._graphs: list[CudaGraphs] = []
+        if captured:
+            self._graphs.append(self._new_graphs())
 
     @property
     def runs_experts(self) -> bool:
@@ -182,7 +184,7 @@ class FastPath:
 
     def _new_graphs(self) -> CudaGraphs:
         stage = self._base.stage
-        return CudaGraphs(self.run, self._base.head.weight_VH, None if stage is None else stage.input)
+        return CudaGraphs(self.run, self._base.head.weight_VH, None if stage is None else stage.input, self._graphs)
 
     def _free_graphs(self) -> CudaGraphs | None:
         """Those of no open pass. Of a stage, which has several passes open at a time, each has graphs and memory of its own."""

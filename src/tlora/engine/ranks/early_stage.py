@@ -1,6 +1,6 @@
 """A stage before the last one: it computes what the last stage announces, one forward one backward, and steps the adapters of its layers.
 
-A gradient that has come goes back before another micro-batch goes forward; so many are between the two as stages follow. When a job's
+A gradient that has come goes back before another micro-batch goes forward; `most_open` are between the two. When a job's
 global batch is through here its gradient is measured, and the last stage, which judges that of all stages, says how to step. Whatever
 fails here is said by a word that the last stage sees; it then calls all to begin anew.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tlora.adapters.state import AdapterState
+from tlora.batching.pipeline_model import most_open
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.messages import StageBatch, StageChange, Stop
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
@@ -60,7 +61,7 @@ class EarlyStage:
     def __init__(self, model: SuperModel, links: StageLinks, inbox: queue.SimpleQueue[Any]) -> None:
         self._model, self._links, self._inbox = model, links, inbox
         self._open: deque[_Open] = deque()
-        self._most_open = links.count - links.rank
+        self._most_open = most_open(links.rank, links.count)
         self._obeyed = self._through = self._begun = 0
         self._entered: set[str] = set()
         self._sums = RunningSums()  # of jobs in the midst of their replicas
