@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.steps < 1:
         parser.error(f"{args.steps} steps are no job. Give 1 or more")
     try:
-        bases = sorted(set(cost_model(args.gpu, "tlora").constants) & set(cost_model(args.gpu, "peft").constants))
+        bases = sorted(set.intersection(*(set(cost_model(args.gpu, kernels).constants) for _, _, kernels, _ in WAYS)))
     except ConfigError as error:
         parser.error(str(error))
     rows: list[dict[str, Any]] = []
