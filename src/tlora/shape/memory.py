@@ -277,7 +277,7 @@ class BaseMemory:
         counted = self.least_token_bytes if recomputed else self.token_bytes
         if gpus == 1 or not self.in_stages:
             return counted
-        if not self._saved_bytes:
+        if not self.num_layers or not self._saved_bytes:
             return counted * self._times_kept(gpus)
         more = most_open(0, gpus) - 1 if recomputed else (self._times_kept(gpus) - 1) * self.num_layers
         return counted + more * self._saved_bytes
