@@ -63,6 +63,12 @@ def test_the_longest_paths_that_are_taken(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_file_system_that_gives_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(os, "pathconf", lambda *_: limit)
+    check_writable(tmp_path / "out", "output_dir")
+
+
 @pytest.mark.parametrize("make", BAD)
 @pytest.mark.parametrize("resume", [False, True])
 def test_train_refuses_it_before_the_base_is_looked_at(tmp_path: Path, make: Callable[[Path], tuple[Path, str]], resume: bool) -> None:

@@ -19,11 +19,12 @@ def check_writable(directory: Path, key: str) -> None:
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a symbolic link to nothing"
         raise ConfigError(f"{key} {directory}: {existing} is {kind}. Choose another {key}")
+    # Some file systems in user space give no limit: 0, or less.
     longest_name, longest_path = os.pathconf(existing, "PC_NAME_MAX"), os.pathconf(existing, "PC_PATH_MAX") - 1 - _BELOW
-    name = max((os.fsencode(part) for part in absolute.parts), key=len)
-    if len(name) > longest_name:
+    name = max((os.fsencode(part) for part in absolute.relative_to(existing).parts), key=len, default=b"")
+    if 0 < longest_name < len(name):
         raise ConfigError(f"{key} {directory}: a name in it has {len(name)} bytes, and may have {longest_name}. Choose a shorter one")
-    if (length := len(os.fsencode(absolute))) > longest_path:
+    if 0 < longest_path < (length := len(os.fsencode(absolute))):
         rule = f"has {length} bytes, and may have {longest_path}, so that files in it have names too"
         raise ConfigError(f"{key} {directory}: {rule}. Choose a shorter one")
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -22,9 +23,11 @@ import yaml
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
 from tests.process_hooks import run_in_each_process
+from tlora.cluster.epochs import lock_store
+from tlora.engine.interrupts import recorded_end
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
-from tlora.errors import ConfigError, ModelError
+from tlora.errors import CheckpointError, ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.live import cluster_run
 from tlora.live.cluster_run import train_on_cluster
@@ -132,6 +135,30 @@ def test_a_run_that_does_not_come_to_its_results_is_not_left_as_running(
     with pytest.raises(error):
         train_on_cluster(run_spec(world.base, tmp_path / "out", world.orders), device="cpu")
     assert read_object(tmp_path / "out" / "jobs" / "run.json")["status"] == status
+
+
+def test_a_run_that_is_refused_leaves_that_of_the_other_controller_as_it_is(world: World, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cluster_run, "run_controller", interrupt)
+        train_on_cluster(run_spec(world.base, tmp_path / "out", world.orders), device="cpu")
+    before = (tmp_path / "out" / "jobs" / "run.json").read_bytes()
+    held = lock_store(tmp_path / "out")
+    with pytest.raises(ConfigError, match="is in use by another controller"):
+        train_on_cluster(run_spec(world.base, tmp_path / "out", world.orders), device="cpu")
+    os.close(held)
+    assert (tmp_path / "out" / "jobs" / "run.json").read_bytes() == before
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_ended_a_run_is_said_also_where_its_end_cannot_be_recorded() -> None:
+    def record(_: str) -> None:
+        raise CheckpointError("run.json cannot be written")
+
+    with pytest.raises(RuntimeError, match="the cause"), recorded_end(record):
+        raise RuntimeError("the cause")
 
 
 class Cluster:

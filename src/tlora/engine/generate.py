@@ -40,8 +40,8 @@ from tlora.supermodel.new_tokens import row_shapes, rows_in, with_rows
 from tlora.supermodel.weight_files import check_unused
 
 OnText = Callable[[str], None]
-_TEMPERATURES = 1e-5, 1e5  # logits divided by less overflow in 32 bits; by more, all tokens are equally likely
-_MOST_SEED = 2**32 - 1  # as of a job
+_TEMPERATURES = 1e-30, 1e5  # logits divided by less overflow in 32 bits; by more, all tokens are equally likely
+_MOST_SEED = 2**64 - 1  # that torch takes
 _REMEDY = "Give --base-model DIRECTORY, with the files of the base that it was trained over"
 
 

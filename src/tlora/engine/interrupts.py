@@ -6,7 +6,9 @@ import _thread
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from tlora.errors import TloraError
 
 
 def describe_interrupt(number: int, unfinished: int) -> str:
@@ -67,5 +69,6 @@ def recorded_end(record: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        record("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+        with suppress(OSError, TloraError):  # a full disk: the error that ended the run says more
+            record("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
         raise

@@ -108,14 +108,15 @@ def train(
                 return describe_interrupt(number, session.unfinished)
 
             session = Session(run, loaded, monitor, serving, order.guard, inbox, hear, record)
-            with interrupts(stop, monitor.note) as received, recorded_end(record):
-                try:
-                    session.driver.train(inbox, session)
-                    monitor.close(session.driver)
-                except BaseException as error:
-                    session.driver.close(wait=not isinstance(error, KeyboardInterrupt))
-                    raise
-                session.driver.close()
+            with interrupts(stop, monitor.note) as received:
+                with recorded_end(record):
+                    try:
+                        session.driver.train(inbox, session)
+                        monitor.close(session.driver)
+                    except BaseException as error:
+                        session.driver.close(wait=not isinstance(error, KeyboardInterrupt))
+                        raise
+                    session.driver.close()
                 results = all_results(run, session.driver.records.results | dict(order.ended), received, watcher.note)
                 _finish(results, record, held.path, watcher)
     return results

@@ -190,14 +190,14 @@ class _Run:
             self._cluster.view.advance(name, total_steps=job.profile.steps)
         on_wait = self._say_what_waits if self._hosts_may_come or self._open_keeper is not None else None
         scheduler = Scheduler(LIVE_POLICIES[self._policy](), self._costs(), self._see_fault, on_wait=on_wait)
-        self._record("running", guard)
         untold = not_told(earlier, self._out / "events.jsonl")
         with (
-            recorded_end(lambda status: self._record(status, guard)),
             LocalBackend(self._machine(), self._watcher.note, self._listener, open_keeper=self._open_keeper) as backend,
+            recorded_end(lambda status: self._record(status, guard)),
             closing(EventLog(self._out / "events.jsonl", backend.began_at_seconds)) as log,
             interrupts(lambda number: self._describe(number, backend), self._watcher.note) as received,
         ):
+            self._record("running", guard)
             specs = [spec for spec in self._run.jobs if spec.name in profiled]
             jobs = {spec.name: LocalJob(spec, profiled[spec.name].train_set, profiled[spec.name].eval_set) for spec in specs}
             log.write(backend.now(), BaseAdded(_BASE, int(self._base.num_bytes)))

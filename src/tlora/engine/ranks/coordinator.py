@@ -218,18 +218,22 @@ class Coordinator:
             threading.Thread(target=self._wait_for_verdict, daemon=True).start()
         for rank in self._rank_group.living:
             self._rank_group.hand(rank, BaseFacts(order.guard.facts(), not must_compare), held.lock)
-        with interrupts(self._describe_interrupt, order.watcher.note) as received, recorded_end(self._record):
-            try:
-                while not received and dispatcher.open and dispatcher.ranks and not self._must_end:
-                    self._hear()
-                self._stopping = True
-                for first in (len(self._stages) - 1, 0):  # the last stage before the others, which have parts of what it saves
-                    self._rank_group.stop(first)
-                    while any(rank >= first for rank in self._rank_group.living):
+        with interrupts(self._describe_interrupt, order.watcher.note) as received:
+            with recorded_end(self._record):
+                try:
+                    while not received and dispatcher.open and dispatcher.ranks and not self._must_end:
                         self._hear()
-            except KeyboardInterrupt:
-                self._rank_group.kill()
-                raise
+                    self._stopping = True
+                    for first in (len(self._stages) - 1, 0):  # the last stage before the others, which have parts of what it saves
+                        self._rank_group.stop(first)
+                        while any(rank >= first for rank in self._rank_group.living):
+                            self._hear()
+                except KeyboardInterrupt:
+                    self._rank_group.kill()
+                    raise
+                nothing_new = self._aggregator.results.keys() <= order.ended.keys()
+                if dispatcher.open and not received and nothing_new and not self._aggregator.began:
+                    self._raise_all_lost()
             return self._finish(received)
 
     @property
@@ -264,8 +268,6 @@ class Coordinator:
         order, dispatcher = self._order, self._dispatcher
         assert dispatcher is not None
         if dispatcher.open and not received:
-            if self._aggregator.results.keys() <= order.ended.keys() and not self._aggregator.began:
-                self._raise_all_lost()
             lost = "all ranks are lost" if not dispatcher.ranks else "a part of the base is lost" if self._in_parts else "a rank is lost"
             again = "" if self.may_begin_again and dispatcher.ranks else " Resume with --resume"
             order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished.{again}")
