@@ -13,7 +13,19 @@ import pytest
 from tests.scheduler.mirror import BASES, Mirror, made_cost, made_settings, made_spec, tell
 from tests.shape.test_base_parts import LAYERS, MB, PARTS
 from tlora.batching.pipeline_model import most_open
-from tlora.protocol import Event, GroupLost, GroupReady, JobFinished, JobSubmitted, KindsFound, MemoryFound, NodeAdded, RejectJob, Tick
+from tlora.protocol import (
+    Event,
+    GpusLost,
+    GroupLost,
+    GroupReady,
+    JobFinished,
+    JobSubmitted,
+    KindsFound,
+    MemoryFound,
+    NodeAdded,
+    RejectJob,
+    Tick,
+)
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
@@ -45,7 +57,7 @@ def all_fit(scheduler: Scheduler) -> None:
     state = scheduler.state
     for known in state.groups.values():
         group = known.group
-        first = state.pool.node_of[group.gpus[0]]
+        first = state.pool.node_of[min(group.gpus)]
         order = sorted(group.gpus, key=lambda gpu: (state.pool.node_of[gpu] == first, gpu))
         limits = [state.memory.room_bytes[gpu] for gpu in order]
         cuts = PARTS.cut_for_any([state.kinds.speed_of(gpu) for gpu in order], limits)
@@ -71,6 +83,17 @@ def test_a_job_that_fits_in_an_unequal_cut_alone_is_placed(name: str, hosts: int
     tell(scheduler, mirror, staged("second"), 2.0)
     tell(scheduler, mirror, JobFinished("job"), 3.0)
     assert scheduler.state.jobs["second"].group_id is not None
+    all_fit(scheduler)
+
+
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_hosts_that_come_in_any_order_are_counted_as_a_worker_counts_them(name: str) -> None:
+    """The second host is there first: the first one was lost and came back."""
+    scheduler, mirror = made(LIVE_POLICIES[name](), (520 * MB, 400 * MB), (1.0, 3.0), 2)
+    for event in (GpusLost((0,)), NodeAdded("n0", (0,)), MemoryFound((0,), (520 * MB,)), staged("job")):
+        tell(scheduler, mirror, event, 1.0)
+    (group,) = [known.group for known in scheduler.state.groups.values()]
+    assert sorted(group.gpus) == [0, 1]
     all_fit(scheduler)
 
 

@@ -54,7 +54,8 @@ class Rooms:
         return self._together([job.spec for job in jobs], memory.with_room(room))
 
     def _together(self, specs: Sequence[JobSubmitted], gpus: Sequence[int]) -> float:
-        """Of several GPUs. Those of the first one's host have the last stages."""
+        """Of several GPUs, in whatever order they are named. Those of the first one's host have the last stages, as a worker has it."""
+        gpus = sorted(gpus)
         least, nodes = self.memory.of(gpus), [self.pool.node_of.get(gpu) for gpu in gpus]
         assert least is not None, f"nothing is known of the memory of {gpus}"
         counted, widest = self.cost.memory.get(specs[0].base_model), max(map(nodes.count, nodes))

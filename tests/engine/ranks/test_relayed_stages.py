@@ -12,6 +12,7 @@ import torch
 
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.errors import RankError
+from tlora.shape.stages import LayerRange
 from tlora.sharing.relayed_memory import Relay, RelayedPeers
 
 CPU, SIZES = torch.device("cpu"), StageSizes(4, 8, 100, torch.float32, torch.float32)
@@ -67,8 +68,9 @@ def test_each_stage_has_room_for_those_alone_that_it_reads() -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 3])
-def test_a_host_that_has_chosen_another_dtype_is_refused(odd: int) -> None:
-    """Its CPU has no instructions for that of the others."""
-    sizes = [replace(SIZES, hidden_dtype=torch.bfloat16) if stage == odd else SIZES for stage in range(4)]
+@pytest.mark.parametrize("other", [replace(SIZES, hidden_dtype=torch.bfloat16), replace(SIZES, layers=(LayerRange(0, 3, 4),))])
+def test_a_host_that_has_chosen_another_dtype_or_cut_is_refused(odd: int, other: StageSizes) -> None:
+    """Its CPU has no instructions for that of the others; or its GPU is none that our kernels know, which counts other bytes."""
+    sizes = [other if stage == odd else SIZES for stage in range(4)]
     with pytest.raises(RankError, match=r"has other tensors between stages than rank \d with its StageSizes\(tokens=4, .* Set dtype"):
         list(Hosts().open(sizes))

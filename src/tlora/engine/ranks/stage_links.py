@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tlora.batching.pipeline_model import most_open
 from tlora.errors import RankError
+from tlora.shape.stages import LayerRange
 from tlora.sharing.channel import Channel, DeviceOrder, Ends, InterruptedWaitError, PeerWait, Ring, open_words
 from tlora.sharing.peer_memory import PeerMemory, open_host_memory, open_peer_memory
 from tlora.sharing.peers import Peers
@@ -34,7 +35,7 @@ _MEASURES_BYTES, _CHECKS_BYTES = 8 << 20, 1 << 16  # of all jobs that may be on 
 @dataclass(frozen=True)
 class StageSizes:
     """What goes through the links, the same on all ranks. `tokens` of all passes of the largest micro-batch, those for references included;
-    `adapter`: numbers of the largest adapter.
+    `adapter`: numbers of the largest adapter; `layers` of each stage, where the ranks have cut the base by themselves.
     """
 
     tokens: int
@@ -42,6 +43,7 @@ class StageSizes:
     adapter: int
     hidden_dtype: torch.dtype
     sum_dtype: torch.dtype
+    layers: tuple[LayerRange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class StageLinks:
             hidden = peers.open(2 * ring, device, heard=next_to)
             flat = peers.open(flat_bytes, device, heard=all_before if self.rank == self.last else [self.last])
         else:
-            peers.agree("stages", [sizes.tokens, sizes.width, sizes.adapter, str(sizes.hidden_dtype), through_host], "stages of sizes")
+            numbers, layers = [sizes.tokens, sizes.width, sizes.adapter], [[cut.first, cut.stop] for cut in sizes.layers]
+            peers.agree("stages", [*numbers, str(sizes.hidden_dtype), through_host, layers], "stages of sizes")
             by_host = partial(open_host_memory, peers=peers, device=device)
             hidden = by_host(2 * ring, name="hidden states") if through_host else open_peer_memory(2 * ring, peers, device)
             flat = by_host(flat_bytes, name="adapters")
@@ -117,7 +120,7 @@ class StageLinks:
             if self._words.get(rank, _SIZES) != own:
                 raise RankError(
                     f"rank {rank} has other tensors between stages than rank {self.rank} with its {self.sizes}: with dtype auto "
-                    "each host's CPU chooses what it is fast in. Set dtype to one of both"
+                    "each host's CPU chooses what it is fast in. Set dtype to one of both, or, where layers differ, order GPUs of one kind"
                 )
 
     def _with(self, rank: int) -> Sequence[int]:

@@ -139,7 +139,7 @@ def open_pipeline(cut: BaseCut, model: SuperModel, send: Callable[[Any], None]) 
 def _open_links(cut: BaseCut, model: SuperModel) -> StageLinks:
     """Of the rank's stage, which `model` has, with the others. Raises RankError."""
     tokens = 2 * (cut.tokens + PADDING)  # as a pass for a reference takes them once more
-    sizes = StageSizes(tokens, model.base.head.weight_VH.shape[1], cut.adapter, model.bank.dtype, model.bank.sum_dtype)
+    sizes = StageSizes(tokens, model.base.head.weight_VH.shape[1], cut.adapter, model.bank.dtype, model.bank.sum_dtype, cut.ranges)
     return StageLinks(cut.peers, sizes, model.device, through_host=True)
 
 
