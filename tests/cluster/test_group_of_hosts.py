@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import pytest
 import tlora
 from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, steps_taken, write_rows
 from tests.hosts import Network, kill_host, network, start_worker, why_no_namespaces
+from tests.process_hooks import hold, let_hold
 from tlora.cluster.controller import run
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.event_log import EventLog
@@ -127,6 +129,7 @@ def cluster(root: Path, steps: int, gpus: tuple[int, ...], namespace: bool, layo
         monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
         monkeypatch.setenv("TLORA_CACHE", str(root / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        let_hold(monkeypatch, root, "")
         tlora.train(run_spec(base, root / "whole", orders, deterministic=True), device="cpu")
         made = Cluster(root, base, orders, gpus, stack.enter_context(network(3)) if namespace else None, layout)
         try:
@@ -144,7 +147,14 @@ def lent_trees(host: Path) -> list[Path]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("namespace", [False, pytest.param(True, marks=needs_namespaces)], ids=["process", "namespace"])
 def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace: bool) -> None:
-    with cluster(tmp_path, STEPS, (0,), namespace) as there:
+    with cluster(tmp_path, STEPS, (0,), namespace) as there, hold(STEPS - 20) as go_on:
+
+        def wait_for_data() -> None:
+            while not (tmp_path / "b" / "cache" / "hosts" / "trees").is_dir() or len(lent_trees(tmp_path / "b")) < 2:
+                time.sleep(0.05)
+            go_on()
+
+        threading.Thread(target=wait_for_data, daemon=True).start()
         there.train("b")
         there.check()
         assert there.spans() == [(0, STRIDE)] and not any(isinstance(item, GpusLost) for item in there.told)
