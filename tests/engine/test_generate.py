@@ -20,7 +20,7 @@ from tests.cases import in_every_run
 from tests.tiny import make_model
 from tests.tolerances import LOGITS, assert_close
 from tlora.base_digest import quick_digest
-from tlora.engine.generate import Sampling, _attach, answer, generate, open_adapter
+from tlora.engine.generate import Sampling, _attach, _prompt_ids, answer, generate, open_adapter
 from tlora.errors import ConfigError, ModelError
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -327,3 +327,20 @@ def test_an_answer_ends_at_the_last_of_learned_positions(base: Path, tmp_path: P
     assert answer(model, ["hello"], Sampling(1000))
     with pytest.raises(ConfigError, match=r"prompt of \d+ tokens: the base has 32 learned positions"):
         answer(model, ["hello " * 40], Sampling(1))
+
+
+def test_an_answer_beyond_the_positions_of_the_base_is_told(base: Path, tmp_path: Path):
+    """A rotary embedding goes on beyond them, and no word of its answer shows it."""
+    short = shutil.copytree(base, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32, "eos_token_id": None}))
+    (short / "generation_config.json").unlink(missing_ok=True)
+    model, notes = open_adapter(save_adapter(tmp_path / "of-short", short, target_modules=["q_proj"])), list[str]()
+    prompt = len(_prompt_ids(model, "hello"))
+    answer(model, ["hello"], Sampling(32 - prompt), on_note=notes.append)
+    assert not notes
+    answer(model, ["hello"], Sampling(33 - prompt), on_note=notes.append)
+    rule = "the base is made for 32 positions (max_position_embeddings): what it writes beyond them is not to be relied on"
+    assert notes == [f"prompt and answer have 33 tokens, and {rule}. Give --max-new-tokens {32 - prompt}"]
+    answer(model, ["hello " * 40], Sampling(1), on_note=notes.append)
+    assert notes[1].endswith("Shorten the prompt")

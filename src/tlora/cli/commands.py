@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -230,11 +231,15 @@ def generate(
         model = open_adapter(adapter, base_model=base_model, device=device, unused_weights=unused_weights, watcher=watcher)
     for line in model.notes:
         note(line)
+    show = partial(console.print, end="", soft_wrap=True)
     for title, adapted in (("base", False), ("adapter", True)) if compare else (("", True),):
         if title:
             console.print(f"--- {title}", style="bold")
-        answer(model, [prompt], sampling, adapted=adapted, on_text=lambda text: console.print(printable(text), end="", soft_wrap=True))
+        notes = list[str]()
+        answer(model, [prompt], sampling, adapted=adapted, on_text=lambda text: show(printable(text)), on_note=notes.append)
         console.print()
+        for line in notes:
+            note(line)
 
 
 def report(directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's output directory.", show_default=False)]) -> None:

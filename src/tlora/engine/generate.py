@@ -30,7 +30,7 @@ from tlora.planning.start import adopt_adapter_config
 from tlora.planning.threads import compute_with, default_threads
 from tlora.shape.token_cost import CPU_BUDGET_CAP
 from tlora.store.serving import find_prompting
-from tlora.supermodel.base_config import learned_positions
+from tlora.supermodel.base_config import learned_positions, max_positions
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.experts import Experts
@@ -187,10 +187,17 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 
 def answer(
-    model: AdaptedModel, prompts: Sequence[str], sampling: Sampling, *, adapted: bool = True, on_text: OnText | None = None
+    model: AdaptedModel,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    adapted: bool = True,
+    on_text: OnText | None = None,
+    on_note: OnText | None = None,
 ) -> list[str]:
-    """An answer to each prompt, in one batch; `adapted=False` asks the base alone. `on_text` gets a single answer as it grows. Raises
-    ConfigError for a prompt that is no text, or fills all positions of the base that has a table of them.
+    """An answer to each prompt, in one batch; `adapted=False` asks the base alone. `on_text` gets a single answer as it grows, `on_note`
+    a line where the longest has gone beyond the positions that the base is made for. Raises ConfigError for a prompt that is no text, or
+    fills all positions of the base that has a table of them.
     """
     check_prompts(prompts)
     assert on_text is None or len(prompts) == 1, f"{len(prompts)} answers cannot be streamed into one another"
@@ -221,7 +228,18 @@ def answer(
             _attach(model, stack)
             stack.enter_context(model.experts.adapted(model.layout, model.params))
         out: Tensor = model.model.generate(input_ids, attention_mask=mask, generation_config=config, tokenizer=tokenizer, streamer=stream)
+    if on_note and (line := _beyond_positions(max_positions(model.model), longest, out.shape[1])):
+        on_note(line)
     return [_cut(tokenizer.decode(row, skip_special_tokens=True), stop_text) for row in out[:, longest:]]
+
+
+def _beyond_positions(made_for: int | None, prompt: int, tokens: int) -> str:
+    """What to say of `tokens`, those of the `prompt` and its answer; empty where the base is made for so many."""
+    if made_for is None or tokens <= made_for:
+        return ""
+    remedy = "Shorten the prompt" if prompt >= made_for else f"Give --max-new-tokens {made_for - prompt}"
+    rule = f"the base is made for {made_for:,} positions (max_position_embeddings)"
+    return f"prompt and answer have {tokens:,} tokens, and {rule}: what it writes beyond them is not to be relied on. {remedy}"
 
 
 def _attach(model: AdaptedModel, stack: ExitStack) -> None:
