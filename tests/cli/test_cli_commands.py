@@ -97,6 +97,21 @@ def test_help_loads_no_model_library():
     assert all(command in done.stdout for command in ("check", "train", "generate", "report", "tune"))
 
 
+@pytest.mark.parametrize("module", ["tlora.cache_directory", "psutil", "tlora.cli.commands", "typer"])
+def test_ctrl_c_while_its_own_modules_are_imported_is_130_without_a_word(module: str):
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from tlora.cli import main\nsys.argv = ['tlora', '--version']\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_wrong_jobs_file_is_told_before_a_model_library_is_loaded(tmp_path: Path):
     code = (
         "import sys\nfrom tlora.cli import main\nsys.argv = ['tlora', 'train', 'nowhere.yaml']\n"
