@@ -25,13 +25,26 @@ from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sha25
 from tests.process_hooks import run_in_each_process
 from tlora.cluster.epochs import lock_store
 from tlora.engine.interrupts import recorded_end
+from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.results import Results
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError, ConfigError, ModelError
 from tlora.json_file import read_object
 from tlora.live import cluster_run
 from tlora.live.cluster_run import train_on_cluster
-from tlora.protocol import BaseAdded, GroupFound, JobFinished, JobSubmitted, MemoryFound, NodeAdded, StartGroup, Tick
+from tlora.protocol import (
+    BaseAdded,
+    GpusUnheard,
+    GroupFound,
+    JobFinished,
+    JobGroup,
+    JobSubmitted,
+    MemoryFound,
+    NodeAdded,
+    ParallelPlan,
+    StartGroup,
+    Tick,
+)
 from tlora.sim.scenario import Scenario, scene_of
 from tlora.sim.trace import read_event_log
 
@@ -147,6 +160,25 @@ def test_a_run_that_is_refused_leaves_that_of_the_other_controller_as_it_is(worl
         train_on_cluster(run_spec(world.base, tmp_path / "out", world.orders), device="cpu")
     os.close(held)
     assert (tmp_path / "out" / "jobs" / "run.json").read_bytes() == before
+
+
+def test_a_stopped_job_that_no_worker_had_has_its_number_of_steps(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose worker was killed: its row said 800/0 steps."""
+    monkeypatch.setattr(cluster_run, "run_controller", lambda *_: None)
+    order = {**job("a", str(world.data / "b.jsonl"), batch_size=2), "max_steps": None, "num_train_epochs": 3}
+    result = train_on_cluster(run_spec(world.base, tmp_path / "out", [order]), device="cpu")["a"]
+    assert (result.status, result.steps, result.total_steps) == ("stopped", 0, 15)
+
+
+def test_a_host_that_is_not_heard_is_told_with_its_jobs(tmp_path: Path) -> None:
+    notes = list[str]()
+    run = run_spec(tmp_path / "base", tmp_path / "out", [job("a", "none.jsonl")])
+    seen = cluster_run._Run(run, tmp_path / "out", rank_devices(1, "cpu"), "fifo", Watcher(note=notes.append), 0.0)
+    group = JobGroup("g0", "base", (1000,), ParallelPlan(1, 1024), ("a",), (1.0,))
+    silent = GpusUnheard((1000,), "nothing is heard")
+    for item in (silent, StartGroup(group), silent, GpusUnheard((1000,), "")):
+        seen._see(item)
+    assert notes == ["a: nothing is heard", "a: its host is heard again"]
 
 
 def interrupt(*_: object) -> None:

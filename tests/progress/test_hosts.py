@@ -16,6 +16,7 @@ from tlora.protocol import (
     NodeDraining,
     ParallelPlan,
     StartGroup,
+    StepsDone,
     StopGroup,
 )
 
@@ -64,3 +65,15 @@ def test_a_group_whose_host_is_not_heard_waits_for_the_end_of_its_lease() -> Non
     progress.see(GpusUnheard((1000,), "its lease"))
     progress.see(GpusLost((1000,)))
     assert not progress.unheard
+
+
+def test_a_job_whose_host_is_not_heard_has_no_rate() -> None:
+    """The last one that was heard stood there until the lease had ended."""
+    progress, group = ClusterProgress(ProgressView()), JobGroup("g0", "base", (1000,), ParallelPlan(1, 1024), ("a",), (1.0,))
+    profile = JobProfile(100.0, 10, 30, 1000)
+    for item in (NodeAdded("b", (1000,)), JobSubmitted("a", "base", 1, profile), StartGroup(group), StepsDone("a", "g0", 2, 0.5)):
+        progress.see(item)
+    assert progress.view.rows["a"].tokens_per_second == 200 and progress.view.rows["a"].eta_seconds == 4
+    progress.see(GpusUnheard((1000,), "its lease"))
+    assert progress.jobs_on((1000,)) == ["a"] and progress.jobs_on((0,)) == []
+    assert progress.view.rows["a"].tokens_per_second == 0 and progress.view.rows["a"].eta_seconds is None

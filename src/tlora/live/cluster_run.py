@@ -47,6 +47,7 @@ from tlora.protocol import (
     Action,
     BaseAdded,
     Event,
+    GpusUnheard,
     JobFailed,
     JobFinished,
     JobRequest,
@@ -342,6 +343,8 @@ class _Run:
             rows = read_rows(Path(self._run.output_dir) / item.job_id / "metrics.jsonl", _TAIL_BYTES)
             self._cluster.view.advance(item.job_id, **logged_values(rows))
         self._cluster.see(item)
+        if isinstance(item, GpusUnheard) and (waiting := self._cluster.jobs_on(item.gpus)):
+            self._watcher.note(f"{', '.join(waiting)}: {item.why or 'its host is heard again'}")
         if isinstance(item, JobFailed | RejectJob):
             self._fail(next(spec for spec in self._run.jobs if spec.name == item.job_id), item.reason)
         now = time.monotonic()
@@ -372,7 +375,8 @@ class _Run:
 
     def _finish(self, received: Sequence[int], guard: BaseGuard) -> Results:
         self._show()
-        results = all_results(self._run, self._ended, received, self._watcher.note)
+        total_steps = {name: row.total_steps for name, row in self._cluster.view.rows.items()}
+        results = all_results(self._run, self._ended, received, self._watcher.note, total_steps)
         try:
             self._record(results.status, guard)
             results.report = write_report(Path(self._run.output_dir))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tlora.progress.view import Change, ProgressView
@@ -111,6 +112,8 @@ class ClusterProgress:
                 self.hosts[name].draining = True
             case GpusUnheard(gpus, why):
                 self.unheard |= dict.fromkeys(gpus, why)
+                for name in self.jobs_on(gpus) if why else ():
+                    view.advance(name, tokens_per_second=0.0, eta_seconds=None)
             case GpusLost(gpus):
                 for gpu in gpus:
                     self.unheard.pop(gpu, None)
@@ -127,6 +130,11 @@ class ClusterProgress:
         for name in group.job_ids:
             self._group_of[name] = group.group_id
             self.view.place(name, group.gpus, self._host_of(group))
+
+    def jobs_on(self, gpus: Iterable[int]) -> list[str]:
+        """Those of the groups that have some of these."""
+        there = set(gpus)
+        return [name for group in self.groups.values() if not there.isdisjoint(group.gpus) for name in group.job_ids]
 
     def why_there(self, group: JobGroup) -> str:
         """What the group waits for, or why its GPUs are of several hosts, or not all that it was given; "" for none of these."""
