@@ -97,7 +97,7 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (worker_line(replace(HELLO, versions={"tlora": "0.0.1"})), ("tlora 0.0.1", __version__, "same version")),
         (worker_line(replace(HELLO, protocol=2)), ("protocol 2", "controller's version")),
         (b'{"kind":"hello"}\n', ("protocol None",)),
-        (worker_line(replace(HELLO, gpus=(7,))), ("GPUs [7]", "[0, 1]")),
+        (worker_line(replace(HELLO, gpus=(7,))), ("GPUs [7]", "[0, 1]", "start the controller with them (--gpus)")),
         (worker_line(replace(HELLO, gpus=(1, 0))), ("GPUs [1, 0]", "ascending")),
         (worker_line(replace(HELLO, gpus=())), ("GPUs []", "[0, 1]")),
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
@@ -292,6 +292,7 @@ def test_a_worker_may_not_have_some_of_the_gpus_of_another(station: Station) -> 
         assert station.answer(wide)["kind"] == "ack"
         narrow.sendall(worker_line(replace(HELLO, incarnation="another", gpus=(1,))))
         reason = station.answer(narrow)["reason"]
+    assert reason.endswith("The controller starts workers on its own GPUs as it needs them: end this one")
     assert "comes for GPU 1, and there is a worker already that has GPUs 0, 1" in reason and station.worker_pool.workers[0].gpus == (0, 1)
 
 

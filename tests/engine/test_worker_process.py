@@ -94,7 +94,7 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
         shorten_lease(crew, worker, 1.0)
     if how == "sigterm":
         os.kill(worker.process.pid, signal.SIGTERM)
-        assert hear(crew, Ending).reason == f"signal {signal.SIGTERM:d}"
+        assert hear(crew, Ending).reason == "SIGTERM"
     elif how == "stop":
         worker.stop()
     else:
@@ -155,6 +155,17 @@ def test_a_worker_started_by_hand_says_where_nobody_listens(tmp_path: Path) -> N
     for address, fact in bad.items():
         done = subprocess.run([sys.executable, "-m", "tlora.engine.worker", "--connect", address], capture_output=True, check=False)
         assert done.returncode == 2 and fact in done.stderr.decode(), done.stderr
+
+
+def test_ctrl_c_before_a_worker_serves_is_130_without_a_word() -> None:
+    """As while it asks the driver for its GPUs."""
+    code = (
+        "import os, signal\nfrom tlora.engine import worker\n"
+        "worker.find_entrance = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "worker.run('unix:/x', (0,))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def test_a_worker_that_is_refused_at_its_hello_says_why_in_a_line(tmp_path: Path, crews: list[WorkerPool]) -> None:

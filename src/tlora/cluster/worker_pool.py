@@ -41,6 +41,8 @@ _WATCH_SECONDS = 1.0
 _HEARD_AT_ONCE = 512  # messages, before what follows of them is decided and acknowledged
 _GONE_SECONDS = 60.0  # for the kernel to end a killed process
 _LAST_WORDS_SECONDS = 10.0  # to read what an ended process has sent before
+_REMEDY_HERE = "The controller starts workers on its own GPUs as it needs them: end this one"
+_REMEDY_ELSEWHERE = "End one of the two or, if it has another GPU of that number, start it with another --host"
 
 
 @dataclass(frozen=True)
@@ -298,8 +300,8 @@ class WorkerPool:
         if remote and (reason := self.remote_hosts.why_not(hello, arrived.peer, self._same(hello))):
             return f"{who}: {reason}"
         if not remote and (not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus)):
-            there = list(self._gpus)
-            return f"{who} has GPUs {list(hello.gpus)}, and a worker here has some of {there}, in ascending order. Start it with such"
+            rule = f"and a worker of this host has some of {list(self._gpus)}, those of its controller, in ascending order"
+            return f"{who} has GPUs {list(hello.gpus)}, {rule}. To use others, start the controller with them (--gpus)"
         if hello.epoch > self._epoch:
             return f"{who} has heard of a later controller (epoch {hello.epoch}) than this one ({self._epoch}). Stop this one"
         if token is not None and token.has_expired and not self._was_here(arrived):
@@ -310,7 +312,7 @@ class WorkerPool:
             known = same and not worker.given_up and pid in (0, worker.process.pid)
             if not (known and (worker.incarnation or hello.incarnation) == hello.incarnation):
                 what = f"comes for {gpu_names(hello.gpus)}, and there is a worker already that has {worker.display_name}"
-                return f"{who} {what} (process {worker.process.pid}). End one of the two"
+                return f"{who} {what} (process {worker.process.pid}). {_REMEDY_ELSEWHERE if remote else _REMEDY_HERE}"
         return ""
 
     def _was_here(self, arrived: Arrived) -> bool:

@@ -192,7 +192,7 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
 
     def on_signal(number: int, _: object) -> None:
         received.append(number)
-        _thread.start_new_thread(worker.end, (f"signal {number}",))  # what was interrupted may hold a lock
+        _thread.start_new_thread(worker.end, (signal.Signals(number).name,))  # what was interrupted may hold a lock
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
@@ -326,6 +326,8 @@ def run(
     except ConfigError as error:
         note(f"error: {error}")
         status = REFUSED
+    except KeyboardInterrupt:  # before it serves, where there is nothing to save
+        status = 130
     except BaseException:
         note(traceback.format_exc())
     leave(status)
