@@ -13,6 +13,7 @@ from tlora.errors import ConfigError
 from tlora.job import JobSpec
 from tlora.live.cluster_run import train_on_cluster
 from tlora.service.config import ServerConfig
+from tlora.service.database.store import default_url, open_store
 from tlora.service.server import open_server
 from tlora.writable_directory import check_writable
 
@@ -98,5 +99,8 @@ def test_a_server_refuses_it_before_its_store_is_opened(tmp_path: Path, make: Ca
 def test_a_database_whose_path_sqlite_cannot_take(tmp_path: Path) -> None:
     directory = nested(tmp_path, 504 - len("/tlora.db"))
     open_server(ServerConfig(data_dir=str(directory), device="cpu")).close()
+    (tmp_path / "short").symlink_to(directory.parent / f"{directory.name}x")
+    with pytest.raises(ConfigError, match="its path has 505 bytes, and SQLite takes 504. Choose a shorter one"):
+        open_store(default_url(tmp_path / "short"))
     with pytest.raises(ConfigError, match="its path has 505 bytes, and SQLite takes 504. Choose a shorter one"):
         open_server(ServerConfig(data_dir=f"{directory}f", device="cpu"))

@@ -52,8 +52,10 @@ def open_store(url: str) -> Engine:
     path = sqlite_file(engine.url)
     if path is not None:
         refuse_network_system(path)
-        if (length := len(os.fsencode(path.absolute()))) > _LONGEST_PATH:
-            raise ConfigError(f"database {path}: its path has {length} bytes, and SQLite takes {_LONGEST_PATH}. Choose a shorter one")
+        longest = max(map(os.fsencode, (path.absolute(), path.resolve())), key=len)  # SQLite follows links itself
+        if len(longest) > _LONGEST_PATH:
+            where = f"database {os.fsdecode(longest)}"
+            raise ConfigError(f"{where}: its path has {len(longest)} bytes, and SQLite takes {_LONGEST_PATH}. Choose a shorter one")
     try:
         with engine.connect() as connection:
             _migrate(connection, path)
