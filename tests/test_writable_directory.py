@@ -47,7 +47,13 @@ def broken_link(parent: Path) -> tuple[Path, str]:
     return parent / "link", f"{parent / 'link'} is a symbolic link to nothing. Choose another"
 
 
-BAD = [too_long_name, too_long_path, file_in_the_way, broken_link]
+def not_utf8(parent: Path) -> tuple[Path, str]:
+    directory = Path(os.fsdecode(os.fsencode(parent) + b"/\xe9"))
+    rule = "has bytes that are not UTF-8, and files that name it are UTF-8"
+    return directory, f"{str(directory)!a} {rule}. Choose another "
+
+
+BAD = [too_long_name, too_long_path, file_in_the_way, broken_link, not_utf8]
 
 
 @pytest.mark.parametrize("make", BAD)

@@ -15,6 +15,15 @@ _MOST_BYTES = 64 << 20  # a run.json of 10,000 jobs has 15 MB; a link to /dev/ze
 _ANY = json.JSONDecoder()
 
 
+def is_utf8(text: str) -> bool:
+    """Whether JSON can hold `text`. Python hands on bytes of a path or a command line that are not UTF-8 as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class KeyTwiceError(Exception):
     """An object has a key twice. No ValueError: the text is JSON."""
 

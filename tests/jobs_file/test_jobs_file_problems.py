@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -363,3 +364,17 @@ def test_json_is_yaml_too(tmp_path: Path):
     file = tmp_path / "jobs.json"
     file.write_text(json.dumps({"base_model": "b", "jobs": [{"name": "a", "data": "d"}]}))
     assert read_jobs_file(file).jobs[0].name == "a"
+
+
+def test_paths_that_are_not_utf8(tmp_path: Path):
+    """A file in a directory of another encoding: its path could not be written into job.json. Names of the hub are no paths."""
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xe9"))
+    directory.mkdir()
+    (directory / "jobs.yaml").write_text("base_model: org/b\njobs: [{name: a, data: org/set}]")
+    assert read_jobs_file(directory / "jobs.yaml").base_model == "org/b"
+    (directory / "jobs.yaml").write_text("base_model: ./b\njobs: [{name: a, data: d.jsonl, adapter_path: a, chat_template: t.jinja}]")
+    with pytest.raises(ConfigError) as refused:
+        read_jobs_file(directory / "jobs.yaml")
+    lines, rule = str(refused.value).splitlines(), "has bytes that are not UTF-8, and a run's files are UTF-8; rename it"
+    for key, name in (("base_model", "b"), ("data.path", "d.jsonl"), ("adapter_path", "a"), ("data.chat_template", "t.jinja")):
+        assert any(line.endswith(f"{key}: {str(directory / name)!a} {rule}") for line in lines), (key, lines)

@@ -24,7 +24,7 @@ from tlora.data.encode import ChatSettings, Encoder, open_encoder
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, ModelError
 from tlora.job import DataConfig, JobSpec, UnusedWeights
-from tlora.json_file import read_object
+from tlora.json_file import is_utf8, read_object
 from tlora.planning.plan import pick_device
 from tlora.planning.start import adopt_adapter_config
 from tlora.planning.threads import compute_with, default_threads
@@ -180,10 +180,8 @@ def _base_of(config: dict[str, Any]) -> str | None:
 def check_prompts(prompts: Sequence[str]) -> None:
     """Raises ConfigError for bytes that are not UTF-8, which a command line hands on as lone surrogates."""
     for prompt in prompts:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"prompt {prompt!a}: has bytes that are not UTF-8. Write it in UTF-8") from None
+        if not is_utf8(prompt):
+            raise ConfigError(f"prompt {prompt!a}: has bytes that are not UTF-8. Write it in UTF-8")
 
 
 def answer(

@@ -20,6 +20,7 @@ from tlora.jobs_file.other_trainers import explain_file
 from tlora.jobs_file.rules import find_booleans, shown, translate
 from tlora.jobs_file.spelling import meant, suggest
 from tlora.jobs_file.sweep import expand, title_of
+from tlora.json_file import is_utf8
 
 MAX_BYTES = 1 << 20
 MAX_JOBS = 10_000
@@ -270,7 +271,7 @@ def _check_names(jobs: list[Located], problems: list[Problem]) -> None:
 def _resolve_job(job: Located, directory: Path, problems: list[Problem]) -> Located:
     fields = dict(job.fields)
     if "adapter_path" in fields:
-        fields["adapter_path"] = _absolute(fields["adapter_path"], "adapter_path", directory, problems)
+        fields["adapter_path"] = _local(fields["adapter_path"], "adapter_path", directory, problems)
     if data := fields.get("data"):
         fields["data"] = data.with_value(_resolve_data(data.fields, directory, problems)) if data.fields else data
     return job.with_value(fields)
@@ -288,7 +289,7 @@ def _resolve_data(data: Fields, directory: Path, problems: list[Problem]) -> Fie
         found = "a list" if path else "none"
         problems.append(given.problem(f"data.{key}: it is about one path, and there is {found}; write it beside the path it is about"))
     if "chat_template" in fields:
-        fields["chat_template"] = _absolute(fields["chat_template"], "data.chat_template", directory, problems)
+        fields["chat_template"] = _local(fields["chat_template"], "data.chat_template", directory, problems)
     for key in _SOURCES:
         if key in fields:
             fields[key] = _resolve_sources(fields[key], f"data.{key}", directory, problems)
@@ -302,7 +303,7 @@ def _resolve_sources(place: Located, key: str, directory: Path, problems: list[P
     if not isinstance(place.value, dict):
         local = _absolute(place, key, directory, problems)
         is_hub = isinstance(place.value, str) and may_be_hub_data(place.value) and not Path(str(local.value)).exists()
-        return place if is_hub else local
+        return place if is_hub else _in_utf8(local, key, problems)
     source = dict(place.value)
     for unknown in [name for name in source if name not in DataSource.model_fields]:
         problems.append(source[unknown].problem(f"{key}.{unknown}: unknown key; {suggest(unknown, DataSource.model_fields)}"))
@@ -331,6 +332,17 @@ def _absolute(place: Located, key: str, directory: Path, problems: list[Problem]
     return Located(local, place.line, place.where)
 
 
+def _local(place: Located, key: str, directory: Path, problems: list[Problem]) -> Located:
+    return _in_utf8(_absolute(place, key, directory, problems), key, problems)
+
+
+def _in_utf8(path: Located, key: str, problems: list[Problem]) -> Located:
+    if isinstance(path.value, str) and not is_utf8(path.value):
+        problems.append(path.problem(f"{key}: {path.value!a} has bytes that are not UTF-8, and a run's files are UTF-8; rename it"))
+        return path.with_value(os.curdir)
+    return path
+
+
 def at_home(path: str) -> str:
     """`path` with the home directory that a `~` at its beginning means. Raises ConfigError."""
     try:
@@ -353,7 +365,7 @@ def _resolve_base(place: Located, directory: Path, problems: list[Problem]) -> L
         return place if place.value != "" else _absolute(place, "base_model", directory, problems)
     local = _absolute(place, "base_model", directory, problems)
     is_path = place.value.startswith((".", "/", "~")) or Path(str(local.value)).is_dir()
-    return local if is_path else place
+    return _in_utf8(local, "base_model", problems) if is_path else place
 
 
 def _validate(run: Located, directory: Path, problems: list[Problem]) -> RunSpec:
