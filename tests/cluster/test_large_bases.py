@@ -13,6 +13,7 @@ from tests.cluster.test_local import job
 from tests.scheduler.mirror import made_cost
 from tests.scheduler.test_hosts_that_may_come import host
 from tests.scheduler.test_unequal_gpus import GB, MEMORY
+from tests.shape.made_stages import with_made_stages
 from tlora.cluster.hosts import STRIDE
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.remote_worker import RemoteWorker
@@ -24,7 +25,7 @@ from tlora.shape.cost import CostModel
 from tlora.shape.memory import BaseMemory
 from tlora.worker_protocol import Device, HostLabels
 
-STAGED = replace(MEMORY, stage_bytes=MEMORY.bytes_by_gpus[1:])  # may be cut into stages over hosts
+STAGED = with_made_stages(MEMORY, *MEMORY.bytes_by_gpus[1:])  # may be cut into stages over hosts
 
 
 def costs(memory: BaseMemory = MEMORY) -> CostModel:
@@ -92,7 +93,7 @@ def backend(tmp_path: Path) -> Iterator[LocalBackend]:
 @pytest.mark.parametrize("in_stages", [False, True])
 def test_a_job_waits_for_as_many_gpus_as_hold_its_base(backend: LocalBackend, policy: str, first: str, in_stages: bool) -> None:
     """It asked for one, and waited for ever: "Cut its samples or its rank"."""
-    memory = MEMORY.cut(MEMORY.bytes_by_gpus[1:]) if in_stages else STAGED
+    memory = STAGED.cut() if in_stages else STAGED
     controlled = Controlled(backend, policy, memory)
     if first == "job":
         controlled.submit(order("large"))
@@ -185,7 +186,7 @@ def test_the_number_is_of_the_largest_gpus_of_which_there_are_enough() -> None:
 
 def test_the_number_goes_by_what_the_gpus_of_one_host_hold_and_by_stages_over_several() -> None:
     """It went by what a GPU holds that shares the base with others of its host, also where these are on other hosts."""
-    uneven = replace(MEMORY, stage_bytes=(13 * GB, 10 * GB, 6 * GB))  # the fullest of 2, 3, 4
+    uneven = with_made_stages(MEMORY, 13 * GB, 10 * GB, 6 * GB)  # the fullest of 2, 3, 4
     streams = replace(uneven, streamed_bytes=4 * GB)
     gpus = GpuMemory()
     gpus.find((0, 1, 2, 3), (12 * GB,) * 4)
@@ -215,7 +216,7 @@ def test_a_base_that_cannot_be_cut_gets_gpus_of_one_host(backend: LocalBackend, 
 @pytest.mark.parametrize("policy", LIVE_POLICIES)
 def test_parts_that_one_host_shares_are_not_spread_over_the_free_gpus_of_several(backend: LocalBackend, policy: str) -> None:
     """Each host has a GPU that others have filled: the number of those that share it is none of stages."""
-    controlled = Controlled(backend, policy, replace(MEMORY, stage_bytes=(13 * GB, 10 * GB, 6 * GB)))
+    controlled = Controlled(backend, policy, with_made_stages(MEMORY, 13 * GB, 10 * GB, 6 * GB))
     controlled.come("small", 9 * STRIDE, room=5 * GB)
     controlled.come("a", STRIDE, STRIDE + 1, room=12 * GB)
     controlled.come("b", 2 * STRIDE, room=12 * GB)

@@ -22,7 +22,9 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import pack_rows
 from tlora.engine import session as training
 from tlora.engine.check import check
+from tlora.engine.messages import SetPlan
 from tlora.engine.watcher import Watcher
+from tlora.engine.worker_base import WorkerMemory
 from tlora.errors import CapacityError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.base_parts import memory_of_stages
@@ -376,6 +378,16 @@ def test_no_stage_takes_more_than_the_limit_at_any_depth(tmp_path: Path) -> None
     assert len(found.most_tokens) == 8 and found.most_tokens[0] > 0
     for depth, tokens in enumerate(found.most_tokens):
         assert all(memory.total_bytes(layouts, tokens, depth) <= limit for memory in memories), depth
+
+
+def test_all_layers_of_each_stage_are_recomputed_where_that_is_ordered(tmp_path: Path) -> None:
+    """The worker has the last stage, which may have fewer layers than others: they recomputed no more than it has."""
+    LlamaConfig(**SHAPE | {"num_hidden_layers": 16}).save_pretrained(tmp_path)
+    stages = [LayerRange(0, 9, 16), LayerRange(9, 16, 16)]
+    bound = MemoryBound(SuperModel(outline(str(tmp_path), "bfloat16")), 0, GPU, [1 << 40] * 2, stages)
+    last: Any = SimpleNamespace(model=SimpleNamespace(num_layers=7))
+    depths = [WorkerMemory(bound, last, recompute, SetPlan(64))._deepest().most_layers for recompute in ("all", "auto", 8, 3, "none")]
+    assert depths == [9, 8, 8, 3, 0]
 
 
 def test_a_hybrid_on_kernels_keeps_its_recurrences_and_needs_their_states_in_backward(tmp_path: Path) -> None:

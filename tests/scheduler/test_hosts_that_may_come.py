@@ -8,6 +8,7 @@ import pytest
 
 from tests.scheduler.mirror import Mirror, made_cost, made_spec, tell
 from tests.scheduler.test_unequal_gpus import GB, MEMORY, costs, small
+from tests.shape.made_stages import with_made_stages
 from tlora.cluster.hosts import node_events
 from tlora.protocol import (
     ChangeGroup,
@@ -188,7 +189,7 @@ def test_a_job_that_trains_is_not_judged_when_a_controller_finds_it() -> None:
 def test_of_a_base_in_stages_a_gpu_has_its_part() -> None:
     """Each GPU has room for 16 GB of base, but not for that and 4 GB of adapter: the job was never placed."""
     spec = cut("wide", parameters=2 * 10**8, tokens=64_000.0)
-    for memory, fits in ((MEMORY.cut((9 * GB, 7 * GB)), True), (MEMORY, False)):
+    for memory, fits in ((with_made_stages(MEMORY, 9 * GB, 7 * GB).cut(), True), (MEMORY, False)):
         cost = made_cost()
         cost.memory = {spec.base_model: memory}
         cluster = Cluster(cost=cost)

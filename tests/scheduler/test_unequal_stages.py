@@ -5,7 +5,6 @@ let in.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -29,11 +28,11 @@ from tlora.protocol import (
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.residual_capacity import residual_capacity
 from tlora.scheduler.scheduler import Policy, Scheduler
-from tlora.shape.base_parts import StageRooms
+from tlora.shape.base_parts import with_stages
 from tlora.shape.memory import ADAPTER_BYTES, MOST_GPUS, base_memory
 
 WHOLE = base_memory(PARTS.memory, [PARTS.memory.base_bytes] * MOST_GPUS, 0)
-MEMORY = replace(WHOLE, stage_rooms=StageRooms(PARTS)).cut(PARTS.bytes_by_stages())
+MEMORY = with_stages(WHOLE, PARTS, ordered=True)
 SMALL, LARGE = 300 * MB, 1500 * MB  # half of the base, 400 MB, is too large for the smaller
 
 

@@ -115,7 +115,8 @@ def test_a_base_beyond_a_gpu_needs_several(bases: Path) -> None:
         capacity = Capacity(listens.model_copy(update={"memory_limit": limit}), Devices("cuda", (0, 1, 2, 3), most))
         capacity.learn("base", BASE)
         memory = capacity.memory_of("base")
-        assert capacity.least_gpus("base") == least and memory is not None and memory.stage_bytes == outline.parts.bytes_by_stages()
+        assert capacity.least_gpus("base") == least and memory is not None and memory.stages is not None
+        assert memory.stages.fullest_bytes == outline.parts.bytes_by_stages()
     unstreamed = replace(outline, memory=replace(outline.memory, streamed_bytes=0.0))
     beyond = Capacity(config_of(bases.parent), Devices("cuda", (0, 1, 2, 3), outline.memory.bytes_by_gpus[3] - 1))
     beyond._outlines["base"] = unstreamed
@@ -165,7 +166,6 @@ def test_a_base_that_is_ordered_in_stages_counts_as_its_fullest_stage(bases: Pat
         assert memory.weights(2, room) in halves and not memory.is_whole(room)
         assert memory.weights(layers, room) == max(part(layer, layer + 1) for layer in range(layers)) < outline.bytes
         assert memory.weights(layers, 1) == memory.weights(layers, room) and len(memory.bytes_by_gpus) == layers
-        assert memory.stage_rooms is not None
         assert memory.room_on((1.0,) * (layers + 1), (room,) * (layers + 1)) == room, "no cut has more stages than there are layers"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from tlora.batching.pipeline_model import most_open
-from tlora.shape.base_parts import BaseParts
-from tlora.shape.memory import MemoryModel, Phase, adapter_bytes
+from tlora.shape.base_parts import BaseParts, highest, with_stages
+from tlora.shape.memory import ADAPTER_BYTES, MOST_GPUS, MemoryModel, Phase, adapter_bytes, base_memory
 
 MB = 10**6
 LAYERS, PLENTY = 8, 1 << 50
@@ -64,3 +67,41 @@ def test_a_gpu_that_is_too_small_for_an_equal_stage_gets_fewer_layers() -> None:
     tight = [PARTS.stage_bytes(0, 2), PARTS.stage_bytes(2, 8)]
     assert PARTS.cut([1.0, 1.0], tight, 10**9, 10**6) == ((0, 2), (2, 8)), "or with none"
     assert PARTS.cut([1.0, 1.0], [1, 1], 0, 1) == ((0, 4), (4, 8)), "no cut fits: memory counts for nothing"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_scheduler_plans_for_on_unequal_gpus_fits_in_the_cut_of_a_worker(seed: int) -> None:
+    """Also before it has chosen GPUs, when it counts equal stages on the smallest. A fast GPU's stage left less than that, as long as it
+    held the largest adapter of a worker, and a worker refused what a scheduler had placed.
+    """
+    chance = random.Random(seed)
+    phases = Phase(30 * MB, 8_000.0, 300.0, 400.0, at_head=True), Phase(10 * MB, 20_000.0, 2_000.0, 2_500.0)
+    beside = {"embedding_bytes": 150 * MB, "head_bytes": 150 * MB, "head_weights": chance.choice((0, 75 * MB))}
+    memory = MemoryModel(1100 * MB, phases[chance.randrange(2) :], LAYERS, 2, 4)
+    parts = replace(PARTS, memory=memory, layer_features=(chance.choice((1, 12_000)),) * LAYERS, **beside)
+    counted = with_stages(base_memory(memory, [memory.base_bytes] * MOST_GPUS, 0), parts, ordered=True)
+    recompute = chance.choice(("auto", "all", "none", 2))
+    counted, deepest = counted.recomputing(recompute), {"none": 0, 2: 2}.get(recompute, LAYERS)
+    stages = chance.choice((2, 2, 3, 4))
+    speeds = tuple(chance.choice((1.0, 1.0, 3.0)) for _ in range(stages))
+    limits = tuple(int(chance.choice((400, 600, 900, 1500)) * chance.uniform(0.8, 1.2)) * MB for _ in range(stages))
+    room, smallest = counted.room_on(speeds, limits), min(limits)
+    if counted.bytes_on(stages, 1024, smallest, recomputed=True) <= smallest:
+        assert room >= smallest - 1
+    cuts = parts.cut_for_any(speeds, limits, recompute)
+    for tokens in (1, 512, 1024, *(chance.randint(1, 16384) for _ in range(40)), 16384):
+        adapter = (room - counted.bytes_on(stages, tokens, room, recomputed=True)) / ADAPTER_BYTES
+        for stage, (first, end) in enumerate(cuts if adapter >= 0 else ()):
+            taken = parts.stage_bytes(first, end) + parts.stage_activations(first, end, most_open(stage, stages), tokens, deepest)
+            assert taken + ADAPTER_BYTES * adapter * (end - first) / LAYERS <= limits[stage] + 1, (stage, cuts, tokens)
+
+
+def test_the_highest_lines_are_those_of_the_maximum() -> None:
+    chance = random.Random(0)
+    for count in range(1, 30):
+        lines = [(chance.choice((0.0, 5.0, chance.uniform(0, 99))), chance.choice((0.0, 1.0, chance.uniform(0, 9)))) for _ in range(count)]
+        found = highest(lines)
+        assert [since for since, _, _ in found] == sorted(since for since, _, _ in found) and {line[1:] for line in found} <= set(lines)
+        for tokens in (0.0, *(chance.uniform(0, 60) for _ in range(20))):
+            here = [line for line in found if line[0] <= tokens][-1]
+            assert here[1] + tokens * here[2] == pytest.approx(max(fixed + tokens * each for fixed, each in lines))

@@ -76,7 +76,7 @@ class WorkerMemory:
 
     def _deepest(self) -> RecomputePlan:
         """As many layers as may be recomputed at most: as ordered, or as many as memory asks for."""
-        fixed = fixed_depth(self._recompute, self._group.model.num_layers)
+        fixed = fixed_depth(self._recompute, self._bound.num_layers if self._group.model.num_layers else 0)
         return same_for_all(self._bound.most_recomputed if fixed is None else fixed)
 
     def _demand(self, runs: Sequence[JobRun]) -> tuple[int, list[PlannedJob]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -60,7 +59,7 @@ from tlora.report.rows import read_rows
 from tlora.report.run_page import write_report
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
-from tlora.shape.base_parts import BaseParts, StageRooms
+from tlora.shape.base_parts import BaseParts, with_stages
 from tlora.shape.cost import CostModel
 from tlora.shape.gpu_files import slowest_here, speed_here
 from tlora.shape.hardware import nearest_base
@@ -239,10 +238,7 @@ class _Run:
     def _memory(self) -> BaseMemory:
         memory = count_base(self._model, torch.device(self._places[0]), self._run.layout)
         cut = self._run.layout == "stages" and self._most_gpus != 1
-        if not (cut or self._hosts_may_come) or self._parts.no_stages:
-            return memory
-        stages, memory = self._parts.bytes_by_stages(), replace(memory, stage_rooms=StageRooms(self._parts))
-        return memory.cut(stages) if cut else replace(memory, stage_bytes=stages)
+        return with_stages(memory, self._parts, ordered=cut) if cut or self._hosts_may_come else memory
 
     @cached_property
     def _parts(self) -> BaseParts:

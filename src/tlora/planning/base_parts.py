@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from tlora.adapter_shape import ExpertJobs
-from tlora.batching.pipeline_model import most_open
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import largest_adapter
 from tlora.planning.memory import (
@@ -89,8 +88,7 @@ def memory_of_stages(
     """Of each of `stages`, with adapters of up to `rank`, of experts too or not. Which of them takes most depends on jobs and tokens: one
     has more layers with experts, whose adapters are large, another more micro-batches in flight or the head.
     """
-    parts = count_parts(model, device, rank, adapts_experts)
-    return tuple(parts.stage_memory(cut.first, cut.stop, most_open(place, len(stages))) for place, cut in enumerate(stages))
+    return tuple(count_parts(model, device, rank, adapts_experts).memories([(cut.first, cut.stop) for cut in stages]))
 
 
 def memory_in_parts(run: RunSpec, model: SuperModel, device: torch.device, base_bytes: int) -> MemoryModel:

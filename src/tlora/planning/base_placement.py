@@ -9,7 +9,7 @@ import torch
 
 from tlora.adapter_shape import ExpertJobs
 from tlora.adapters.state import AdapterLayout
-from tlora.batching.pipeline_model import StageOverhead, most_open
+from tlora.batching.pipeline_model import StageOverhead
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.errors import CapacityError, ConfigError, ModelError
 from tlora.job import LayoutSetting, RunSpec
@@ -176,7 +176,7 @@ def _in_stages(
         )
     parts = count_parts(model, device, max(job.spec.largest_rank for job in jobs), adapt_experts(jobs))
     adapter, longest = max((layout.numel for layout in layouts_of(jobs)), default=0), max((job.longest for job in jobs), default=1)
-    cuts = parts.cut(speeds or [1.0] * gpus, limits, adapter, longest)
+    cuts = parts.cut(speeds or [1.0] * gpus, limits, adapter, longest, run.recompute)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
     fullest = max(range(gpus), key=lambda rank: sizes[rank] - limits[rank])
     if sizes[fullest] > limits[fullest]:
@@ -185,7 +185,7 @@ def _in_stages(
             f"{several}, a smaller base, or base_precision: nf4"
         )
     # Each stage keeps the activations of `most_open` micro-batches. All take what the tightest can.
-    memories = [parts.stage_memory(cut.first, cut.stop, most_open(rank, gpus)) for rank, cut in enumerate(ranges)]
+    memories = parts.memories(cuts)
     devices = tuple(Device(gpu, parts, limit) for gpu, limit in zip(models, limits, strict=bool(models)))
     overhead = Pipeline(devices, cuts).overhead() if devices else StageOverhead(host_ahead=device.type == "cuda")
     rooms = zip(memories, limits, strict=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tlora.batching.pipeline_model import StageOverhead, most_open
 from tlora.batching.recompute_plan import RecomputePlan
-from tlora.job import RunSpec
+from tlora.job import Recompute, RunSpec
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import counting_jobs, multiply_adds, trained_tokens
 from tlora.planning.micro_batches import (
@@ -262,7 +262,7 @@ def link_rate(one: GpuModel, other: GpuModel) -> float:
     return 1e9 * (peer or min(one.slower_link_gb_per_second, other.slower_link_gb_per_second))
 
 
-def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipeline:
+def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch], recompute: Recompute = "auto") -> Pipeline:
     """Layers cut by the predicted seconds of all `jobs`, of weights alone, without features, as the engine cuts them, and by memory."""
     parts = devices[0].parts
     each = {weights: sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in set(parts.layer_weights)}
@@ -273,7 +273,7 @@ def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch]) -> Pipe
         [each[weights] for weights in parts.layer_weights],
         head,
         [device.rate for device in devices],
-        *fitting([device.parts for device in devices], [device.limit_bytes for device in devices], adapter, longest),
+        *fitting([device.parts for device in devices], [device.limit_bytes for device in devices], adapter, longest, recompute),
     )
     return Pipeline(devices, cuts)
 

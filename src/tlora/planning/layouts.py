@@ -113,7 +113,7 @@ def _candidates(
         if stages > len(parts.layers):
             yield "stages", Layout("stages", replicas, stages), (), f"the base has {len(parts.layers)} layers"
             continue
-        pipelines = tuple(cut_pipeline(devices[first * stages : (first + 1) * stages], jobs) for first in range(replicas))
+        pipelines = tuple(cut_pipeline(devices[first * stages : (first + 1) * stages], jobs, run.recompute) for first in range(replicas))
         yield "stages", _weighted("stages", pipelines, stages), pipelines, None
 
 

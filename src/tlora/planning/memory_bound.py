@@ -62,6 +62,11 @@ class MemoryBound:
         """Layers that can be recomputed with profit."""
         return max(memory.most_recomputed for memory in self._measure(self._rank))
 
+    @property
+    def num_layers(self) -> int:
+        """That can be recomputed; of the stage that has most."""
+        return max(memory.num_layers for memory in self._measure(self._rank))
+
     def least_recomputed(self, jobs: Sequence[PlannedJob]) -> RecomputePlan:
         """The fewest layers with which all `jobs` fit at once, by the tokens of a micro-batch; all, where they never do. In stages, those
         of the stage that needs most.

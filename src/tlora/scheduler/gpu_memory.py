@@ -167,7 +167,7 @@ class GpuMemory:
             return shared
         if spec.least_gpus == 1 and self.holds(cost, spec):
             return spec
-        if not counted.stage_bytes:
+        if counted.stages is None:
             return like_shared or spec
         staged, like_staged = self._fewest(cost, spec, self.num_roomy)
         return staged or like_staged or like_shared or spec

@@ -11,7 +11,7 @@ from tlora.service.base_shapes import adapter_parameters, known_outline, precisi
 from tlora.service.config import ServerConfig
 from tlora.service.machine import Devices
 from tlora.service.problems import RefusedError
-from tlora.shape.base_parts import BaseParts, StageRooms
+from tlora.shape.base_parts import BaseParts, with_stages
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, least_gpus
 from tlora.shape.stages import LEAST_STAGES
@@ -51,10 +51,8 @@ class Capacity:
         """The base's outline was made."""
         outline = known_outline(self._directory, base_model, self._precision)
         if outline is not None:
-            if (self._cuts or self._hosts_may_come) and not outline.parts.no_stages:
-                stages, memory = outline.parts.bytes_by_stages(), outline.memory
-                memory = replace(memory, stage_rooms=StageRooms(outline.parts))
-                outline = replace(outline, memory=memory.cut(stages) if self._cuts else replace(memory, stage_bytes=stages))
+            if self._cuts or self._hosts_may_come:
+                outline = replace(outline, memory=with_stages(outline.memory, outline.parts, ordered=self._cuts))
             self._outlines[name] = outline
 
     def memory_of(self, name: str) -> BaseMemory | None:

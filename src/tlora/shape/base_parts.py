@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
 from tlora.batching.pipeline_model import most_open
-from tlora.shape.memory import MOST_GPUS, PLANNED_TOKENS, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
+from tlora.job import Recompute
+from tlora.shape.memory import MOST_GPUS, PLANNED_TOKENS, BaseMemory, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
 from tlora.shape.stages import LEAST_STAGES, LayerRange, cut_layers
+from tlora.shape.token_cost import fixed_depth
 from tlora.shape.work import FEATURE_WEIGHTS
 
 _BOUNDARY_BUFFERS = 4  # of a stage: activations and gradients that come in and go out, each while the last ones are still used
 WORKER_TOKENS = 8192  # that a sample or a budget may have in stages of a worker, whatever jobs are expected
 _WORKER_RANK = 128  # of an adapter of all linears for which these have room
+_ROOMS = 4096  # sets of GPUs whose stages are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +89,25 @@ class BaseParts:
         both = first == 0 and last == len(self.layers)
         return layers + max(0, beside) + at_ends - (tied if both else 0)
 
-    def cut(self, speeds: Sequence[float], limits: Sequence[int], adapter: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    def cut(
+        self, speeds: Sequence[float], limits: Sequence[int], adapter: int, tokens: int, recompute: Recompute = "auto"
+    ) -> tuple[tuple[int, int], ...]:
         """Layers of like predicted seconds on GPUs of these speeds, as far as each has memory, for an `adapter` of so many numbers and
-        micro-batches of so many `tokens`: `cut_layers`.
+        micro-batches of so many `tokens`, of which all layers or those that are ordered are recomputed: `cut_layers`.
         """
-        return cut_layers(self.layer_weights, self.head_weights, speeds, *fitting([self] * len(speeds), limits, adapter, tokens))
+        fits = fitting([self] * len(speeds), limits, adapter, tokens, recompute)
+        return cut_layers(self.layer_weights, self.head_weights, speeds, *fits)
 
-    def cut_for_any(self, speeds: Sequence[float], limits: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """As `cut`, of a worker, whose jobs come and go: for `most_numbers` and `WORKER_TOKENS`."""
-        return self.cut(speeds, limits, self.most_numbers, WORKER_TOKENS)
+    def cut_for_any(self, speeds: Sequence[float], limits: Sequence[int], recompute: Recompute = "auto") -> tuple[tuple[int, int], ...]:
+        """As `cut`, of a worker, whose jobs come and go: for `most_numbers` and `WORKER_TOKENS`. A scheduler that has not chosen GPUs yet
+        counts equal stages on the smallest: where these have room for jobs, no stage leaves them less.
+        """
+        holds_job, as_alike, *others = fitting([self] * len(speeds), limits, self.most_numbers, WORKER_TOKENS, recompute)
+
+        def both(stage: int, first: int, end: int) -> bool:
+            return holds_job(stage, first, end) and as_alike(stage, first, end)
+
+        return cut_layers(self.layer_weights, self.head_weights, speeds, both, as_alike, holds_job, *others)
 
     @property
     def most_numbers(self) -> int:
@@ -103,8 +117,15 @@ class BaseParts:
     def bytes_by_stages(self) -> tuple[int, ...]:
         """Of the fullest of 2, 3, ... stages, cut as a worker cuts them."""
         counts = range(LEAST_STAGES, min(MOST_GPUS, len(self.layers)) + 1)
-        cuts = [cut_layers(self.layer_weights, self.head_weights, [1.0] * count) for count in counts]
-        return tuple(max(self.stage_bytes(*stage) for stage in stages) for stages in cuts)
+        return tuple(max(self.stage_bytes(*stage) for stage in self.cut_alike(count)) for count in counts)
+
+    def cut_alike(self, stages: int) -> tuple[tuple[int, int], ...]:
+        """As `cut`, on equal GPUs that have memory for any cut."""
+        return cut_layers(self.layer_weights, self.head_weights, [1.0] * stages)
+
+    def memories(self, cuts: Sequence[tuple[int, int]]) -> list[MemoryModel]:
+        """Of stages that are cut so."""
+        return [self.stage_memory(*cut, most_open(stage, len(cuts))) for stage, cut in enumerate(cuts)]
 
     def stage_memory(self, first: int, last: int, in_flight: int) -> MemoryModel:
         """Of a GPU with these layers, and `in_flight` micro-batches whose backward is still to come."""
@@ -122,7 +143,7 @@ class BaseParts:
             elsewhere=(*self.layers[:first], *self.layers[last:]),
         )
 
-    def stage_activations(self, first: int, last: int, in_flight: int, tokens: int, recomputed: int) -> int:
+    def stage_activations(self, first: int, last: int, in_flight: int, tokens: float, recomputed: int) -> int:
         """Of micro-batches of so many tokens there, with so many layers recomputed, as far as there are."""
         return self.stage_memory(first, last, in_flight).activation_bytes(tokens, recomputed)
 
@@ -135,44 +156,108 @@ class StageRooms:
     """`shape.memory.StageRooms` of a base with these parts. What it has worked out it remembers."""
 
     def __init__(self, parts: BaseParts) -> None:
-        self._parts, self._cut, self._known = parts, cache(parts.cut_for_any), cache(self._take)
+        self._parts, self.fullest_bytes = parts, parts.bytes_by_stages()
+        self._cut, self._highest = cache(parts.cut_alike), cache(self._find_highest)
+        self.room, self._memories = lru_cache(_ROOMS)(self._find_room), lru_cache(_ROOMS)(self._count)
 
-    def taken(self, speeds: tuple[float, ...], limits: tuple[int, ...], tokens: int, recomputed: int) -> list[int]:
-        return self._known(speeds, limits, tokens, recomputed)
+    def equal(self, stages: int, tokens: float, recomputed: int) -> float:
+        """A micro-batch of fewer tokens counts as the least, for which `BaseParts.cut_for_any` keeps room."""
+        tokens = max(tokens, PLANNED_TOKENS[0])
+        return max([fixed + tokens * each for _, fixed, each in self._highest(stages, recomputed)])
 
-    def _take(self, speeds: tuple[float, ...], limits: tuple[int, ...], tokens: int, recomputed: int) -> list[int]:
-        parts, stages = self._parts, len(limits)
-        cuts = self._cut(speeds, limits) if stages <= len(parts.layers) else ()
-        return [
-            parts.stage_bytes(*cut) + parts.stage_activations(*cut, most_open(stage, stages), tokens, recomputed)
-            for stage, cut in enumerate(cuts)
-        ]
+    def taken(self, speeds: tuple[float, ...], limits: tuple[int, ...], tokens: float, recomputed: int) -> list[int]:
+        """Bytes on each of GPUs with these speeds and limits, in the order of their stages."""
+        return [memory.base_bytes + memory.activation_bytes(tokens, recomputed) for memory in self._memories(speeds, limits, recomputed)]
+
+    def _find_room(self, speeds: tuple[float, ...], limits: tuple[int, ...], recomputed: int) -> float:
+        """The smallest limit, of more GPUs than there are layers."""
+        if len(limits) > len(self._parts.layers):
+            return min(limits)
+        stages = zip(self._memories(speeds, limits, recomputed), limits, strict=True)
+        return min([self._room_of(memory, limit, len(limits), recomputed) for memory, limit in stages])
+
+    def _room_of(self, memory: MemoryModel, limit: int, stages: int, recomputed: int) -> float:
+        """What the equal stages of a GPU with so much room leave an adapter is no more than what this one leaves its part of it, for any
+        micro-batch that they hold; and they hold none that this one does not.
+        """
+        lines, (least, most), own = memory.lines(recomputed), PLANNED_TOKENS, memory.stage
+        assert own is not None, "a stage"
+        until = min(max(min([(limit - fixed) / each for fixed, each in lines if each > 0], default=most), least), most)
+        tried = {until, *(tokens for tokens in bends(self._highest(stages, recomputed)) if tokens < until)}
+        left = {tokens: limit - max([fixed + tokens * each for fixed, each in lines]) for tokens in tried}
+        return min([self.equal(stages, tokens, recomputed) + left[tokens] * own.count / (own.stop - own.first) for tokens in tried])
+
+    def _count(self, speeds: tuple[float, ...], limits: tuple[int, ...], recomputed: int) -> list[MemoryModel]:
+        return self._parts.memories(self._parts.cut_for_any(speeds, limits, recomputed))
+
+    def _find_highest(self, stages: int, recomputed: int) -> list[tuple[float, float, float]]:
+        alike = self._parts.memories(self._cut(min(stages, len(self._parts.layers))))
+        return highest([line for memory in alike for line in memory.lines(recomputed)])
 
 
-def fitting(parts: Sequence[BaseParts], limits: Sequence[int], adapter: int, tokens: int) -> tuple[Callable[[int, int, int], bool], ...]:
-    """As `cut_layers` has it, of stages on devices with these `parts` and limits, with all layers recomputed: whether each holds its part
-    of an `adapter` of so many numbers and micro-batches of `tokens`. Where no cut does: whether each has as much room as equal stages would
-    have on the smallest device, as schedulers count; else whether the least micro-batch fits, or the weights alone.
+def highest(lines: Sequence[tuple[float, float]]) -> list[tuple[float, float, float]]:
+    """Of lines through tokens, as of `MemoryModel.lines`, those that are the highest somewhere, with the tokens from which on they are.
+
+    >>> highest([(4.0, 0.0), (0.0, 1.0), (2.0, 0.5), (0.0, 2.0)])
+    [(0.0, 4.0, 0.0), (2.0, 0.0, 2.0)]
+    """
+    since, (fixed, each) = 0.0, max(lines)
+    found = [(since, fixed, each)]
+    while steeper := [(max(since, (fixed - own) / (slope - each)), -slope, own) for own, slope in lines if slope > each]:
+        since, falling, fixed = min(steeper)
+        each = -falling
+        found.append((since, fixed, each))
+    return found
+
+
+def bends(found: Sequence[tuple[float, float, float]], room: float = math.inf) -> list[float]:
+    """Of `highest` lines, the tokens of planned micro-batches at which they bend, from the least to the largest that `room` holds, if any.
+    What fits beside them at all of these does so in between, as what a micro-batch takes is convex in its tokens.
+    """
+    least, most = PLANNED_TOKENS
+    most = min([most, *((room - fixed) / each for _, fixed, each in found if each > 0)])
+    return [least, *(since for since, _, _ in found if least < since < most), most] if most >= least else []
+
+
+def with_stages(memory: BaseMemory, parts: BaseParts, *, ordered: bool) -> BaseMemory:
+    """What is known of the base's bytes where it may be cut into stages, or is, as is `ordered`; `memory` if it cannot be."""
+    if parts.no_stages or len(parts.layers) < LEAST_STAGES:
+        return memory
+    memory = replace(memory, stages=StageRooms(parts))
+    return memory.cut() if ordered else memory
+
+
+def fitting(
+    parts: Sequence[BaseParts], limits: Sequence[int], adapter: int, tokens: int, recompute: Recompute = "auto"
+) -> tuple[Callable[[int, int, int], bool], ...]:
+    """As `cut_layers` has it, of stages on devices with these `parts` and limits, with all layers recomputed, or those that are ordered:
+    whether each holds its part of an `adapter` of so many numbers and micro-batches of `tokens`. Where no cut does: whether each has as
+    much room as equal stages would have on the smallest device, as schedulers count; else whether the least micro-batch fits, or the
+    weights alone.
     """
     stages, layers = len(parts), len(parts[0].layers)
+    ordered = fixed_depth(recompute, layers)
+    recomputed = layers if ordered is None else ordered
 
     @cache
-    def beside(stage: int, held: int, at_head: bool, most_tokens: int) -> int:
+    def beside(stage: int, held: int, at_head: bool, most_tokens: float) -> int:
         first = layers - held if at_head else 0
-        return parts[stage].stage_activations(first, first + held, most_open(stage, stages), most_tokens, layers)
+        return parts[stage].stage_activations(first, first + held, most_open(stage, stages), most_tokens, recomputed)
 
-    def taken(stage: int, first: int, end: int, most_tokens: int) -> int:
+    def taken(stage: int, first: int, end: int, most_tokens: float) -> int:
         return parts[stage].stage_bytes(first, end) + beside(stage, end - first, end == layers, most_tokens)
 
     def holds_job(stage: int, first: int, end: int) -> bool:
         memory, own = parts[stage].memory, -(-adapter * (end - first) // layers)
         return taken(stage, first, end, tokens) + adapter_bytes(own, own, memory.element_bytes, memory.sum_bytes) <= limits[stage]
 
-    alike = tuple(enumerate(cut_layers(parts[0].layer_weights, parts[0].head_weights, [1.0] * stages)))
-    rooms = {most: min(limits) - max(taken(stage, *cut, most) for stage, cut in alike) for most in PLANNED_TOKENS}
+    cuts = enumerate(parts[0].cut_alike(stages))
+    alike = highest([line for at, cut in cuts for line in parts[at].stage_memory(*cut, most_open(at, stages)).lines(recomputed)])
+    rooms = {tokens: min(limits) - max(fixed + tokens * each for _, fixed, each in alike) for tokens in bends(alike, min(limits))}
 
     def holds_as_alike(stage: int, first: int, end: int) -> bool:
-        return rooms[PLANNED_TOKENS[0]] >= 0 and all(limits[stage] - taken(stage, first, end, most) >= rooms[most] for most in rooms)
+        share, limit = (end - first) / layers, limits[stage]
+        return bool(rooms) and all(taken(stage, first, end, most) + share * room <= limit for most, room in rooms.items())
 
     def holds_least(stage: int, first: int, end: int) -> bool:
         return taken(stage, first, end, PLANNED_TOKENS[0]) <= limits[stage]

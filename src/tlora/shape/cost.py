@@ -213,29 +213,26 @@ class CostModel:
         if counted is None:
             return found.base_bytes + state + found.activation_bytes_per_token * tokens_per_gpu
         room = self.room_bytes(base) if room_bytes is None else room_bytes
-        counted = counted.over(hosts=over_hosts)
-        return counted.weights(gpus, room) + state + counted.fixed_bytes + counted.token_bytes_on(gpus) * tokens_per_gpu
+        return state + counted.over(hosts=over_hosts).bytes_on(gpus, tokens_per_gpu, room)
 
     def least_bytes(
         self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float, over_hosts: bool = False
     ) -> float:
         """As `memory_bytes`, with as many layers recomputed as there are."""
         counted = self.memory.get(base)
-        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes, over_hosts)
         if counted is None:
-            return most
-        counted = counted.over(hosts=over_hosts)
-        return most - (counted.token_bytes_on(gpus) - counted.token_bytes_on(gpus, recomputed=True)) * tokens_per_gpu
+            return self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes, over_hosts)
+        beside = counted.over(hosts=over_hosts).bytes_on(gpus, tokens_per_gpu, room_bytes, recomputed=True)
+        return ADAPTER_BYTES * adapter_parameters + beside
 
     def recomputed_layers(
         self, base: str, adapter_parameters: float, tokens_per_gpu: float, gpus: int, room_bytes: float, over_hosts: bool = False
     ) -> int:
         """With how many layers recomputed, at least, that is within `room_bytes`."""
         counted = self.memory.get(base)
-        most = self.memory_bytes(base, adapter_parameters, tokens_per_gpu, gpus, room_bytes, over_hosts)
         if counted is None:
             return 0
-        return counted.over(hosts=over_hosts).least_layers(most - room_bytes, tokens_per_gpu, gpus)
+        return counted.over(hosts=over_hosts).least_layers(gpus, tokens_per_gpu, room_bytes, ADAPTER_BYTES * adapter_parameters)
 
     def fits(
         self,

@@ -7,13 +7,13 @@ for those who plan without its layers: a scheduler, a server.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
 from tlora.adapter_shape import ROW_ALIGNMENT
-from tlora.batching.pipeline_model import most_open
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import Recompute
 from tlora.shape.stages import LayerRange
@@ -75,9 +75,13 @@ class Phase:
     sample_tokens: float = 1.0
     at_head: bool = field(default=False, kw_only=True)
 
-    def at(self, num_tokens: int, recomputed_layers: int, samples_per_token: float = 0.0) -> float:
+    def at(self, num_tokens: float, recomputed_layers: int, samples_per_token: float = 0.0) -> float:
+        return self.fixed_bytes + num_tokens * self.token_bytes(recomputed_layers, samples_per_token)
+
+    def token_bytes(self, recomputed_layers: int, samples_per_token: float = 0.0) -> float:
+        """Of each token in it."""
         more = self.sample_bytes * max(0.0, samples_per_token - 1 / self.sample_tokens)
-        return self.fixed_bytes + num_tokens * (self.bytes_per_token - recomputed_layers * self.saved_per_layer + more)
+        return self.bytes_per_token - recomputed_layers * self.saved_per_layer + more
 
     def of_layers(self, layers: int, of: int, in_flight: int) -> Phase:
         """With `layers` of the `of` that it was counted with, and what `in_flight` micro-batches keep. A recomputed layer saves in each."""
@@ -131,9 +135,15 @@ class MemoryModel:
         others = tuple(f"{name}." for name in self.elsewhere)
         return [shape for shape in layout.shapes if not shape.module.startswith(others)] if others else layout.shapes
 
-    def activation_bytes(self, token_budget: int, recomputed_layers: int = 0) -> int:
+    def activation_bytes(self, token_budget: float, recomputed_layers: int = 0) -> int:
         recomputed = min(recomputed_layers, self.most_recomputed)
         return int(max(phase.at(token_budget, recomputed, self.samples_per_token) for phase in self.phases))
+
+    def lines(self, recomputed_layers: int) -> list[tuple[float, float]]:
+        """Bytes at no token and for each, of base and a micro-batch with so many layers recomputed, which takes the most of them."""
+        recomputed = min(recomputed_layers, self.most_recomputed)
+        tokens = [(phase.fixed_bytes, phase.token_bytes(recomputed, self.samples_per_token)) for phase in self.phases]
+        return [(self.base_bytes + fixed, each) for fixed, each in tokens]
 
     def most_activation_bytes(self, most_tokens: int, recompute: RecomputePlan) -> int:
         """Of any micro-batch of up to `most_tokens`: a shorter one that recomputes fewer layers may take more than the longest."""
@@ -159,8 +169,7 @@ class MemoryModel:
     def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
         """Of a micro-batch whose activations take no more than `room_bytes`; 0 where none does."""
         recomputed = min(recomputed_layers, self.most_recomputed)
-        of_one = [phase.at(1, recomputed, self.samples_per_token) for phase in self.phases]
-        slopes = [(phase.fixed_bytes, one - phase.fixed_bytes) for phase, one in zip(self.phases, of_one, strict=True)]
+        slopes = [(phase.fixed_bytes, phase.token_bytes(recomputed, self.samples_per_token)) for phase in self.phases]
         return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
 
     def alone(self) -> MemoryModel:
@@ -203,12 +212,19 @@ class StreamedBytes:
 
 
 class StageRooms(Protocol):
-    """As `base_parts.StageRooms`."""
+    """As `base_parts.StageRooms`: what stages take on each of their GPUs, counted and cut as a worker does it."""
 
-    def taken(self, speeds: tuple[float, ...], limits: tuple[int, ...], tokens: int, recomputed: int) -> list[int]:
-        """Bytes that weights and micro-batches of so many tokens, with so many layers recomputed, take on GPUs with these speeds and
-        limits, in the order of their stages, as a worker cuts the base; none of more GPUs than it has layers.
-        """
+    @property
+    def fullest_bytes(self) -> tuple[int, ...]:
+        """Weights of the fullest of 2, 3, ... equal stages."""
+        ...
+
+    def equal(self, stages: int, tokens: float, recomputed: int) -> float:
+        """Bytes of weights and micro-batches of so many tokens, with so many layers recomputed, on the fullest of so many equal stages."""
+        ...
+
+    def room(self, speeds: tuple[float, ...], limits: tuple[int, ...], recomputed: int) -> float:
+        """As `BaseMemory.room_on`, with so many layers recomputed."""
         ...
 
 
@@ -217,9 +233,8 @@ class BaseMemory:
     """Bytes of a base as counted from its layers: of its weights on each of 1, 2, ... GPUs (whole on one, in parts on several), of any
     micro-batch, and of a token of one, without recomputation and with as much of it as there is. `streamed_bytes`: of its weights on one
     GPU to which they are streamed from the host's memory; 0 where they cannot be. `num_layers`: that can be recomputed, 0 where that is
-    not known; `ordered_layers` of them are in every micro-batch. `in_stages`: on several GPUs it is always in parts, as is ordered.
-    `stage_bytes`: of the fullest of 2, 3, ... equal stages, which GPUs of several hosts may hold; empty where that is not known, or cannot
-    be. `stage_rooms`: of stages on unequal GPUs, where that is known.
+    not known; `ordered_layers` of them are in every micro-batch. `stages`: which GPUs of several hosts may hold; None where that is not
+    known, or cannot be. `in_stages`: on several GPUs it is always in these, as is ordered.
     """
 
     bytes_by_gpus: tuple[int, ...]
@@ -230,31 +245,50 @@ class BaseMemory:
     num_layers: int = 0
     ordered_layers: int = 0
     in_stages: bool = False
-    stage_bytes: tuple[int, ...] = ()
-    stage_rooms: StageRooms | None = field(default=None, compare=False)
+    stages: StageRooms | None = field(default=None, compare=False)
 
     def room_on(self, speeds: tuple[float, ...], limits: tuple[int, ...]) -> float:
         """Of stages on GPUs with these speeds and limits, in their order: the bytes that equal GPUs need for equal stages with as much room
-        for jobs. No less than the smallest has: `BaseParts.cut` leaves jobs at least what equal stages would there.
+        for jobs. No less than the smallest has, where that is enough for any: `BaseParts.cut_for_any`.
         """
-        least, gpus = min(limits), len(limits)
-        if not self.in_stages or self.stage_rooms is None:
-            return least
-        rooms, deepest = list[float](), self.num_layers if self.least_token_bytes < self.token_bytes else self.ordered_layers
-        token_bytes = self.token_bytes_on(gpus, recomputed=True)
-        for tokens in (1, PLANNED_TOKENS[-1]):
-            taken = self.stage_rooms.taken(speeds, limits, tokens, deepest)
-            left = min((limit - own for limit, own in zip(limits, taken, strict=False)), default=-math.inf)
-            rooms.append(left + self.weights(gpus, least) + self.fixed_bytes + token_bytes * tokens)
-        return max(least, min(rooms))
+        stages = self._stages_on(len(limits))
+        return min(limits) if stages is None else stages.room(speeds, limits, self._most_recomputed)
+
+    def bytes_on(self, gpus: int, tokens: float, room_bytes: float, *, recomputed: bool = False) -> float:
+        """Of weights and a micro-batch of so many tokens on each of `gpus` that have so much room, with as many layers recomputed as are
+        ordered, or else as there are.
+        """
+        if (stages := self._stages_on(gpus)) is not None:
+            return stages.equal(gpus, tokens, self._most_recomputed if recomputed else self.ordered_layers)
+        return self.weights(gpus, room_bytes) + self.fixed_bytes + (self.least_token_bytes if recomputed else self.token_bytes) * tokens
+
+    def least_layers(self, gpus: int, tokens: float, room_bytes: float, beside_bytes: float) -> int:
+        """The fewest layers whose recomputation makes room for a micro-batch of `tokens` and `beside_bytes` on each of `gpus`."""
+        if (stages := self._stages_on(gpus)) is not None:
+            tried = range(self.ordered_layers, self._most_recomputed)
+            more = bisect_left(tried, True, key=lambda layers: stages.equal(gpus, tokens, layers) + beside_bytes <= room_bytes)
+            return min(self.num_layers, (self.ordered_layers + more) * gpus) if more else self.ordered_layers  # each recomputes as many
+        excess = self.bytes_on(gpus, tokens, room_bytes) + beside_bytes - room_bytes
+        if excess <= 0 or not self._saved_bytes:
+            return self.ordered_layers
+        return min(self.num_layers, math.ceil(excess / (self._saved_bytes * tokens) * (1 - _ROUNDING)))
+
+    def _stages_on(self, gpus: int) -> StageRooms | None:
+        return self.stages if gpus > 1 and self.in_stages else None
+
+    @property
+    def _most_recomputed(self) -> int:
+        """Layers, where memory asks for them."""
+        return self.num_layers if self.least_token_bytes < self.token_bytes else self.ordered_layers
 
     def over(self, *, hosts: bool) -> BaseMemory:
         """With parts over GPUs of several `hosts`, or else of one."""
-        return self.cut(self.stage_bytes) if hosts and self.stage_bytes and not self.in_stages else self
+        return self.cut() if hosts and self.stages is not None and not self.in_stages else self
 
-    def cut(self, by_stages: Sequence[int]) -> BaseMemory:
-        """Of a base that is ordered in stages: `by_stages` is what the fullest of 2, 3, ... takes."""
-        return replace(self, bytes_by_gpus=(self.bytes_by_gpus[0], *by_stages), in_stages=True)
+    def cut(self) -> BaseMemory:
+        """Of a base that is ordered in stages."""
+        assert self.stages is not None, "a base that is in no stages"
+        return replace(self, bytes_by_gpus=(self.bytes_by_gpus[0], *self.stages.fullest_bytes), in_stages=True)
 
     def recomputing(self, recompute: Recompute) -> BaseMemory:
         """Of a cluster whose `recompute` orders it; itself with "auto"."""
@@ -263,31 +297,6 @@ class BaseMemory:
             return self
         token_bytes = self.token_bytes - layers * self._saved_bytes if layers < self.num_layers else self.least_token_bytes
         return replace(self, token_bytes=token_bytes, least_token_bytes=token_bytes, ordered_layers=layers)
-
-    def least_layers(self, excess_bytes: float, tokens: float, gpus: int) -> int:
-        """The fewest layers whose recomputation saves so much of a micro-batch of `tokens` on each of `gpus`."""
-        if excess_bytes <= 0 or not self._saved_bytes:
-            return self.ordered_layers
-        return min(self.num_layers, math.ceil(excess_bytes / (self._saved_bytes * self._times_kept(gpus) * tokens) * (1 - _ROUNDING)))
-
-    def token_bytes_on(self, gpus: int, *, recomputed: bool = False) -> float:
-        """What a token of a micro-batch takes on each of `gpus`, without recomputation or with as much of it as there is. The first of
-        several stages keeps its part of the layers for `most_open` micro-batches, and one layer of each where all are recomputed.
-        """
-        counted = self.least_token_bytes if recomputed else self.token_bytes
-        if gpus == 1 or not self.in_stages:
-            return counted
-        if not self.num_layers or not self._saved_bytes:
-            return counted * self._times_kept(gpus)
-        more = most_open(0, gpus) - 1 if recomputed else (self._times_kept(gpus) - 1) * self.num_layers
-        return counted + more * self._saved_bytes
-
-    def _times_kept(self, gpus: int) -> float:
-        """The layers of a stage, times the micro-batches for which it keeps them, over those of the base."""
-        if gpus == 1 or not self.in_stages:
-            return 1.0
-        layers = max(gpus, self.num_layers)
-        return -(-layers // gpus) * most_open(0, gpus) / layers
 
     @property
     def _saved_bytes(self) -> float:

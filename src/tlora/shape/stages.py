@@ -43,7 +43,7 @@ def cut_layers(
 
     One stage for each of `speeds`, in their order, with at least one layer. Of equals, that with the fewest layers on the
     first stages, where the most micro-batches wait for their backward. `fits`: whether a stage has memory for the layers from `first` to
-    `end`, the strictest first; where no cut does for all stages, that counts for nothing.
+    `end`, and so for fewer before `end`, the strictest first; where no cut does for all stages, that counts for nothing.
 
     >>> cut_layers([1.0] * 8, 1.0, [1.0, 1.0]), cut_layers([1.0] * 8, 1.0, [2.0, 1.0])
     (((0, 4), (4, 8)), ((0, 6), (6, 8)))
@@ -57,11 +57,13 @@ def cut_layers(
     for stage, speed in enumerate(speeds):
         last = stage == stages - 1
         found, origin = [math.inf] * (layers + 1), [0] * (layers + 1)
-        for end in range(stage + 1, layers - (stages - 1 - stage) + 1):
-            for first in range(stage, end):
+        for end in range(layers if last else stage + 1, layers - (stages - 1 - stage) + 1):
+            for first in reversed(range(stage, end)) if stage else (0,):
                 own = (until[end] - until[first] + (head_seconds if last else 0.0)) / speed
-                if max(ends[first], own) < found[end] and strictest(stage, first, end):
-                    found[end], origin[end] = max(ends[first], own), first
+                if own > found[end] or not strictest(stage, first, end):
+                    break  # with more layers it takes no less
+                if (slowest := max(ends[first], own)) <= found[end] and slowest < math.inf:
+                    found[end], origin[end] = slowest, first
         ends = found
         came_from.append(origin)
     if ends[layers] == math.inf:

@@ -70,17 +70,18 @@ class BaseCut:
         return ""
 
 
-def cut_base(outlined: SuperModel, device: torch.device, peers: Peers | RelayedPeers, gpus: Gpus, expected: Sequence[JobSpec]) -> BaseCut:
+def cut_base(outlined: SuperModel, load: Load, peers: Peers | RelayedPeers, gpus: Gpus, expected: Sequence[JobSpec]) -> BaseCut:
     """Of a base on the meta device: layers of like predicted seconds on each of `gpus`, as far as it has memory for them. Raises ModelError
     for one that cannot be cut, ConfigError for one with too few layers, CapacityError where a stage does not fit on its device.
     """
+    device = torch.device(load.device)
     check_stages(outlined.base, device)
     stages = len(gpus.names)
     layers = len(layers_of(outlined.base.decoder))
     if layers < stages:
         raise ConfigError(f"layout: stages needs a decoder layer for each GPU, and the base has {layers} for {stages}. Give its jobs fewer")
     parts = count_parts(outlined, device, ACTIVATION_RANK)
-    cuts = parts.cut_for_any(gpus.speeds, gpus.limits)
+    cuts = parts.cut_for_any(gpus.speeds, gpus.limits, load.recompute)
     for name, (first, stop), limit in zip(gpus.names, cuts, gpus.limits, strict=True):
         if (taken := parts.stage_bytes(first, stop)) > limit:
             named = f"layers {first} to {stop - 1} of the base"
@@ -100,7 +101,7 @@ def cut_for(load: Load, context: RankContext, expected: Sequence[JobSpec]) -> Ba
     outlined, device = SuperModel(outline(load.base_model, load.dtype, load.base_precision), load.deterministic), torch.device(load.device)
     peers = _meet(context)
     own = Memory((memory_limit(device, load.memory_limit),), name_of(device), flops=training_flops(device))
-    return cut_base(outlined, device, peers, gpus_of(_tell(peers, own), len(context.stages)), expected)
+    return cut_base(outlined, load, peers, gpus_of(_tell(peers, own), len(context.stages)), expected)
 
 
 def _meet(context: RankContext) -> Peers | RelayedPeers:
