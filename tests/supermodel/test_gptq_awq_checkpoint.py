@@ -111,7 +111,8 @@ def pack(plain: Path, directory: Path, settings: dict[str, Any]) -> tuple[Path, 
     shutil.copytree(plain, directory)
     tensors, values = load_file(plain / "model.safetensors"), dict[str, Tensor]()
     kept = tuple(settings.get("modules_to_not_convert") or ("none",))
-    for key in [key for key in tensors if key.endswith("_proj.weight") and not key.removesuffix(".weight").endswith(kept)]:
+    linears = [key for key, tensor in tensors.items() if tensor.ndim == 2 and "embed" not in key and "lm_head" not in key]
+    for key in [key for key in linears if not key.removesuffix(".weight").endswith(kept)]:
         stem = key.removesuffix(".weight")
         found, values[stem] = packed_tensors(tensors.pop(key), settings)
         tensors |= {f"{stem}.{end}": tensor for end, tensor in found.items()}

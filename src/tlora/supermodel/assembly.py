@@ -17,6 +17,7 @@ from tlora.job import split_revision
 from tlora.supermodel.experts import expert_parameters, hold_experts
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, hold_packed
+from tlora.supermodel.indexers import in_indexer
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.mxfp4_format import packed_form
 from tlora.supermodel.packed_format import Format, PackedTensor, without_packing
@@ -51,15 +52,17 @@ def _assemble_whole(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tenso
 
 @torch.no_grad()
 def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, device: torch.device) -> Any:
-    """The model in `dtype` with its packed weights on `device`, read one after another; all else lies in mapped files. Raises ModelError.
+    """The model in `dtype` with its packed weights on `device`, read one after another; all else lies in mapped files, but for indexers'
+    weights, which are unpacked. Raises ModelError.
 
     transformers matches names: stand-ins for the packed weights show which linear or parameter of experts each belongs to.
     """
     stored = find_tensors(find_safetensors(*split_revision(base_model)), ANY_DTYPE)
     packed = form.find(stored)
     taken = {name for tensor in packed.values() for name in tensor.names}
-    stand_ins = {key: stand_in(tensor.shape, dtype) for key, tensor in packed.items()}
+    stand_ins = {key: stand_in(tensor.shape, dtype) for key, tensor in packed.items() if not in_indexer(key)}
     plain = {name: tensor.map() for name, tensor in stored.items() if name not in taken}
+    plain |= {key: tensor.plain(dtype) for key, tensor in packed.items() if in_indexer(key)}
     model = _assemble_whole(config, dtype, plain | stand_ins, base_model)
     keys = {tensor.data_ptr(): key for key, tensor in stand_ins.items()}
     found = {name: keys.pop(weight.data_ptr(), None) for name, weight in _packable(model).items()}

@@ -54,6 +54,10 @@ class PackedTensor:
         """In memory, for products in `dtype`."""
         return replace(self.form(dtype), **self.parts())
 
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K] of a linear that it stands for."""
+        return self.read(dtype).dense(dtype)
+
 
 @dataclass(frozen=True)
 class Format:

@@ -32,6 +32,7 @@ from tlora.supermodel.assembly import assemble, put_together, stand_in
 from tlora.supermodel.experts import expert_parameters, hold_experts
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import check_precision, check_rows, hold, quantized
+from tlora.supermodel.indexers import in_indexer
 from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
 from tlora.supermodel.lora_linear import StreamedLinear, look_up_streamed
@@ -99,7 +100,8 @@ def _without_shared_weights(
             raise ModelError(f"base_model {base_model}: {linear} is put together of several tensors as it is loaded. Load it whole")
         source_by_linear[linear] = sources[name]
         shared.add(name)
-    if others := sorted(packed.keys() - shared):
+    indexers = {name for name in packed if in_indexer(name)}
+    if others := sorted(packed.keys() - shared - indexers):
         raise ModelError(
             f"base_model {base_model}: {len(others)} of its packed tensors are no linears of decoder layers, {others[0]} first, and cannot "
             "be shared or streamed. Load it whole, or use the original model"
@@ -107,6 +109,7 @@ def _without_shared_weights(
     whole = {
         name: stand_ins[name] if isinstance(tensor, PackedTensor) or name in shared else tensor.map() for name, tensor in sources.items()
     }
+    whole |= {name: packed[name].plain(dtype) for name in indexers}
     return assemble(config, dtype, whole, base_model), source_by_linear
 
 

@@ -16,6 +16,7 @@ from tlora.supermodel.assembly import assemble, hold_tensor, put_together, stand
 from tlora.supermodel.experts import expert_parameters
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import check_precision, hold
+from tlora.supermodel.indexers import in_indexer
 from tlora.supermodel.inject import expert_modules, find_linears
 from tlora.supermodel.load import Base, decoder_of, hidden_states, layers_of, load_config, make_base, outline, pick_dtype
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
@@ -144,9 +145,8 @@ def _with_own_weights(
             raise ModelError(f"base_model {base_model}: {dotted} is put together of several tensors as it is loaded. {_WHOLE}")
         own.add(name)
         tensors[dotted.removesuffix(".weight")] = sources[name]
-    wanted = {
-        name: tensor.map() if name in own and isinstance(tensor, StoredTensor) else stand_ins[name] for name, tensor in sources.items()
-    }
+    wanted = stand_ins | {name: tensor.map() for name, tensor in sources.items() if name in own and isinstance(tensor, StoredTensor)}
+    wanted |= {name: packed[name].plain(dtype) for name in own & packed.keys() if in_indexer(name)}
     loaded = assemble(config, dtype, wanted, base_model)
     changed = next((name for name in copied if not torch.equal(loaded.get_parameter(name), wanted[name].to(dtype))), None)
     if changed is not None:
