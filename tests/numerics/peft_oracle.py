@@ -107,7 +107,7 @@ def peft_train(base: Any, job: Job, layout: AdapterLayout, params: Tensor) -> tu
     for step in range(job.steps):
         total = 0.0
         for index in job.batch(step):
-            loss = _loss(model, job, step, index)
+            loss = sample_loss(model, job, step, index)
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
@@ -120,7 +120,7 @@ def peft_train(base: Any, job: Job, layout: AdapterLayout, params: Tensor) -> tu
     return [*(m.get_delta_weight("default").detach().double() for m in peft_modules(model).values()), *rows], losses
 
 
-def _loss(model: Any, job: Job, step: int, index: int) -> Tensor:
+def sample_loss(model: Any, job: Job, step: int, index: int) -> Tensor:
     sample = job.samples[index]
     ids = torch.from_numpy(sample.input_ids).long()
     for module in model.modules():

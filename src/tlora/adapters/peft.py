@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tlora.adapter_shape import LoraConfig, Number, matching_keys, pattern_value
 from tlora.adapters.state import AdapterLayout
+from tlora.adapters.targets import in_indexer
 from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.json_file import read_object
@@ -242,7 +243,7 @@ def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> T
     """The flat parameters of the adapter in `directory` for `layout`, on the CPU.
 
     Raises ModelError naming the first tensor that is missing, unexpected or of another shape: an adapter of another base, rank or
-    other targets.
+    other targets. What PEFT has put at indexers, with B zero, is left out.
     """
     path = directory / WEIGHTS_FILE
     if path.exists() and not path.is_file():
@@ -254,15 +255,37 @@ def load_params(directory: Path, layout: AdapterLayout, dtype: torch.dtype) -> T
             for shape, a_RK, b_RN in layout.views(params):
                 for name, out in zip(names[shape.module], (a_RK, _b_in_files(b_RN, shape.experts)), strict=False):
                     _copy_tensor(file, name, out, left, path)
+            _check_indexers(file, left, path)
     except FileNotFoundError:
         raise ModelError(f"{path}: not found. An adapter is a directory with {CONFIG_FILE} and {WEIGHTS_FILE}") from None
     except SafetensorError as error:
         raise ModelError(f"{path}: is no whole safetensors file ({error}). Copy it again") from None
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error}). Copy it again, or make it readable") from None
+    left = {name for name in left if not in_indexer(name)}
     if left:
         raise ModelError(f"{path}: has a tensor for a layer that this job does not train: {min(left)}. Add the layer to target_modules")
     return params
+
+
+def adapted_modules(directory: Path) -> set[str]:
+    """Names of the modules at which the adapter's file has A or B; none where it cannot be read."""
+    path = directory / WEIGHTS_FILE
+    if not path.is_file():  # a pipe would never end
+        return set()
+    with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+        return {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in file.keys() if ".lora_" in name}  # noqa: SIM118
+    return set()
+
+
+def _check_indexers(file: Any, left: set[str], path: Path) -> None:
+    """PEFT puts adapters at indexers too, where no gradient comes: they do nothing as long as B is zero."""
+    for name in sorted(left):
+        if in_indexer(name) and name.endswith(".lora_B.weight") and bool(file.get_tensor(name).any()):
+            raise ModelError(
+                f"{path}: {name} is not zero: it changes which tokens an indexer chooses, and no adapter is put at indexers here, as they "
+                "get no gradients. Merge the adapter into its base (PEFT's merge_and_unload), and train over that"
+            )
 
 
 def _copy_tensor(file: Any, name: str, out: Tensor, left: set[str], path: Path) -> None:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tlora.adapter_shape import ALL_LINEAR, ExpertSize, LoraShape, matching_keys
 from tlora.errors import ModelError
@@ -42,6 +42,7 @@ def find_matches(pattern: str, names: Iterable[str], key: str, whole: bool = Tru
     return matches
 
 
+Shape = TypeVar("Shape", bound=LoraShape)
 Sizes = Mapping[str, tuple[int, int]]
 
 
@@ -208,9 +209,30 @@ def _refuse_unknown(wanted: Sequence[str], linears: Sizes, modules: Collection[s
         raise ModelError(f"target module {target!r} is not in this base model. {hint}It has: {', '.join(exist)} (or write all-linear)")
 
 
+def in_indexer(module: str) -> bool:
+    """Whether a module of that name is in an indexer (of sparse attention), whose linears get no gradients."""
+    return "indexer" in module.split(".")
+
+
+def outside_indexers(lora: Shape, modules: Collection[str]) -> Shape:
+    """`lora` without what it says of linears in indexers, of an adapter that has A and B at `modules` and adapts others too."""
+    inside = {name for name in modules if in_indexer(name)}
+    of_experts = tuple(name.rpartition(".")[0] for name in lora.target_parameters or ())
+    others = sorted(name for name in modules if name not in inside and not name.partition(".base_layer")[0].endswith(of_experts))
+    if not inside or not others or lora.target_modules == ALL_LINEAR:
+        return lora
+    wanted = lora.target_modules
+    targets = others if isinstance(wanted, str) else [name for name in wanted if any(_ends(other, [name]) for other in others)]
+    patterns = {
+        key: {name: value for name, value in pattern.items() if any(_ends(other, [name]) for other in others)}
+        for key, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern))
+    }
+    return lora.model_copy(update={"target_modules": targets, **patterns})
+
+
 def _why_none(module: str) -> str:
     """Why no adapter is put at one that is no linear to adapt."""
-    if "indexer" in module.split("."):
+    if in_indexer(module):
         return "is in an indexer, which chooses tokens without gradients, and cannot be adapted"
     return "is no inner linear layer, and cannot be adapted"
 

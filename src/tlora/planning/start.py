@@ -9,8 +9,9 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from tlora import durable
-from tlora.adapters.peft import load_params, read_config
+from tlora.adapters.peft import adapted_modules, load_params, read_config
 from tlora.adapters.state import AdapterLayout, AdapterState, fresh_state, init_state
+from tlora.adapters.targets import in_indexer, outside_indexers
 from tlora.errors import ModelError
 from tlora.job import JobSpec
 from tlora.jobs_file import explain
@@ -50,6 +51,10 @@ def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]
         raise ModelError(f"{start}: its adapter_config.json cannot be continued: {_one_line(explain(error))}") from None
     except PydanticSerializationError as error:
         raise ModelError(f"{start}: its adapter_config.json has a name that is no text ({error}). Correct it there") from None
+    modules = adapted_modules(start)
+    if count := sum(map(in_indexer, modules)):
+        adopting = outside_indexers(adopting, modules)
+        warnings.append(f"{count} layers of {start} are in indexers, and are left out: no gradient reaches them, and their B is zero")
     return adopting, warnings
 
 
