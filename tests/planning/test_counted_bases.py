@@ -136,8 +136,8 @@ def test_jobs_at_experts_of_llama_4_and_at_attention_alone_are_counted_as_they_a
     for first, end in ((0, 4), (0, 2), (2, 4)):
         for adapted in (True, False):
             assert mixed.timed_weights_of(first, end, adapted) == parts[adapted].timed_weights_of(first, end, adapted)
-        stage = mixed.stage_memory(first, end, 1).activation_bytes(512)
-        assert stage == max(parts[each].stage_memory(first, end, 1).activation_bytes(512) for each in (True, False))
+        stage = mixed.stage_memory(first, end, 1, 2).activation_bytes(512)
+        assert stage == max(parts[each].stage_memory(first, end, 1, 2).activation_bytes(512) for each in (True, False))
     assert mixed.timed_weights_of(0, 4, False) > mixed.timed_weights_of(0, 4, True) == mixed.timed_weights
     Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
     model = SuperModel(outline(str(tmp_path), dtype))

@@ -23,7 +23,7 @@ from tlora.errors import CapacityError
 from tlora.job import RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.base_outline import describe_base
-from tlora.planning.base_parts import memory_in_parts, memory_of_stage
+from tlora.planning.base_parts import memory_in_parts, memory_of_last_stage
 from tlora.planning.job_sketch import JobSketch, sketch_jobs
 from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate
 from tlora.planning.layouts import LayoutPlan, LayoutPlans, no_layout, plan_layouts
@@ -197,13 +197,13 @@ def test_a_stage_holds_its_layers_and_what_micro_batches_in_flight_keep(run: Run
     parts = shape_of(run, H100).parts
     count = len(parts.layers)
     assert parts.stage_bytes(0, count) == parts.memory.base_bytes
-    halves = parts.stage_memory(0, 4, in_flight=2), parts.stage_memory(4, count, in_flight=1)
+    halves = parts.stage_memory(0, 4, 0, 2), parts.stage_memory(4, count, 1, 2)
     assert sum(half.base_bytes for half in halves) >= parts.memory.base_bytes
     assert [half.num_layers for half in halves] == [4, 4]
     kept = parts.memory.phases[-1].kept_per_layer
     first, last = (half.phases[-1].bytes_per_token for half in halves)
-    assert first - last == pytest.approx(4 * kept), "as many layers, another micro-batch in flight"
-    whole = parts.stage_memory(0, count, in_flight=1)
+    assert first - last == pytest.approx(8 * kept), "as many layers, two more micro-batches in flight"
+    whole = parts.stage_memory(0, count, 0, 1)
     buffers = whole.phases[-1].bytes_per_token - parts.memory.phases[-1].bytes_per_token
     assert buffers == pytest.approx(4 * parts.hidden_size * 2)
     assert len(halves[0].phases) == 1 and halves[1].phases[0].fixed_bytes > 0, "the head is the last stage's"
@@ -213,7 +213,7 @@ def test_each_linear_of_an_adapter_is_in_one_stage(run: RunSpec) -> None:
     parts = shape_of(run, H100).parts
     (one, *_) = sketched(run)
     assert one.layout is not None
-    halves = [parts.stage_memory(first, end, in_flight=1) for first, end in ((0, 3), (3, 8))]
+    halves = parts.memories([(0, 3), (3, 8)])
     for count in ("job_bytes", "step_bytes"):
         assert sum(getattr(half, count)(one.layout) for half in halves) == getattr(parts.memory, count)(one.layout), count
     cut = [one.within(parts, first, end).layout for first, end in ((0, 3), (3, 5), (5, 8))]
@@ -374,12 +374,12 @@ def test_a_job_counts_as_the_adapter_that_it_goes_on_from(mixture: Path, tmp_pat
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | shape))
     bad, small = job("bad", "-", adapter_path=str(tmp_path)), job("small", "-", target_modules=["q_proj"])
     gone = job("a", "-", adapter_path=str(tmp_path / "gone"), **shape)
-    model, device, stage = SuperModel(outline(str(mixture))), torch.device("cuda"), LayerRange(2, 4, 4)
+    model, device, stages = SuperModel(outline(str(mixture))), torch.device("cuda"), [LayerRange(0, 2, 4), LayerRange(2, 4, 4)]
     found: list[list[MemoryModel]] = []
     with as_if_on(H100.name, H100.capability):
         for own in ([job("a", "-", adapter_path=str(adapter)), bad], [gone, bad], [job("a", "-", **shape)], [bad]):
             run = run_spec(mixture, tmp_path / "out", [*own, small])
-            found.append([memory_in_parts(run, model, device, 1000), memory_of_stage(run, model, device, stage)])
+            found.append([memory_in_parts(run, model, device, 1000), memory_of_last_stage(run, model, device, stages)])
     going_on, resumed, ordered, without = found
     assert going_on == resumed == ordered
     assert all(each.phases[-1].bytes_per_token > less.phases[-1].bytes_per_token for each, less in zip(ordered, without, strict=True))

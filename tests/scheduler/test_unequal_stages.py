@@ -11,7 +11,6 @@ import pytest
 
 from tests.scheduler.mirror import BASES, Mirror, made_cost, made_settings, made_spec, tell
 from tests.shape.test_base_parts import LAYERS, MB, PARTS
-from tlora.batching.pipeline_model import most_open
 from tlora.protocol import (
     Event,
     GpusLost,
@@ -64,8 +63,8 @@ def all_fit(scheduler: Scheduler) -> None:
         parameters = sum(state.jobs[name].spec.profile.adapter_parameters for name in group.job_ids)
         tokens = group.plan.token_budget // len(group.gpus)
         for stage, (cut, limit) in enumerate(zip(cuts, limits, strict=True)):
-            activations = PARTS.stage_activations(*cut, most_open(stage, len(cuts)), tokens, LAYERS)
-            taken = PARTS.stage_bytes(*cut) + activations + ADAPTER_BYTES * parameters * (cut[1] - cut[0]) / LAYERS
+            memory = PARTS.stage_memory(*cut, stage, len(cuts))
+            taken = memory.base_bytes + memory.activation_bytes(tokens, LAYERS) + ADAPTER_BYTES * parameters * (cut[1] - cut[0]) / LAYERS
             assert taken <= limit, f"stage {stage} of {group}: {taken} of {limit}"
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tlora.batching.pipeline_model import most_open
 from tlora.shape.base_parts import BaseParts, highest, with_stages
 from tlora.shape.memory import ADAPTER_BYTES, MOST_GPUS, MemoryModel, Phase, adapter_bytes, base_memory
 
@@ -34,7 +33,7 @@ ADAPTER = 8 * MB
 
 def needed(first: int, end: int, stage: int, tokens: int, adapter: int = 0) -> int:
     """Bytes of one of two stages, with all layers recomputed."""
-    memory, own = PARTS.stage_memory(first, end, most_open(stage, 2)), adapter * (end - first) // LAYERS
+    memory, own = PARTS.stage_memory(first, end, stage, 2), adapter * (end - first) // LAYERS
     return memory.base_bytes + memory.activation_bytes(tokens, memory.most_recomputed) + adapter_bytes(own, own, 2, 4)
 
 
@@ -92,7 +91,8 @@ def test_what_a_scheduler_plans_for_on_unequal_gpus_fits_in_the_cut_of_a_worker(
     for tokens in (1, 512, 1024, *(chance.randint(1, 16384) for _ in range(40)), 16384):
         adapter = (room - counted.bytes_on(stages, tokens, room, recomputed=True)) / ADAPTER_BYTES
         for stage, (first, end) in enumerate(cuts if adapter >= 0 else ()):
-            taken = parts.stage_bytes(first, end) + parts.stage_activations(first, end, most_open(stage, stages), tokens, deepest)
+            memory = parts.stage_memory(first, end, stage, stages)
+            taken = memory.base_bytes + memory.activation_bytes(tokens, deepest)
             assert taken + ADAPTER_BYTES * adapter * (end - first) / LAYERS <= limits[stage] + 1, (stage, cuts, tokens)
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from tlora.batching.flow import Flow, Item
 from tlora.batching.pack import pack
 
+PADDING = 128  # tokens of a micro-batch beyond its budget, at most
 _FORWARD = 1 / 3  # of a micro-batch's time
 
 
@@ -25,6 +26,13 @@ def most_open(stage: int, stages: int) -> int:
     backward needs, and one more before the last. That hides what lies between two stages: links, and micro-batches of unequal size.
     """
     return stages - stage + (stage < stages - 1)
+
+
+def ring_places(stages: int) -> int:
+    """Of hidden states, or gradients, between two stages: of all micro-batches that are announced at a time, so that it is never full, with
+    room for what a round leaves empty at its end.
+    """
+    return most_open(0, stages) + 1
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tlora.engine.results import swept
 from tlora.engine.run_monitor import RunMonitor
 from tlora.group.isolation import Failure, try_call
 from tlora.job import RunSpec
-from tlora.planning.base_parts import memory_in_parts, memory_of_stage
+from tlora.planning.base_parts import memory_in_parts, memory_of_last_stage
 from tlora.planning.job_plan import PlannedJob, start_ahead
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
@@ -67,7 +67,7 @@ class Assignment:
     sharing: Sharing | None = None
     spans: Mapping[str, ReplicaPlacement] = field(default_factory=dict[str, ReplicaPlacement])
     peer_jobs: frozenset[str] = frozenset()
-    stage: LayerRange | None = None  # the last one, of a base in stages
+    stages: tuple[LayerRange, ...] = ()  # of the base, the last of which is here
     kept_out: frozenset[str] = frozenset()  # jobs for which this process has too little memory, and others have not
     rank: int = 0
 
@@ -138,7 +138,12 @@ def load(
     starts = {} if resume else start_ahead(led, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
     model = SuperModel.from_pretrained(
-        run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, assignment.stage or sharing or plan.streaming
+        run.base_model,
+        run.dtype,
+        str(place),
+        run.deterministic,
+        run.base_precision,
+        assignment.stages[-1] if assignment.stages else sharing or plan.streaming,
     )
     if resume and (changed := check_tiles(run, model.tiles)):
         monitor.note(changed)
@@ -159,8 +164,8 @@ def load(
 
 def _taken(run: RunSpec, assignment: Assignment, outlined: SuperModel, place: torch.device, base_bytes: int) -> int | MemoryModel:
     """What the base takes here: its bytes, or where it is a stage or a mixture in parts, what was counted with its activations."""
-    if assignment.stage is not None:
-        return memory_of_stage(run, outlined, place, assignment.stage)
+    if assignment.stages:
+        return memory_of_last_stage(run, outlined, place, assignment.stages)
     if assignment.sharing is not None and not can_be_cut(outlined):
         return memory_in_parts(run, outlined, place, base_bytes)
     return base_bytes

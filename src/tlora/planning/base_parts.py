@@ -96,6 +96,7 @@ def memory_in_parts(run: RunSpec, model: SuperModel, device: torch.device, base_
     return measure_in_parts(model, base_bytes, device, *largest_adapter(run.jobs))
 
 
-def memory_of_stage(run: RunSpec, model: SuperModel, device: torch.device, stage: LayerRange) -> MemoryModel:
-    """Of the last stage of a run's base, which has one micro-batch at a time."""
-    return count_parts(model, device, *largest_adapter(run.jobs)).stage_memory(stage.first, stage.stop, in_flight=1)
+def memory_of_last_stage(run: RunSpec, model: SuperModel, device: torch.device, stages: Sequence[LayerRange]) -> MemoryModel:
+    """Of a run's base in these stages, whose devices read each other's memory unless links are ordered to go through the host's."""
+    parts, cuts = count_parts(model, device, *largest_adapter(run.jobs)), [(cut.first, cut.stop) for cut in stages]
+    return parts.memories(cuts, reads_peers=run.links != "host")[-1]

@@ -86,7 +86,7 @@ def choose_form(
         if taken is not None and (taken.why or (taken.form == "stages" and reads_peers and can_be_cut(model))):
             wanted, why = taken.form, taken.why or "base and jobs fit in no other form"
     if wanted == "stages" and gpus > 1:
-        return _in_stages(run, jobs, model, device, limits, speeds, known, why)
+        return _in_stages(run, jobs, model, device, limits, speeds, known, reads_peers, why)
     if some is not None and wanted != "shared":
         return some
     is_enough = not refused_whole or gpus == 1 or not can_be_cut(model)
@@ -97,7 +97,7 @@ def choose_form(
         unfused = not run.deterministic and takes_plain_path(whole.memory, device)
         if fits_whole and (unfused or rows_trained(jobs) or why_no_stages(model.base, device)):
             return BasePlacement(False, on_each, whole)
-        return _in_stages(run, jobs, model, device, limits, speeds, known, unshared)
+        return _in_stages(run, jobs, model, device, limits, speeds, known, reads_peers, unshared)
     shared_bytes = bytes_when_shared(model, base_bytes, gpus) if gpus > 1 else base_bytes
     shared = plan_memory(run, jobs, model, count_for(jobs, model, shared_bytes, device, in_parts=gpus > 1), device, limit)
     parts = f"{gib(shared_bytes)} of the base's {gib(base_bytes)} on each of {gpus} {several}"
@@ -156,6 +156,7 @@ def _in_stages(
     limits: Sequence[int],
     speeds: Sequence[float],
     models: Sequence[GpuModel],
+    reads_peers: bool,
     reason: str,
 ) -> BasePlacement:
     """Raises ModelError for a base that cannot be cut into stages, ConfigError for jobs that cannot be trained so, and CapacityError where
@@ -176,7 +177,7 @@ def _in_stages(
         )
     parts = count_parts(model, device, max(job.spec.largest_rank for job in jobs), adapt_experts(jobs))
     adapter, longest = max((layout.numel for layout in layouts_of(jobs)), default=0), max((job.longest for job in jobs), default=1)
-    cuts = parts.cut(speeds or [1.0] * gpus, limits, adapter, longest, run.recompute)
+    cuts = parts.cut(speeds or [1.0] * gpus, limits, adapter, longest, run.recompute, reads_peers)
     ranges, sizes = [LayerRange(first, stop, layers) for first, stop in cuts], [parts.stage_bytes(*cut) for cut in cuts]
     fullest = max(range(gpus), key=lambda rank: sizes[rank] - limits[rank])
     if sizes[fullest] > limits[fullest]:
@@ -185,7 +186,7 @@ def _in_stages(
             f"{several}, a smaller base, or base_precision: nf4"
         )
     # Each stage keeps the activations of `most_open` micro-batches. All take what the tightest can.
-    memories = parts.memories(cuts)
+    memories = parts.memories(cuts, reads_peers)
     devices = tuple(Device(gpu, parts, limit) for gpu, limit in zip(models, limits, strict=bool(models)))
     overhead = Pipeline(devices, cuts).overhead() if devices else StageOverhead(host_ahead=device.type == "cuda")
     rooms = zip(memories, limits, strict=True)

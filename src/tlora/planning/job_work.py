@@ -82,5 +82,6 @@ def counting_jobs(memory: MemoryModel, jobs: Sequence[SizedJob], deterministic: 
     trained = [(job.data.train, job.longest) for job in jobs if counts and job.data is not None and not job.problems]
     sequences = [train.longest_sequences[train.lengths <= longest] for train, longest in trained]
     samples = max((len(own) / max(1, int(own.sum())) for own in sequences), default=0.0)
-    spanning = frozenset(layouts.values())
-    return replace(memory, spanning=spanning, compared=compared, mailbox_bytes=mailbox, samples_per_token=samples)
+    refers = any(OBJECTIVES[job.spec.objective].forwards_beside for job in jobs)
+    for_jobs = replace(memory, spanning=frozenset(layouts.values()), compared=compared, mailbox_bytes=mailbox)
+    return replace(for_jobs, samples_per_token=samples, refers=refers)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tlora.batching.pipeline_model import StageOverhead, most_open
+from tlora.batching.pipeline_model import StageOverhead
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import Recompute, RunSpec
 from tlora.planning.job_sketch import JobSketch
@@ -205,13 +205,13 @@ class Pipeline:
         return parts.timed_weights_of(first, end, adapts_experts)
 
     def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
-        """A stage keeps the activations of `most_open` micro-batches. All take micro-batches of the stage that has the least room."""
+        """All stages take micro-batches of the one that has the least room."""
         count = len(self.cuts)
         fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
         pipelines, overhead, tokens = dict[float, TokenCost](), self.overhead(), sum(map(trained_tokens, jobs))
         # pipelines: by what each token costs besides: all stages of alike layers share one
         for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
-            memory = device.parts.stage_memory(first, end, in_flight=most_open(stage, count))
+            memory = device.parts.stage_memory(first, end, stage, count, _reads_peers(self.devices))
             here = [job.within(device.parts, first, end) for job in jobs]
             cost = device.cost(memory)
             modelled = pipelines.setdefault(cost.fixed_tokens, in_stages(cost, count, jobs, overhead, tokens))
@@ -256,6 +256,10 @@ class Pipeline:
         return parts.hidden_size * parts.memory.element_bytes / rate
 
 
+def _reads_peers(devices: Sequence[Device]) -> bool:
+    return all(device.gpu.peer_gb_per_second for device in devices)
+
+
 def link_rate(one: GpuModel, other: GpuModel) -> float:
     """Bytes a second between two GPUs: peers' copies, else through pinned memory of the host."""
     peer = min(one.peer_gb_per_second, other.peer_gb_per_second)
@@ -269,11 +273,12 @@ def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch], recompu
     head = sum(multiply_adds(job, parts.head_weights, 0) for job in jobs)
     adapter = max((job.layout.numel for job in jobs if job.layout is not None), default=0)
     longest = max((job.longest for job in jobs), default=1)
+    limits = [device.limit_bytes for device in devices]
     cuts = cut_layers(
         [each[weights] for weights in parts.layer_weights],
         head,
         [device.rate for device in devices],
-        *fitting([device.parts for device in devices], [device.limit_bytes for device in devices], adapter, longest, recompute),
+        *fitting([each.parts for each in devices], limits, adapter, longest, recompute, _reads_peers(devices)),
     )
     return Pipeline(devices, cuts)
 

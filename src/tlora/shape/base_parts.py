@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
-from tlora.batching.pipeline_model import most_open
+from tlora.batching.pipeline_model import most_open, ring_places
 from tlora.job import Recompute
 from tlora.shape.memory import MOST_GPUS, PLANNED_TOKENS, BaseMemory, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
 from tlora.shape.stages import LEAST_STAGES, LayerRange, cut_layers
@@ -90,12 +90,18 @@ class BaseParts:
         return layers + max(0, beside) + at_ends - (tied if both else 0)
 
     def cut(
-        self, speeds: Sequence[float], limits: Sequence[int], adapter: int, tokens: int, recompute: Recompute = "auto"
+        self,
+        speeds: Sequence[float],
+        limits: Sequence[int],
+        adapter: int,
+        tokens: int,
+        recompute: Recompute = "auto",
+        reads_peers: bool = False,
     ) -> tuple[tuple[int, int], ...]:
         """Layers of like predicted seconds on GPUs of these speeds, as far as each has memory, for an `adapter` of so many numbers and
         micro-batches of so many `tokens`, of which all layers or those that are ordered are recomputed: `cut_layers`.
         """
-        fits = fitting([self] * len(speeds), limits, adapter, tokens, recompute)
+        fits = fitting([self] * len(speeds), limits, adapter, tokens, recompute, reads_peers)
         return cut_layers(self.layer_weights, self.head_weights, speeds, *fits)
 
     def cut_for_any(self, speeds: Sequence[float], limits: Sequence[int], recompute: Recompute = "auto") -> tuple[tuple[int, int], ...]:
@@ -123,29 +129,28 @@ class BaseParts:
         """As `cut`, on equal GPUs that have memory for any cut."""
         return cut_layers(self.layer_weights, self.head_weights, [1.0] * stages)
 
-    def memories(self, cuts: Sequence[tuple[int, int]]) -> list[MemoryModel]:
+    def memories(self, cuts: Sequence[tuple[int, int]], reads_peers: bool = False) -> list[MemoryModel]:
         """Of stages that are cut so."""
-        return [self.stage_memory(*cut, most_open(stage, len(cuts))) for stage, cut in enumerate(cuts)]
+        return [self.stage_memory(*cut, stage, len(cuts), reads_peers) for stage, cut in enumerate(cuts)]
 
-    def stage_memory(self, first: int, last: int, in_flight: int) -> MemoryModel:
-        """Of a GPU with these layers, and `in_flight` micro-batches whose backward is still to come."""
-        memory, count = self.memory, last - first
+    def stage_memory(self, first: int, last: int, stage: int, stages: int, reads_peers: bool = False) -> MemoryModel:
+        """Of a GPU with these layers, the `stage`-th of so many `stages`, with the micro-batches whose backward is still to come. Where it
+        `reads_peers`, links are rings of hidden states and gradients in its memory, else in the host's.
+        """
+        memory, count, in_flight = self.memory, last - first, most_open(stage, stages)
         own = tuple(phase for phase in memory.phases if not phase.at_head)
         phases = memory.phases if last == len(self.layers) else own or memory.phases
         cut = [phase.of_layers(count, len(self.layers), in_flight) for phase in phases]
-        buffers = _BOUNDARY_BUFFERS * self.hidden_size * memory.element_bytes
+        boundary = self.hidden_size * memory.element_bytes
         return replace(
             memory,
             base_bytes=self.stage_bytes(first, last),
-            phases=tuple(replace(phase, bytes_per_token=phase.bytes_per_token + buffers) for phase in cut),
+            phases=tuple(replace(phase, bytes_per_token=phase.bytes_per_token + _BOUNDARY_BUFFERS * boundary) for phase in cut),
             num_layers=count if memory.num_layers else 0,
             stage=LayerRange(first, last, len(self.layers)),
             elsewhere=(*self.layers[:first], *self.layers[last:]),
+            link_bytes=2 * ring_places(stages) * boundary if reads_peers and stages > 1 else 0,
         )
-
-    def stage_activations(self, first: int, last: int, in_flight: int, tokens: float, recomputed: int) -> int:
-        """Of micro-batches of so many tokens there, with so many layers recomputed, as far as there are."""
-        return self.stage_memory(first, last, in_flight).activation_bytes(tokens, recomputed)
 
     def to_json(self) -> dict[str, Any]:
         in_parts = None if self.in_parts is None else self.in_parts.to_json()
@@ -228,7 +233,12 @@ def with_stages(memory: BaseMemory, parts: BaseParts, *, ordered: bool) -> BaseM
 
 
 def fitting(
-    parts: Sequence[BaseParts], limits: Sequence[int], adapter: int, tokens: int, recompute: Recompute = "auto"
+    parts: Sequence[BaseParts],
+    limits: Sequence[int],
+    adapter: int,
+    tokens: int,
+    recompute: Recompute = "auto",
+    reads_peers: bool = False,
 ) -> tuple[Callable[[int, int, int], bool], ...]:
     """As `cut_layers` has it, of stages on devices with these `parts` and limits, with all layers recomputed, or those that are ordered:
     whether each holds its part of an `adapter` of so many numbers and micro-batches of `tokens`. Where no cut does: whether each has as
@@ -242,7 +252,7 @@ def fitting(
     @cache
     def beside(stage: int, held: int, at_head: bool, most_tokens: float) -> int:
         first = layers - held if at_head else 0
-        return parts[stage].stage_activations(first, first + held, most_open(stage, stages), most_tokens, recomputed)
+        return parts[stage].stage_memory(first, first + held, stage, stages, reads_peers).activation_bytes(most_tokens, recomputed)
 
     def taken(stage: int, first: int, end: int, most_tokens: float) -> int:
         return parts[stage].stage_bytes(first, end) + beside(stage, end - first, end == layers, most_tokens)
@@ -252,7 +262,7 @@ def fitting(
         return taken(stage, first, end, tokens) + adapter_bytes(own, own, memory.element_bytes, memory.sum_bytes) <= limits[stage]
 
     cuts = enumerate(parts[0].cut_alike(stages))
-    alike = highest([line for at, cut in cuts for line in parts[at].stage_memory(*cut, most_open(at, stages)).lines(recomputed)])
+    alike = highest([line for at, cut in cuts for line in parts[at].stage_memory(*cut, at, stages, reads_peers).lines(recomputed)])
     rooms = {tokens: min(limits) - max(fixed + tokens * each for _, fixed, each in alike) for tokens in bends(alike, min(limits))}
 
     def holds_as_alike(stage: int, first: int, end: int) -> bool:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from tlora.adapter_shape import ROW_ALIGNMENT
+from tlora.batching.pipeline_model import PADDING
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import Recompute
 from tlora.shape.stages import LayerRange
@@ -109,6 +110,8 @@ class MemoryModel:
     samples_per_token: float = 0.0  # of the job with the shortest
     stage: LayerRange | None = None  # which layers these are the bytes of, where several stages hold them
     elsewhere: tuple[str, ...] = ()  # names of decoder layers whose adapters lie at other stages
+    link_bytes: int = 0  # of each token, in rings between stages that read each other's memory
+    refers: bool = False  # whether a job compares with a reference, whose pass takes as many tokens through these
 
     @property
     def most_recomputed(self) -> int:
@@ -136,14 +139,17 @@ class MemoryModel:
         return [shape for shape in layout.shapes if not shape.module.startswith(others)] if others else layout.shapes
 
     def activation_bytes(self, token_budget: float, recomputed_layers: int = 0) -> int:
-        recomputed = min(recomputed_layers, self.most_recomputed)
-        return int(max(phase.at(token_budget, recomputed, self.samples_per_token) for phase in self.phases))
+        return int(max(fixed + token_budget * each for fixed, each in self._activations(recomputed_layers)))
 
     def lines(self, recomputed_layers: int) -> list[tuple[float, float]]:
         """Bytes at no token and for each, of base and a micro-batch with so many layers recomputed, which takes the most of them."""
-        recomputed = min(recomputed_layers, self.most_recomputed)
+        return [(self.base_bytes + fixed, each) for fixed, each in self._activations(recomputed_layers)]
+
+    def _activations(self, recomputed_layers: int) -> list[tuple[float, float]]:
+        """The same without the base, by phases."""
+        recomputed, links = min(recomputed_layers, self.most_recomputed), self.link_bytes * (1 + self.refers)
         tokens = [(phase.fixed_bytes, phase.token_bytes(recomputed, self.samples_per_token)) for phase in self.phases]
-        return [(self.base_bytes + fixed, each) for fixed, each in tokens]
+        return [(fixed + PADDING * links, each + links) for fixed, each in tokens]
 
     def most_activation_bytes(self, most_tokens: int, recompute: RecomputePlan) -> int:
         """Of any micro-batch of up to `most_tokens`: a shorter one that recomputes fewer layers may take more than the longest."""
@@ -168,18 +174,17 @@ class MemoryModel:
 
     def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
         """Of a micro-batch whose activations take no more than `room_bytes`; 0 where none does."""
-        recomputed = min(recomputed_layers, self.most_recomputed)
-        slopes = [(phase.fixed_bytes, phase.token_bytes(recomputed, self.samples_per_token)) for phase in self.phases]
-        return max(0, min((int((room_bytes - fixed) // slope) for fixed, slope in slopes if slope > 0), default=0))
+        lines = self._activations(recomputed_layers)
+        return max(0, min((int((room_bytes - fixed) // each) for fixed, each in lines if each > 0), default=0))
 
     def alone(self) -> MemoryModel:
         """Without what is known of a run's jobs."""
-        return replace(self, spanning=frozenset(), compared=frozenset(), mailbox_bytes=0, samples_per_token=0.0)
+        return replace(self, spanning=frozenset(), compared=frozenset(), mailbox_bytes=0, samples_per_token=0.0, refers=False)
 
     def to_json(self) -> dict[str, Any]:
         """Of `alone`."""
         found = asdict(self.alone())
-        for name in ("spanning", "compared", "mailbox_bytes", "samples_per_token", "stage", "elsewhere"):
+        for name in ("spanning", "compared", "mailbox_bytes", "samples_per_token", "stage", "elsewhere", "link_bytes", "refers"):
             del found[name]
         return found
 

@@ -162,7 +162,7 @@ def test_a_part_that_finds_too_little_memory_is_told(world: World, tmp_path: Pat
 
     def session_with(limit: int | None, span: ReplicaPlacement) -> tuple[Session, Loaded]:
         ordered = run if limit is None else run.model_copy(update={"memory_limit": limit})
-        assignment = Assignment(ordered, frozenset(), None, {"wide": span}, frozenset({"wide"}), None, frozenset({"wide"}), 1)
+        assignment = Assignment(ordered, frozenset(), None, {"wide": span}, frozenset({"wide"}), (), frozenset({"wide"}), 1)
         loaded = load(ordered, place, monitor, False, None, lambda: assignment)
         return Session(ordered, loaded, monitor, ServingFiles(run.base_model), RemoteGuard(), inbox, said.append), loaded
 

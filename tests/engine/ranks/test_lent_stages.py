@@ -21,7 +21,6 @@ from tests.engine.ranks.test_group_changes import ended as ended
 from tests.engine.ranks.test_lent_gpus import LENT, Host, listen
 from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
 from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
-from tlora.batching.pipeline_model import most_open
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.lending_line import LENDING, Lent
 from tlora.engine.ranks.lent_ranks import LostLenderError
@@ -139,8 +138,8 @@ def test_a_job_that_fits_with_few_layers_on_the_small_host_trains_there(environm
     world = Apart(environment / "unequal", long_samples, layers=12, cut=2)
     model, spec = SuperModel(outline(str(world.base))), JobSpec.model_validate(world.orders[0])
     parts, layout = count_parts(model, torch.device("cpu"), ACTIVATION_RANK), model.layout(spec)
-    limit = parts.stage_memory(0, 2, most_open(0, 2)).total_bytes([layout], 1024)
-    assert parts.stage_memory(0, 6, most_open(0, 2)).total_bytes([layout], 600) > limit, "not with half of them"
+    limit = parts.stage_memory(0, 2, 0, 2).total_bytes([layout], 1024)
+    assert parts.stage_memory(0, 6, 0, 2).total_bytes([layout], 600) > limit, "not with half of them"
     (world.directory / "never.jsonl").write_text(f'{{"input_ids": {[5 + n % 60 for n in range(1600)]}}}\n')
     never = world.orders[0] | {"name": "never", "data": str(world.directory / "never.jsonl")}
     worker, host = world.spanning(tmp_path, memory_limit=limit)

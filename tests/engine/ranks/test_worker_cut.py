@@ -12,7 +12,6 @@ import torch
 
 from tests.engine.ranks.test_relayed_stages import RANKS, Hosts
 from tests.engine.tiny_runs import save_base
-from tlora.batching.pipeline_model import most_open
 from tlora.engine.ranks import worker_stages
 from tlora.engine.ranks.spanning_jobs import RankContext
 from tlora.planning.memory_bound import MemoryBound
@@ -80,7 +79,7 @@ def test_a_fast_device_with_little_memory_gets_what_it_holds(base: Path, tmp_pat
     assert first > 7
     model = worker_stages.SuperModel(worker_stages.outline(str(base), "float32"))
     parts = worker_stages.count_parts(model, CPU, worker_stages.ACTIVATION_RANK)
-    three = parts.stage_memory(0, 3, most_open(0, 2))
+    three = parts.stage_memory(0, 3, 0, 2)
     assert cut("small", three.base_bytes + three.activation_bytes(1024)) == [3, LAYERS - 3]
 
 
@@ -89,7 +88,7 @@ def test_a_scheduler_counts_the_bytes_of_the_workers_own_plan(base: Path, tmp_pa
     model = worker_stages.SuperModel(worker_stages.outline(str(base), "float32"))
     parts = worker_stages.count_parts(model, CPU, worker_stages.ACTIVATION_RANK)
     for number, first in enumerate((2, 5)):
-        room = parts.stage_memory(0, first, most_open(0, 2))
+        room = parts.stage_memory(0, first, 0, 2)
         limits = room.base_bytes + room.activation_bytes(1024), 1 << 40
         (tmp_path / str(number)).mkdir()
         devices = {

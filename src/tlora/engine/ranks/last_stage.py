@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tlora.adapters.state import AdapterLayout, AdapterState, init_state
 from tlora.batching.flow import Kind
+from tlora.batching.pipeline_model import PADDING
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.engine.messages import StageBatch, StageChange, StageOrder, StageRow
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
@@ -36,8 +37,6 @@ from tlora.wording.numbers import place_names
 
 if TYPE_CHECKING:
     from tlora.engine.session import Loaded
-
-PADDING = 128  # tokens of a micro-batch beyond its budget, at most
 
 
 def meet_early_stages(peers: Peers, loaded: Loaded, device: torch.device, through_host: bool) -> StageLinks:

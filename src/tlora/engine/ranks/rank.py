@@ -235,8 +235,7 @@ class RankOfRun:
         self._find_others(assign)
         sharing = self._meet("base", BASE_LOADED) if assign.shared else None
         peer_jobs = frozenset(job for job, span in assign.spans.items() if self._number in span.peers)
-        stage = assign.stages[self._number] if assign.stages else None
-        return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, stage, assign.kept_out, self._number)
+        return Assignment(assign.run, assign.jobs, sharing, assign.spans, peer_jobs, assign.stages, assign.kept_out, self._number)
 
     def _meet(self, about: str, occasion: str) -> Sharing:
         assert self._store is not None, "no store was assigned"

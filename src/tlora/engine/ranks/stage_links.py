@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tlora.batching.pipeline_model import most_open
+from tlora.batching.pipeline_model import ring_places
 from tlora.errors import RankError
 from tlora.shape.stages import LayerRange
 from tlora.sharing.channel import Channel, DeviceOrder, Ends, InterruptedWaitError, PeerWait, Ring, open_words
@@ -64,8 +64,7 @@ class StageLinks:
     def __init__(self, peers: Peers | RelayedPeers, sizes: StageSizes, device: torch.device, through_host: bool) -> None:
         self.rank, self.count, self.sizes, self.device = peers.rank, peers.world_size, sizes, device
         self.last = self.count - 1
-        # Never full: of all micro-batches that are announced at a time, with room for what a round leaves empty at its end.
-        ring = (most_open(0, self.count) + 1) * _aligned(sizes.tokens * sizes.width * sizes.hidden_dtype.itemsize)
+        ring = ring_places(self.count) * _aligned(sizes.tokens * sizes.width * sizes.hidden_dtype.itemsize)
         adapter = _aligned(sizes.adapter * sizes.sum_dtype.itemsize)
         states, measures = 2 * min(adapter, _PIECE_BYTES), _MEASURES_BYTES + _aligned(adapter // 8)
         small = states * (self.count - 1)  # where measures and checks begin

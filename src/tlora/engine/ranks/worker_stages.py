@@ -16,11 +16,12 @@ import torch
 from torch.distributed import FileStore, PrefixStore
 
 from tlora.adapters.state import AdapterLayout
+from tlora.batching.pipeline_model import PADDING
 from tlora.data.base_download import fetch_base
 from tlora.engine.ranks.devices import name_of, training_flops
 from tlora.engine.ranks.early_stage import EarlyStage
 from tlora.engine.ranks.kinds import Gpus, gpus_of
-from tlora.engine.ranks.last_stage import PADDING, StagePipeline
+from tlora.engine.ranks.last_stage import StagePipeline
 from tlora.engine.ranks.spanning_jobs import RankContext
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.errors import CapacityError, ConfigError
