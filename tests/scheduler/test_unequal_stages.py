@@ -5,6 +5,7 @@ let in.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -82,6 +83,23 @@ def test_a_job_that_fits_in_an_unequal_cut_alone_is_placed(name: str, hosts: int
     tell(scheduler, mirror, JobFinished("job"), 3.0)
     assert scheduler.state.jobs["second"].group_id is not None
     all_fit(scheduler)
+
+
+@pytest.mark.parametrize("name", LIVE_POLICIES)
+def test_a_base_that_equal_gpus_hold_in_stages_of_unequal_seconds_is_trained(name: str) -> None:
+    """By seconds the last has two layers of eight, as the head takes long, and six do not fit. A worker cuts by memory then; jobs over such
+    a base were refused.
+    """
+    parts = replace(PARTS, head_weights=sum(PARTS.layer_weights) // 2)
+    assert parts.cut_alike(2) == ((0, 6), (6, 8)) and parts.cut_for_any((1.0, 1.0), (500 * MB, 500 * MB)) == ((0, 4), (4, 8))
+    scheduler, mirror = made(LIVE_POLICIES[name](), (500 * MB,) * 4, (1.0,) * 4)
+    scheduler.state.cost.memory = dict.fromkeys(BASES, with_stages(WHOLE, parts, ordered=True))
+    assert not any(isinstance(each, RejectJob) for each in tell(scheduler, mirror, staged("job"), 1.0))
+    tell(scheduler, mirror, staged("second"), 2.0)
+    assert {len(known.group.gpus) for known in scheduler.state.groups.values()} == {2}
+    assert {name for known in scheduler.state.groups.values() for name in known.group.job_ids} == {"job", "second"}
+    (rejected,) = tell(scheduler, mirror, staged("third", parameters=10**8), 3.0)
+    assert isinstance(rejected, RejectJob)
 
 
 @pytest.mark.parametrize("name", LIVE_POLICIES)

@@ -6,8 +6,10 @@ Of stages on unequal GPUs that follows from where a worker cuts them; of all els
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from tlora.protocol import JobSubmitted
 from tlora.scheduler.gpu_kinds import GpuKinds
@@ -16,6 +18,7 @@ from tlora.scheduler.gpu_pool import GpuPool
 from tlora.scheduler.job import Job
 from tlora.scheduler.plans import is_over_hosts
 from tlora.shape.cost import CostModel
+from tlora.shape.memory import BaseMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +31,59 @@ class Rooms:
     pool: GpuPool
 
     def least(self, spec: JobSubmitted) -> float:
-        """As `Job.least_room`. A job that fits on no GPUs of equal room may fit on as many as it asks for together, in stages that are as
-        unequal: that of the smallest of these, where no others have so much.
+        """As `Job.least_room`. A job that fits on no GPUs in equal stages may fit on as many as it asks for together, in others: in those
+        that a worker cuts by memory on the largest, or on all of so much room where no more have it.
         """
         least, memory = self.memory.least_room(self.cost, spec, self.pool.most_gpus), self.memory
         for room in memory.rooms if least == math.inf and spec.gpus > 1 else ():
-            if memory.num_roomy(room) == spec.gpus:
+            if (gpus := self._only(room, spec.gpus)) is not None:
                 whole = replace(spec, least_gpus=spec.gpus)
-                together = self._together([whole], memory.with_room(room))
+                together = self._together([whole], gpus)
                 if least_bytes(self.cost, whole, together) <= together:
                     return 0.0 if room == memory.rooms[0] else room
         return least
 
     def on(self, jobs: Sequence[Job], gpus: Sequence[int]) -> float | None:
         """Bytes that may be planned for of each of `gpus`, of a group of `jobs`. None: nothing is known."""
-        if len(gpus) < 2 or not self.memory.rooms or not (self.memory.is_uneven or self.kinds.are_mixed(gpus)):
+        specs = [job.spec for job in jobs]
+        if len(gpus) < 2 or not self.memory.rooms or self._in_stages(specs) is None:
             return self.memory.of(gpus)
-        return self._together([job.spec for job in jobs], gpus)
+        return self._together(specs, gpus)
 
     def of_any(self, jobs: Sequence[Job], gpus: int) -> float | None:
         """The same of so many GPUs that are not chosen yet."""
-        room, memory = self.memory.for_jobs(jobs), self.memory
-        if room is None or gpus < 2 or not memory.is_uneven or memory.num_roomy(room) != gpus:
+        room, specs = self.memory.for_jobs(jobs), [job.spec for job in jobs]
+        if room is None or gpus < 2 or self._in_stages(specs) is None or (only := self._only(room, gpus)) is None:
             return room
-        return self._together([job.spec for job in jobs], memory.with_room(room))
+        return self._together(specs, only)
+
+    def _only(self, room: int, count: int) -> Sequence[int] | None:
+        """So many GPUs that have so much room, where all others that have it are as these, or there are none."""
+        memory, kinds = self.memory, self.kinds
+        more = memory.num_roomy(room) - count
+        if more < 0 or (more and (room != memory.rooms[-1] or (kinds.differ and kinds.are_mixed(memory.with_room(room))))):
+            return None
+        return list(islice((gpu for gpu, own in memory.room_bytes.items() if own >= room), count))
 
     def _together(self, specs: Sequence[JobSubmitted], gpus: Sequence[int]) -> float:
         """Of several GPUs, in whatever order they are named. Those of the first one's host have the last stages, as a worker has it."""
-        gpus = sorted(gpus)
-        least, nodes = self.memory.of(gpus), [self.pool.node_of.get(gpu) for gpu in gpus]
+        least, node_of = self.memory.of(gpus), self.pool.node_of
         assert least is not None, f"nothing is known of the memory of {gpus}"
-        counted, widest = self.cost.memory.get(specs[0].base_model), max(map(nodes.count, nodes))
-        if counted is None or not (counted.in_stages or any(is_over_hosts(spec) and spec.least_gpus > widest for spec in specs)):
+        if (counted := self._in_stages(specs)) is None or not (counted.in_stages or self._takes_several_hosts(specs, gpus)):
             return least
-        order = sorted(gpus, key=lambda gpu: (self.pool.node_of.get(gpu) == nodes[0], gpu))
+        first = node_of.get(min(gpus))
+        order = sorted(gpus, key=lambda gpu: (node_of.get(gpu) == first, gpu))
         limits = tuple([self.memory.room_bytes.get(gpu, self.memory.rooms[0]) for gpu in order])
         return counted.over(hosts=True).room_on(tuple(map(self.kinds.speed_of, order)), limits)
+
+    def _in_stages(self, specs: Sequence[JobSubmitted]) -> BaseMemory | None:
+        """What is known of the jobs' base, if several GPUs may hold it in stages."""
+        counted = self.cost.memory.get(specs[0].base_model)
+        if counted is None or counted.stages is None or not (counted.in_stages or any(map(is_over_hosts, specs))):
+            return None
+        return counted
+
+    def _takes_several_hosts(self, specs: Sequence[JobSubmitted], gpus: Sequence[int]) -> bool:
+        """Whether a base that GPUs of one host share by copies lies in stages on these."""
+        on_one = Counter([self.pool.node_of.get(gpu) for gpu in gpus])
+        return any(is_over_hosts(spec) and spec.least_gpus > max(on_one.values()) for spec in specs)
