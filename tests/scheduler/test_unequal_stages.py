@@ -86,6 +86,24 @@ def test_a_job_that_fits_in_an_unequal_cut_alone_is_placed(name: str, hosts: int
 
 
 @pytest.mark.parametrize("name", LIVE_POLICIES)
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("cards", [(SMALL, LARGE, SMALL), (SMALL, SMALL, LARGE), (LARGE, SMALL, SMALL)])
+def test_a_job_that_one_large_and_one_of_two_small_cards_hold_is_placed_there(name: str, hosts: int, cards: tuple[int, ...]) -> None:
+    """It was told to ask for all three, as the two that it got might be the small ones."""
+    scheduler, mirror = made(LIVE_POLICIES[name](), cards, (1.0, 1.0, 1.0), hosts)
+    tell(scheduler, mirror, staged("job"), 1.0)
+    (group,) = [known.group for known in scheduler.state.groups.values()]
+    small = min(gpu for gpu, card in enumerate(cards) if card == SMALL)
+    assert group.gpus == tuple(sorted((cards.index(LARGE), small))) and group.job_ids == ("job",)
+    all_fit(scheduler)
+    tell(scheduler, mirror, staged("second"), 2.0)
+    tell(scheduler, mirror, JobFinished("job"), 3.0)
+    assert scheduler.state.jobs["second"].group_id is not None
+    (rejected,) = tell(scheduler, mirror, staged("never", parameters=10**8), 4.0)
+    assert isinstance(rejected, RejectJob)
+
+
+@pytest.mark.parametrize("name", LIVE_POLICIES)
 def test_a_base_that_equal_gpus_hold_in_stages_of_unequal_seconds_is_trained(name: str) -> None:
     """By seconds the last has two layers of eight, as the head takes long, and six do not fit. A worker cuts by memory then; jobs over such
     a base were refused.

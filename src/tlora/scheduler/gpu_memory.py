@@ -24,7 +24,8 @@ _ALIKE = 0.01  # of the least, which is what a GPU leaves unused at most
 @dataclass(slots=True)
 class GpuMemory:
     """`room_bytes` may be planned for of a GPU, of those of which it is known; `rooms` are all such numbers, each once, rising. Of GPUs
-    that are lost it stays known, as they may come back, unless they are put aside.
+    that are lost it stays known, as they may come back, unless they are put aside. A room that is asked for may lie within a byte above one
+    of these: some of its GPUs have it, those of the lowest numbers (`kth_largest`).
     """
 
     room_bytes: dict[int, int] = field(default_factory=dict[int, int])
@@ -33,6 +34,7 @@ class GpuMemory:
     _found: dict[int, int] = field(default_factory=dict[int, int])  # as found last, and never more than that
     _counts: Counter[int] = field(default_factory=Counter[int])  # of GPUs, by `_found`
     _alike: Counter[int] = field(default_factory=Counter[int])  # of GPUs, by `room_bytes`
+    _places: dict[int, float] = field(default_factory=dict[int, float], compare=False)  # among GPUs of one room, within a byte above it
     _aside: dict[int, int] = field(default_factory=dict[int, int])  # of GPUs that are put aside, as found last
 
     @property
@@ -42,6 +44,7 @@ class GpuMemory:
     def find(self, gpus: Sequence[int], memory_bytes: Sequence[int]) -> bool:
         """What was found last counts, but never more than what was found first. Whether anything is another than before."""
         before = {gpu: self.room_bytes.get(gpu) for gpu in gpus}
+        self._places.clear()
         gone = set[int]()
         for gpu, room in zip(gpus, memory_bytes, strict=True):
             found = min(self._most.setdefault(gpu, room), room)
@@ -63,6 +66,7 @@ class GpuMemory:
     def put_aside(self, gpus: Iterable[int]) -> bool:
         """They count no more until they are found or taken back. Whether one of them did."""
         there = [gpu for gpu in gpus if gpu in self._found]
+        self._places.clear()
         gone = set[int]()
         for gpu in there:
             found = self._aside[gpu] = self._found.pop(gpu)
@@ -105,15 +109,30 @@ class GpuMemory:
 
     def num_roomy(self, room: float) -> int:
         """GPUs that have at least so much."""
-        return sum([count for own, count in self._alike.items() if own >= room])
+        level = next((own for own in self._alike if own < room < own + 1), None)
+        some = 0 if level is None else sum(own == level and self.has_room(gpu, room) for gpu, own in self.room_bytes.items())
+        return some + sum([count for own, count in self._alike.items() if own >= room])
 
     def with_room(self, room: float) -> list[int]:
         """Those."""
-        return sorted([gpu for gpu, own in self.room_bytes.items() if own >= room])
+        return sorted([gpu for gpu in self.room_bytes if self.has_room(gpu, room)])
+
+    def kth_largest(self, count: int) -> float | None:
+        """The room that so many GPUs have and no others: the largest, and of equals those of the lowest numbers."""
+        ordered = sorted(self.room_bytes, key=lambda gpu: (-self.room_bytes[gpu], gpu))
+        return self._place_of(ordered[count - 1]) if 0 < count <= len(ordered) else None
+
+    def _place_of(self, gpu: int) -> float:
+        if not self._places:
+            for room in self.rooms:
+                alike = sorted([other for other, own in self.room_bytes.items() if own == room])
+                self._places |= {other: room + 1 - (number + 1) / (len(alike) + 1) for number, other in enumerate(alike)}
+        return self._places.get(gpu, 0.0)
 
     def has_room(self, gpu: int, least_room: float) -> bool:
         """An unknown GPU counts as the smallest of those that are known; where nothing is known of any, it has."""
-        return self.room_bytes.get(gpu, self.rooms[0] if self.rooms else math.inf) >= least_room
+        own = self.room_bytes.get(gpu, self.rooms[0] if self.rooms else math.inf)
+        return own >= least_room or (own + 1 > least_room and self._place_of(gpu) >= least_room)
 
     def of(self, gpus: Iterable[int]) -> int | None:
         """What each of them has at least; an unknown one no more than the smallest of those that are known. None: nothing is known."""
@@ -124,7 +143,7 @@ class GpuMemory:
         if not self.is_uneven:
             return self.rooms[0] if self.rooms else None
         least = max([job.least_room for job in jobs])
-        return next((room for room in self.rooms if room >= least), self.rooms[-1])
+        return next((room for room in self.rooms if room + 1 > least), self.rooms[-1])
 
     def least_room(self, cost: CostModel, spec: JobSubmitted, most_gpus: int) -> float:
         """As `Job.least_room`: where base, adapter and a micro-batch of its longest sample fit, on as many GPUs as it asks for."""

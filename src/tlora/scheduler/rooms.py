@@ -32,11 +32,13 @@ class Rooms:
 
     def least(self, spec: JobSubmitted) -> float:
         """As `Job.least_room`. A job that fits on no GPUs in equal stages may fit on as many as it asks for together, in others: in those
-        that a worker cuts by memory on the largest, or on all of so much room where no more have it.
+        that a worker cuts by memory on the largest, or on all of so much room where no more have it; else on the largest that there are,
+        and so on these alone.
         """
         least, memory = self.memory.least_room(self.cost, spec, self.pool.most_gpus), self.memory
-        for room in memory.rooms if least == math.inf and spec.gpus > 1 else ():
-            if (gpus := self._only(room, spec.gpus)) is not None:
+        is_cut = least == math.inf and spec.gpus > 1 and self._in_stages([replace(spec, least_gpus=spec.gpus)]) is not None
+        for room in (*memory.rooms, memory.kth_largest(spec.gpus)) if is_cut else ():
+            if room is not None and (gpus := self._only(room, spec.gpus)) is not None:
                 whole = replace(spec, least_gpus=spec.gpus)
                 together = self._together([whole], gpus)
                 if least_bytes(self.cost, whole, together) <= together:
@@ -53,17 +55,18 @@ class Rooms:
     def of_any(self, jobs: Sequence[Job], gpus: int) -> float | None:
         """The same of so many GPUs that are not chosen yet."""
         room, specs = self.memory.for_jobs(jobs), [job.spec for job in jobs]
-        if room is None or gpus < 2 or self._in_stages(specs) is None or (only := self._only(room, gpus)) is None:
+        if room is None or gpus < 2 or self._in_stages(specs) is None:
             return room
-        return self._together(specs, only)
+        only = self._only(max([room, *[job.least_room for job in jobs if job.least_room < room + 1]]), gpus)
+        return room if only is None else self._together(specs, only)
 
-    def _only(self, room: int, count: int) -> Sequence[int] | None:
+    def _only(self, room: float, count: int) -> Sequence[int] | None:
         """So many GPUs that have so much room, where all others that have it are as these, or there are none."""
         memory, kinds = self.memory, self.kinds
         more = memory.num_roomy(room) - count
         if more < 0 or (more and (room != memory.rooms[-1] or (kinds.differ and kinds.are_mixed(memory.with_room(room))))):
             return None
-        return list(islice((gpu for gpu, own in memory.room_bytes.items() if own >= room), count))
+        return list(islice((gpu for gpu in memory.room_bytes if memory.has_room(gpu, room)), count))
 
     def _together(self, specs: Sequence[JobSubmitted], gpus: Sequence[int]) -> float:
         """Of several GPUs, in whatever order they are named. Those of the first one's host have the last stages, as a worker has it."""
