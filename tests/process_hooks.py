@@ -18,6 +18,19 @@ if "tlora.engine.ranks.rank" in sys.orig_argv:
 """
 """A rank of a worker reports each step at once: else a job may be done before its first ones are told."""
 
+LET_GO_TO_SAVE = """
+import os, sys
+if "tlora.engine.ranks.rank" not in sys.orig_argv:
+    from tlora.engine.worker_reconciler import WorkerReconciler
+    stop = WorkerReconciler.stop
+    def stop_and_let_go(reconciler, reason):
+        stop(reconciler, reason)
+        if os.path.exists(os.environ["HELD"]):
+            os.unlink(os.environ["HELD"])
+    WorkerReconciler.stop = stop_and_let_go
+"""
+"""What is held by `hold` goes on when its worker is told to save its jobs and end: a rank saves between two steps."""
+
 _HOLD = """
 import os, sys, time
 if "tlora.engine.ranks.rank" in sys.orig_argv:

@@ -15,6 +15,7 @@ from tests.cluster.test_wide_training import Script, World, run_script
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, train, write_rows
 from tests.hosts import kill_host, start_worker
+from tests.process_hooks import LET_GO_TO_SAVE, REPORT_EACH_STEP, hold, let_hold
 from tlora.cluster import worker_pool
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.credentials import WorkerTokens
@@ -49,10 +50,10 @@ def update(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "out" / "events.jsonl").unlink()
 
 
-def make_world(root: Path, steps: int = 400) -> World:
+def make_world(root: Path) -> World:
     """A job that writes no checkpoint by itself."""
     base, data = save_base(root / "base"), str(write_rows(root / "a.jsonl", 12, 0, high=20))
-    world = World(base, [job("a", data, max_steps=steps, save_steps=100_000)], root / "whole")
+    world = World(base, [job("a", data, max_steps=60, save_steps=100_000)], root / "whole")
     train(base, world.whole, world.orders, deterministic=True)
     return world
 
@@ -65,11 +66,13 @@ def test_the_next_version_goes_on_where_old_workers_were(tmp_path: Path, monkeyp
     what the refusal saves could: the job writes no checkpoint by itself.
     """
     world = make_world(tmp_path)
+    let_hold(monkeypatch, tmp_path, REPORT_EACH_STEP + LET_GO_TO_SAVE)
     old, new, notes = Script((0,), leave), Script((0,), lambda _, script: script.gpus), list[str]()
-    with pytest.raises(KilledError):
-        run_script(world, tmp_path / "out", old, gpus=(0,))
-    update(tmp_path, monkeypatch)
-    run_script(world, tmp_path / "out", new, gpus=(0,), note=notes.append)
+    with hold(20):  # however long the next version takes to start
+        with pytest.raises(KilledError):
+            run_script(world, tmp_path / "out", old, gpus=(0,))
+        update(tmp_path, monkeypatch)
+        run_script(world, tmp_path / "out", new, gpus=(0,), note=notes.append)
     assert any(f"is of tlora {__version__}, and this is 9.9.9" in note for note in notes), notes
     assert not any("it is killed" in note for note in notes), notes
     assert new.steps("a")[0] > old.steps("a")[-1] >= 5, "no step was taken twice"
@@ -82,13 +85,14 @@ def test_the_next_version_goes_on_where_old_workers_were(tmp_path: Path, monkeyp
 def test_workers_of_other_hosts_save_their_jobs_before_an_update_refuses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they save arrives, though nothing is shared but the line, and no job waits for the end of a lease."""
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
-    world, out = make_world(tmp_path, 160), tmp_path / "out"
+    world, out = make_world(tmp_path), tmp_path / "out"
+    let_hold(monkeypatch, tmp_path, REPORT_EACH_STEP + LET_GO_TO_SAVE)
     notes, limits, options = list[str](), Limits(host_lease=240.0), list[str]()
 
     def start_host() -> subprocess.Popen[bytes]:
         return hosts.enter_context(a_host(options, token, tmp_path / "home"))
 
-    with ExitStack() as hosts:
+    with ExitStack() as hosts, hold(20):
         with TlsListener(out / "workers", ("127.0.0.1", 0)) as listener:
             options += ["--connect", listener.address, "--fingerprint", listener.fingerprint]
             token, old = WorkerTokens(out / "workers").create(3600)[1], Script((STRIDE,), leave)
