@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from tests.engine.test_worker import Orders
-from tests.engine.test_worker_process import PATIENCE_SECONDS, crew_of, hear
+from tests.engine.test_worker_process import PATIENCE_SECONDS, crew_of, hear, shorten_lease
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.tiny_runs import sha256, steps_taken
 from tests.hosts import Network, kill_host, network, start_worker, why_no_namespaces
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.hosts import STRIDE
+from tlora.cluster.leased_process import LeasedProcess
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.remote_worker import Held, RemoteWorker
 from tlora.cluster.worker_pool import WorkerPool
@@ -65,7 +66,7 @@ class Cluster:
         self.made, self.root, self.apart = made, root, apart
         self.store = root / "store"
         self.load = Load(str(made.base), str(self.store / "jobs"), "cpu", time.time(), deterministic=True)
-        self.pool = crew_of(crews, self.store / "workers", self.load, host_lease=LEASE)
+        self.pool = crew_of(crews, self.store / "workers", self.load)
         self.listener = TlsListener(self.store / "workers", (apart.here if apart is not None else "127.0.0.1", 0))
         self.pool.listen_on(self.listener)
         self.token = WorkerTokens(self.store / "workers").create(3600)[1]
@@ -113,6 +114,9 @@ class Cluster:
             self.pool.acknowledge()
 
     def lose(self, worker: RemoteWorker) -> None:
+        """It is not heard any more. Its lease is short only now: on a busy machine it could have ended before."""
+        assert isinstance(worker.process, LeasedProcess)
+        worker.process.lease_seconds = LEASE
         hear(self.pool, None)
         assert "its lease of 8 s has ended" in worker.process.how_it_ended()
         del self.pool.workers[STRIDE]  # as the reconciler does
@@ -135,6 +139,9 @@ def cluster(made: Orders, tmp_path: Path, crews: list[WorkerPool]) -> Iterator[C
         for one in opened:
             for process in one.started:
                 kill_host(process)
+            for worker in one.pool.workers.values():
+                if isinstance(worker.process, LeasedProcess):
+                    worker.process.prove_end("was killed")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +212,7 @@ def test_a_line_that_is_cut_one_way_and_heals_after_the_lease_lets_nothing_throu
     worker = there.came()
     there.train(worker, max_steps=ENDLESS)
     there.wait_for_checkpoint()
+    shorten_lease(there.pool, worker, LEASE)
     there.apart.cut(0, direction)
     there.lose(worker)
     assert host.poll() is not None, "it has ended before its controller counted it as lost"
