@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import make_model, make_samples
 from tlora.adapters.state import init_state
+from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.objectives import Dpo
@@ -153,6 +154,14 @@ def test_weights_are_looked_up_in_forward_and_again_in_backward(depth: int, fast
     (true, loss), (grads, found_loss) = found
     assert loss == found_loss
     assert all(bool(grad.any()) and torch.equal(grad, true[job_id]) for job_id, grad in grads.items())
+
+
+@pytest.mark.parametrize("fast", [True], indirect=True)
+def test_a_stage_hands_on_a_plan_of_more_layers_than_it_has(fast: bool) -> None:
+    """The plan of the last stage goes to all others: they recomputed no more layers than that one has."""
+    shared = make_shared(fast)
+    shared.recompute = RecomputePlan((0, *range(4, 4 + shared.num_layers + 3)))
+    assert shared.recompute.most_layers == shared.num_layers + 4 and shared.recomputed_layers == shared.num_layers
 
 
 def test_a_pass_is_used_once_and_in_order(fast: bool) -> None:

@@ -32,10 +32,6 @@ class RecomputePlan:
         """Whether the number depends on the tokens."""
         return any(self.most_tokens)
 
-    def at_most(self, layers: int) -> RecomputePlan:
-        """The same plan for a base with `layers` layers."""
-        return RecomputePlan(self.most_tokens[:layers])
-
     def scaled(self, tokens: int, of: int) -> RecomputePlan:
         """What `of` tokens did is done by `tokens`, fewer of them, and so in proportion."""
         return RecomputePlan(tuple([most * tokens // of for most in self.most_tokens]))

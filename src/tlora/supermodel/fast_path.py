@@ -277,12 +277,16 @@ class FastPath:
         if self._base.decoder._forward_hooks or self._context.tokens is not None:  # a graph calls no hooks
             return graphs.run_uncaptured(batch, state)
         tokens = len(batch.input_ids_T)
-        own = Shape(tokens, self.recompute.layers(tokens), state.shape)
+        own = Shape(tokens, self._recomputed(tokens), state.shape)
         size = graphs.size_for(own, batch.most_tokens, self._launch_tokens, partial(self._shape_with, batch, state), bank.version)
         if size > tokens:
             batch = batch.padded(size)
             state = self.begin(batch, weights, bank, dropout)
-        return graphs.run(batch, state, bank.version, self.recompute.layers(len(batch.input_ids_T)))
+        return graphs.run(batch, state, bank.version, self._recomputed(len(batch.input_ids_T)))
+
+    def _recomputed(self, tokens: int) -> int:
+        """Layers of those here: what is planned may be for a stage that has more."""
+        return min(self.recompute.layers(tokens), self.num_layers)
 
     def _shape_with(self, batch: PackedBatch, state: PassState, tokens: int) -> Shape:
         """Of `batch`, whose pass is `state`, with padding up to `tokens`."""
@@ -291,11 +295,11 @@ class FastPath:
         lengths = padded(batch.padded_lengths(tokens))
         attention = attention_shape(lengths, batch.input_ids_T.device, self._deterministic, self._chunks)
         launches = (*state.tables.shape_with(len(lengths)), *attention, state.experts_shape)
-        return Shape(tokens, self.recompute.layers(tokens), launches)
+        return Shape(tokens, self._recomputed(tokens), launches)
 
     def run(self, batch: PackedBatch, state: PassState) -> tuple[Tensor, Backward]:
         """The same, launched from Python at once, here and now."""
-        self._recomputed_layers = self.recompute.layers(len(batch.input_ids_T))
+        self._recomputed_layers = self._recomputed(len(batch.input_ids_T))
         hidden_TH = self._decode(batch, state)
 
         def backward(dhidden_TH: Tensor) -> None:

@@ -150,12 +150,12 @@ class SuperModel(nn.Module):
     @recompute.setter
     def recompute(self, plan: RecomputePlan) -> None:
         if self.fast_path is not None:
-            self.fast_path.recompute = plan.at_most(self.num_layers)
+            self.fast_path.recompute = plan
 
     @property
     def recomputed_layers(self) -> int:
         """The most that any micro-batch recomputes. Setting it makes all of them recompute so many."""
-        return self.recompute.most_layers
+        return min(self.recompute.most_layers, self.num_layers)
 
     @recomputed_layers.setter
     def recomputed_layers(self, count: int) -> None:
