@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from tlora.api import JobView, OrderedData, OrderSpec
+from tlora.api import JobView, MetricList, OrderedData, OrderSpec
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, progress_view
 from tlora.cli.result_view import exit_code, print_results, resume_line
-from tlora.cli.service_view import print_jobs
+from tlora.cli.service_view import print_job, print_jobs
 from tlora.cli.terminal import open_console, path_text, printable, shows_live
+from tlora.client.jobs import newest_losses
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.store.job_result import JobResult
 
@@ -306,3 +308,22 @@ def test_a_large_sweep_is_summarised(count: int):
     assert not any("more" in line.split(":")[0] and "…" in line for line in few) and all(
         any(name in line for line in few) for name in names[:40]
     )
+
+
+def test_a_running_job_has_the_loss_of_its_last_evaluation():
+    """It stood in the result alone, after the end. Settings that are not set are not shown, and a number of rows is whole."""
+
+    class Server:
+        def get(self, path: str, form: type[MetricList], offset: int) -> MetricList:
+            rows = [{"step": 0, "eval_loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 1.5}, {"step": 2, "eval_loss": None}]
+            return MetricList(data=rows[offset:], next_offset=len(rows))
+
+    order = OrderSpec(base_model="base", name="sql", data=OrderedData(file="file-1", eval_size=50), eval_steps=1)
+    view = JobView(id="job-1", name="sql", status="running", base_model="base", created_at=0.0, steps=2, total_steps=60, order=order)
+    losses = newest_losses(cast("Any", Server()), view)
+    assert losses == (2.0, 1.5)
+    console = Console(file=io.StringIO(), width=200, markup=False)
+    print_job(console, view, losses, [])
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"train loss +2\.0000", text) and re.search(r"eval loss +1\.5000", text)
+    assert "metadata" not in text and re.search(r"eval_size 50, ", text)

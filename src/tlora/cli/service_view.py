@@ -68,8 +68,8 @@ def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs"
     console.print(table if table.row_count else Text(empty, style="dim"))
 
 
-def print_job(console: Console, job: JobView, loss: float | None, events: Sequence[EventView]) -> None:
-    """Everything about one job."""
+def print_job(console: Console, job: JobView, losses: tuple[float | None, float | None], events: Sequence[EventView]) -> None:
+    """Everything about one job. `losses`: the newest of its training and its evaluation; they count until it has a result."""
     head = Text.assemble((printable(job.name), "bold"), "  ", (job.status, STYLES.get(job.status, "dim")))
     console.print(head)
     order = dict(job.order_fields)
@@ -81,14 +81,16 @@ def print_job(console: Console, job: JobView, loss: float | None, events: Sequen
         "started": time_text(job.started_at) if job.started_at else "",
         "ended": time_text(job.ended_at) if job.ended_at else "",
         "step": steps_text(job),
-        "train loss": loss_text(loss) if loss is not None else _loss(job, "train_loss"),
-        "eval loss": _loss(job, "eval_loss"),
+        "train loss": loss_text(losses[0]) if losses[0] is not None else _loss(job, "train_loss"),
+        "eval loss": _loss(job, "eval_loss") or ("" if losses[1] is None else loss_text(losses[1])),
         "tokens": count_text(float((job.result or {}).get("num_tokens") or 0)) if job.result else "",
         "waits for": "" if job.has_ended else job.waiting_for or "",
         "reason": job.reason or "",
         "sweep": job.sweep or "",
         "cloned from": job.cloned_from or "",
-        "settings": _settings(order, {"name": job.name, "base_model": job.base_model, "gpus": 1, "start_from": None} | _defaults()),
+        "settings": _settings(
+            order, {"name": job.name, "base_model": job.base_model, "gpus": 1, "start_from": None, "metadata": {}} | _defaults()
+        ),
         "data": _settings(data, {"eval_file": None} | DataConfig(path="-").model_dump(mode="json")),
     }
     table = open_table(show_header=False)
@@ -111,13 +113,14 @@ def print_job(console: Console, job: JobView, loss: float | None, events: Sequen
 
 def _defaults() -> dict[str, Any]:
     scheduled = {key: JobSpec.model_fields[key].default for key in SCHEDULED}
-    return scheduled | LoraShape().model_dump(mode="json") | TrainConfig().model_dump(mode="json")
+    of_order = {"gpus": 1, "start_from": None, "metadata": {}}
+    return of_order | scheduled | LoraShape().model_dump(mode="json") | TrainConfig().model_dump(mode="json")
 
 
 def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """The settings that differ from the defaults."""
     shown = {
-        key: value if isinstance(value, str) else json.dumps(value)
+        key: value if isinstance(value, str) else json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
         for key, value in values.items()
         if key not in defaults or defaults[key] != value
     }

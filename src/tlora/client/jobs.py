@@ -15,6 +15,7 @@ import httpx
 from tlora.api import EventList, EventView, JobList, JobView, MetricList, Status
 from tlora.client.connection import Connection
 from tlora.errors import ServiceError
+from tlora.progress.view import logged_values
 from tlora.wording.losses import RECENT_STEPS, recent_loss
 
 _ID = re.compile(r"job-[0-9a-f]{24}")
@@ -67,14 +68,14 @@ def list_events(connection: Connection, job_id: str) -> Iterator[EventView]:
             return
 
 
-def newest_loss(connection: Connection, job: JobView) -> float | None:
-    """The train loss: the mean over its last logged steps; None before there is one."""
+def newest_losses(connection: Connection, job: JobView) -> tuple[float | None, float | None]:
+    """The train loss, the mean over its last logged steps, and that of its last evaluation; None before there is one."""
     reader = _Losses(connection)
     while True:
         offset = reader.offset(job.id)
         reader.read({job.id: job.model_copy(update={"status": "running"})})
         if reader.offset(job.id) == offset:
-            return reader.losses.get(job.id)
+            return reader.losses.get(job.id), reader.evaluated.get(job.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +138,14 @@ def _look(connection: Connection, ids: Sequence[str]) -> dict[str, JobView]:
 
 
 class _Losses:
-    """The train loss of each running job; each row is read once."""
+    """The train loss of each running job, and that of its last evaluation; each row is read once."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._offsets: dict[str, int] = {}
         self._rows: dict[str, list[dict[str, Any]]] = {}  # the last ones with a loss
         self.losses: dict[str, float] = {}
+        self.evaluated: dict[str, float] = {}
 
     def offset(self, job_id: str) -> int:
         return self._offsets.get(job_id, 0)
@@ -155,6 +157,8 @@ class _Losses:
             self._offsets[job_id] = found.next_offset
             rows = [*self._rows.get(job_id, ()), *(row for row in found.data if "loss" in row)][-RECENT_STEPS:]
             self._rows[job_id] = rows
+            if (loss := logged_values(found.data).get("eval_loss")) is not None:
+                self.evaluated[job_id] = loss
             if (loss := recent_loss(rows)) is not None:
                 self.losses[job_id] = loss
         for job in jobs.values():
