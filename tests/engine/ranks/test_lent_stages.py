@@ -27,7 +27,13 @@ from tlora.engine.ranks.lent_ranks import LostLenderError
 from tlora.job import JobSpec
 from tlora.link.keyed_listener import dial_keyed
 from tlora.planning.base_parts import count_parts
-from tlora.planning.memory import ACTIVATION_RANK
+from tlora.planning.memory import ACTIVATION_RANK, count_base, memory_limit
+from tlora.protocol import Action, JobProfile, JobSubmitted, MemoryFound, NodeAdded, RejectJob, StartGroup
+from tlora.scheduler.policies import LIVE_POLICIES
+from tlora.scheduler.scheduler import Scheduler
+from tlora.shape.base_parts import with_stages
+from tlora.shape.cost import CostModel
+from tlora.shape.predicted_constants import live_constants
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
@@ -129,10 +135,23 @@ def long_samples(directory: Path) -> list[dict[str, Any]]:
     return [job("long", str(data), gpus=2, batch_size=2, max_steps=2, lora_dropout=0.1, target_modules=TWO_LINEARS, max_length=2048)]
 
 
+def scheduled(model: SuperModel, parameters: int, limits: tuple[int, int], **longest: int) -> list[Action]:
+    """What a scheduler does with a job of each name, by its longest sample, on the leader's GPU and the small host's; each with an adapter
+    of so many `parameters`.
+    """
+    cpu, gpus = torch.device("cpu"), (0, LENT)
+    cost = CostModel({"base": live_constants(1e6)})
+    cost.memory["base"] = with_stages(count_base(model, cpu, "stages"), count_parts(model, cpu, ACTIVATION_RANK), ordered=True)
+    scheduler = Scheduler(LIVE_POLICIES["fifo"](), cost)
+    jobs = [JobSubmitted(name, "base", 2, JobProfile(1200.0, 2, own, parameters), least_gpus=2) for name, own in longest.items()]
+    hosts = [NodeAdded(name, (gpu,)) for name, gpu in zip(("leader", "small"), gpus, strict=True)]
+    return [action for event in (*hosts, MemoryFound(gpus, limits), *jobs) for action in scheduler.handle(event, 1.0)]
+
+
 @pytest.mark.slow
 def test_a_job_that_fits_with_few_layers_on_the_small_host_trains_there(environment: Path, tmp_path: Path) -> None:
     """With half of the layers on each, as the two are equally fast, the small one has no memory for it. What does not fit is refused in
-    words that name the stage.
+    words that name the stage, and by a scheduler, which lets in what the worker trains.
     """
     (environment / "unequal").mkdir()
     world = Apart(environment / "unequal", long_samples, layers=12, cut=2)
@@ -142,6 +161,9 @@ def test_a_job_that_fits_with_few_layers_on_the_small_host_trains_there(environm
     assert parts.stage_memory(0, 6, 0, 2).total_bytes([layout], 600) > limit, "not with half of them"
     (world.directory / "never.jsonl").write_text(f'{{"input_ids": {[5 + n % 60 for n in range(1600)]}}}\n')
     never = world.orders[0] | {"name": "never", "data": str(world.directory / "never.jsonl")}
+    rejected, started = scheduled(model, layout.numel, (memory_limit(torch.device("cpu")), limit), never=1600, long=600)
+    assert isinstance(rejected, RejectJob) and rejected.job_id == "never"
+    assert isinstance(started, StartGroup) and started.group.job_ids == ("long",) and started.group.gpus == (0, LENT)
     worker, host = world.spanning(tmp_path, memory_limit=limit)
     try:
         worker.inbox.put(Join(JobSpec.model_validate(never), attempt=9))
