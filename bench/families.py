@@ -28,7 +28,7 @@ from tlora.errors import TloraError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.inject import expert_modules
-from tlora.supermodel.load import make_base
+from tlora.supermodel.load import make_any_base
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.text_model import auto_class, has_other_modalities, leave_out_other_modalities
 
@@ -75,6 +75,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
+    **{family: {"rotary_dim": 8} for family in ("gptj", "codegen")},
     "step3p5": {"sliding_window": 7},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -205,7 +206,7 @@ def look(family: str, kind: Any) -> Row:
     except Exception as error:  # a library's border: it depends on the family
         return Row(family, name, "not tried", note=f"no tiny model of it could be made ({_line(error)})")
     try:
-        shared = SuperModel(make_base(model, family), deterministic=True)
+        shared = SuperModel(make_any_base(model, family), deterministic=True)
         return _trained(family, type(model).__name__, shared)
     except _LateError:
         return Row(family, name, "not tried", note=f"takes more than {SECONDS} s")
@@ -220,8 +221,8 @@ def _trained(family: str, kind: str, shared: SuperModel) -> Row:
     if not _together_is_alone(shared, adapters):
         return Row(family, kind, "refused", note=NOT_ALONE)
     adapted = sorted({shape.module.rsplit(".", 1)[-1] for shape in shared.layout(adapters["a"]).shapes})
-    note = "its text model" if has_other_modalities(shared.model.config) else ""
-    return Row(family, kind, "trained", tuple(adapted), note, _experts(shared))
+    notes = ["its text model"] * has_other_modalities(shared.model.config) + ["one sample at a time"] * bool(shared.base.why_one_by_one)
+    return Row(family, kind, "trained", tuple(adapted), ", ".join(notes), _experts(shared))
 
 
 def _together_is_alone(shared: SuperModel, adapters: Mapping[str, LoraConfig]) -> bool:

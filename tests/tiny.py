@@ -8,17 +8,20 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
     DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
     GlmMoeDsaConfig,
     GraniteMoeHybridConfig,
+    JambaConfig,
     KimiLinearConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM3VLTextConfig,
     MistralConfig,
+    MptConfig,
     NemotronConfig,
     Phi3Config,
     PretrainedConfig,
@@ -26,6 +29,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3NextConfig,
+    Qwen4ExpTextConfig,
     StableLmConfig,
 )
 
@@ -132,11 +136,47 @@ INDEXED: dict[str, PretrainedConfig] = {
 
 WITHOUT_KEYWORDS: dict[str, PretrainedConfig] = {"stablelm": StableLmConfig(**SHAPE), "nemotron": NemotronConfig(**SHAPE)}
 """Layers take keywords, and hand their attention none."""
+ONE_BY_ONE: dict[str, PretrainedConfig] = {
+    "qwen4-exp": Qwen4ExpTextConfig(
+        **{**SHAPE, **LINEAR, "layer_types": ["linear_attention", "indexed_attention"]},
+        **dict.fromkeys(("num_experts", "hc_count"), 4),
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        hc_lowrank=8,
+        ple_layer_ids=[1],
+        ngram_vocab_size_base=64,
+        split_ngram_parts=1,
+        heads_per_ngram=2,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=16,
+        indexer_compress_ratio=4,
+    ),
+    "deepseek-v4": DeepseekV4Config(
+        **SHAPE,
+        head_dim=16,
+        moe_intermediate_size=96,
+        q_lora_rank=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+        mlp_layer_types=["hash_moe", "moe"],
+        sliding_window=7,
+        partial_rotary_factor=0.5,
+    ),
+    "jamba": JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1),
+    "mpt": MptConfig(d_model=64, n_heads=4, n_layers=2, max_seq_len=256, vocab_size=131, expansion_ratio=2),
+}
+"""Samples of these cannot share a pass: an indexer over pooled keys and embeddings of several tokens, compressed keys, state-space layers
+that get no lengths, positions counted in the batch.
+"""
 
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
-    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED, **WITHOUT_KEYWORDS}[family]
+    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED, **WITHOUT_KEYWORDS, **ONE_BY_ONE}[family]
     config = type(kind)(**{**kind.to_dict(), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -35,7 +35,8 @@ from tlora.supermodel.base_name import same_base
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.experts import Experts
 from tlora.supermodel.inject import find_linears, resolve_targets
-from tlora.supermodel.load import find_directory, load_config, load_weights, move_model
+from tlora.supermodel.load import find_directory, load_config, load_weights
+from tlora.supermodel.move import move_model
 from tlora.supermodel.new_tokens import row_shapes, rows_in, with_rows
 from tlora.supermodel.weight_files import check_unused
 

@@ -127,7 +127,8 @@ _GROUPED = getattr(torch, "_grouped_mm", None)
 
 class OutlinedExperts(TorchFunctionMode):
     """Within it a grouped product of tensors without numbers is an ordinary one with its first expert: it has the same output and keeps
-    the same bytes for backward. Transformers' experts run it as `torch.nn.functional.grouped_mm`. Counts of tokens are none (JetMoE's).
+    the same bytes for backward. Transformers' experts run it as `torch.nn.functional.grouped_mm`. Counts of tokens are none (JetMoE's),
+    questions are answered with yes (whether a batch is one sample), and all that is looked for is there (keys that an indexer may choose).
     """
 
     def __torch_function__(
@@ -137,4 +138,8 @@ class OutlinedExperts(TorchFunctionMode):
             return args[0] @ args[1][0]
         if func is Tensor.tolist and args[0].is_meta:
             return [0] * args[0].numel()
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True
+        if func in (torch.nonzero, Tensor.nonzero) and args[0].is_meta and not (kwargs or {}).get("as_tuple"):
+            return args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.long)
         return func(*args, **(kwargs or {}))

@@ -52,12 +52,12 @@ def _counts(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _counts(value)
 
 
-def length_limits(model: Any) -> tuple[LengthLimit, ...]:
-    """All that hold for samples over `model`."""
+def length_limits(model: Any, one_by_one: bool) -> tuple[LengthLimit, ...]:
+    """All that hold for samples over `model`, packed or `one_by_one`."""
     found = (
         (learned_positions(model), "this base has {} learned positions"),
         (_safe_tokens(model), "this base's rotary embedding changes past {}"),
-        (dense_tokens(model), "past {} this base's attention is sparse, which is not trained"),
+        (None if one_by_one else dense_tokens(model), "past {} this base's attention is sparse, which is not trained"),
     )
     return tuple(LengthLimit(most, why.format(most)) for most, why in found if most is not None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -117,10 +117,17 @@ class PackedBatch:
 
     def units(self) -> Iterator[PackedBatch]:
         """Each unit as a batch of its own, in order. Waits for the device."""
+        return self._each(lambda span: span.sequences)
+
+    def sequences(self) -> Iterator[PackedBatch]:
+        """Each sequence of the units, likewise."""
+        return self._each(lambda _: 1)
+
+    def _each(self, count_of: Callable[[TokenSpan], int]) -> Iterator[PackedBatch]:
         for span in self.spans:
-            start = span.t0
-            for first in range(0, len(span.lengths), span.sequences):
-                lengths = span.lengths[first : first + span.sequences]
+            start, count = span.t0, count_of(span)
+            for first in range(0, len(span.lengths), count):
+                lengths = span.lengths[first : first + count]
                 cut = slice(start, start + sum(lengths))
                 labelled = self.loss_weights_T[cut].nonzero().squeeze(1)
                 own = replace(span, t0=0, lengths=lengths, n0=0, n1=len(labelled))

@@ -7,9 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlora.errors import ModelError
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.row_products import width_that_mixes
 from tlora.supermodel.text_model import has_other_modalities, text_class
+
+
+class UnpackedError(ModelError):
+    """Samples of a base cannot share a pass, and might go one by one (`one_by_one.py`)."""
 
 
 def why_not_finite(base: Any) -> str:
@@ -31,21 +36,25 @@ def why_not_finite(base: Any) -> str:
     return f"its logits of plain tokens are not finite in {name}. Set dtype: float32, or take another base"
 
 
-def why_not_packed(base: Any, packed: Tensor, alone: Tensor, leaks: bool, tolerance: float) -> str:
-    """Of packed samples whose logits `packed` are not those that each has `alone`, or where `leaks` says that NaN gets into another."""
+def why_not_packed(base: Any, packed: Tensor, alone: Tensor, leaks: bool, tolerance: float) -> ModelError:
+    """Of packed samples whose logits `packed` are not those that each has `alone`, or where `leaks` says that NaN gets into another: an
+    UnpackedError where it is the packing.
+    """
+    start = f"base_model {base.name}: "
     weight, kind = base.head.weight_VH, type(base.model).__name__
     widths = (linear.in_features for linear in find_linears(base.model).values())
     if leaks and (width := width_that_mixes(widths, weight.dtype, weight.device)):
         said = f"products of {width} numbers in {str(weight.dtype).removeprefix('torch.')} let a NaN of one row into another"
-        return f"this processor's {said}, so jobs cannot share it. Set dtype: float32"
+        return ModelError(f"{start}this processor's {said}, so jobs cannot share it. Set dtype: float32")
     scale = base.head.scale
     if not leaks and has_other_modalities(base.model.config) and scale != 1.0 and _difference(packed / scale, alone) <= tolerance:
-        return (
-            f"{kind} of transformers leaves out the logit_scale {scale:g} of its text model, so its logits are not the checkpoint's. "
+        return ModelError(
+            f"{start}{kind} of transformers leaves out the logit_scale {scale:g} of its text model, so its logits are not the "
+            "checkpoint's. "
             f"Save the text model by itself, as {text_class(base.model.config)}, and take that"
         )
-    return (
-        f"{kind} gives packed samples other logits than single ones (relative difference {_difference(packed, alone):.1e}), "
+    return UnpackedError(
+        f"{start}{kind} gives packed samples other logits than single ones (relative difference {_difference(packed, alone):.1e}), "
         "so jobs cannot share it. Use a decoder made of attention and linear layers"
     )
 

@@ -55,6 +55,8 @@ _BEHIND = 2**31 - 1  # where empty runs lie, of which a batch has one at least: 
 
 def why_not_fused(base: Base, linears: Mapping[str, LoraLinear], experts: Experts, device: torch.device, deterministic: bool) -> str | None:
     """Why a pass over `base` on `device` does not take the fused kernels; None where it does."""
+    if base.why_one_by_one:
+        return f"samples go one by one: {base.why_one_by_one}"
     if (why := why_plain(device)) is not None:
         return why
     if (why := why_not_in_passes(base.model, base.head.weight_VH.dtype)) is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +19,27 @@ from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
 from tlora.kernels.library_attention import SampleLayout
-from tlora.kernels.transfer import upload
-from tlora.libraries import no_collection
 from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
 from tlora.supermodel.base_config import one_line, package_missing, refuse_strange_config, unreadable
-from tlora.supermodel.failed_proof import why_not_finite, why_not_packed
+from tlora.supermodel.failed_proof import UnpackedError, why_not_finite, why_not_packed
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.indexers import at_their_limit, choose_all
 from tlora.supermodel.inject import find_linears
+from tlora.supermodel.move import move_model
+from tlora.supermodel.one_by_one import OF_FAMILIES, prove_one_by_one, why_not_together
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
 from tlora.supermodel.stage import Stage
-from tlora.supermodel.tensor_files import unmapped
 from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities, output_embeddings
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
 _LENGTHS = (19, 5, 19)  # of the samples of the proof
-_LARGE = 1 << 20  # numbers; what is smaller is moved one by one
 _COMPARE = "Compare it with the original's"
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
@@ -54,7 +50,8 @@ class Base:
 
     `layers`: what brings the weights of the decoder's layers, where several ranks share them (`shared_base.py`). `stage`: which of them
     are here, where other processes have the rest (`stage.py`), and `outlined` the whole of it on the meta device, by which all of them
-    decide alike. `recurrent`: names of layers that carry something along a sample.
+    decide alike. `recurrent`: names of layers that carry something along a sample. `why_one_by_one`: why no two samples share a pass;
+    "": they do.
     """
 
     model: Any
@@ -65,6 +62,7 @@ class Base:
     stage: Stage | None = None
     outlined: Base | None = None
     recurrent: tuple[str, ...] = ()
+    why_one_by_one: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -160,37 +158,7 @@ def load_base(
     if base_precision is not None and form is None:
         check_precision(base_precision, place, model.dtype)
         hold(model, list(find_linears(model)), place, base_precision, pick_dtype(config, "auto", base_model))
-    return make_base(move_model(model, place), base_model)
-
-
-def move_model(model: Any, place: torch.device) -> Any:
-    """The model of `load_weights` on `place`, none of it in mapped files; large weights go onto a GPU by several threads."""
-    if place.type == "cpu":
-        return model._apply(unmapped)
-    if place.type == "cuda":
-        large = [p for p in model.parameters() if p.device.type == "cpu" and p.numel() >= _LARGE]
-        with ThreadPoolExecutor(1) as executor:
-            prepared = executor.submit(_prepare_libraries, place, model.dtype)
-            uploads = upload([p.data for p in large], place)
-            with no_collection():
-                importlib.import_module("torch._inductor.compile_fx")  # takes 2 to 4 s, and compiling the layers will want it
-            for parameter, uploaded in zip(large, uploads, strict=True):
-                parameter.data = uploaded.result()
-            prepared.result()
-    return model.to(place)
-
-
-def _prepare_libraries(place: torch.device, dtype: torch.dtype) -> None:
-    """What the first product and the first kernel would wait for, half a second to two each, without Python's lock: cuBLAS's kernels, and
-    the hash of Triton's own files that is part of each key in its cache.
-    """
-    with torch.cuda.device(place):
-        square = torch.zeros(128, 128, dtype=dtype, device=place)
-        torch.mm(square, square).sum().item()
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()
+    return make_any_base(move_model(model, place), base_model)
 
 
 def load_weights(base_model: str, dtype: str = "auto", device: torch.device | None = None) -> Any:
@@ -234,10 +202,28 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: S
     attention_probe.register()
     count_in_samples(base.decoder)
     _fit_to_packed(base.decoder)
-    with shown_in_short_samples(base.decoder), at_their_limit(model, max(_LENGTHS)):
-        _check_packing(base)
-    _check_reach(base)
+    try:
+        with shown_in_short_samples(base.decoder), at_their_limit(model, max(_LENGTHS)):
+            _check_packing(base)
+        _check_reach(base)
+    except UnpackedError as error:
+        if layers is None and stage is None:
+            raise
+        raise ModelError(f"{error}. Held whole, its samples may go one by one") from None
     return base
+
+
+def make_any_base(model: Any, name: str) -> Base:
+    """As `make_base`; where samples cannot share a pass, one whose samples go one by one. Raises ModelError."""
+    try:
+        return make_base(model, name)
+    except UnpackedError as error:
+        base, why = Base(model, decoder_of(model, name), find_head(model, name), name), str(error).removeprefix(f"base_model {name}: ")
+        try:
+            prove_one_by_one(base, _sample_ids(base), _TOLERANCE[base.head.weight_VH.dtype])
+        except OF_FAMILIES as also:
+            raise ModelError(f"{error}. Nor do samples one by one: {_first_line(also)}") from None
+        return replace(base, why_one_by_one=why)
 
 
 def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> Base:
@@ -265,7 +251,8 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
         hold(model, list(find_linears(model)), torch.device("meta"), base_precision, stored)
     stand_in(model.requires_grad_(False).eval())
     _fit_to_packed(decoder := decoder_of(model, base_model))
-    return Base(model, decoder, find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
+    base = Base(model, decoder, find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
+    return replace(base, why_one_by_one=why_not_together(base, _run_two_tokens))
 
 
 def _fit_to_packed(decoder: Any) -> None:
@@ -298,7 +285,9 @@ def find_head(model: Any, name: str) -> Head:
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(
-        lambda: FrozenLinear(PlainWeight(embeddings.weight), embeddings.bias), scale, getattr(config, "final_logit_softcapping", None)
+        lambda: FrozenLinear(PlainWeight(embeddings.weight), embeddings.bias),
+        scale,
+        getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),  # the latter RecurrentGemma's
     )
 
 
@@ -309,6 +298,8 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
     wait for the device. Packed attention does not look at it.
     """
     with OutlinedExperts() if input_ids_T.is_meta else nullcontext():
+        if base.why_one_by_one:
+            return base.decoder(input_ids=input_ids_T[None], use_cache=False).last_hidden_state[0]
         return base.decoder(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
@@ -322,8 +313,7 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
 def _check_packing(base: Base) -> None:
     """The family's own eager attention on each sample alone is the oracle; any family that packs wrongly is refused here."""
     model, lengths, device, dtype = base.model, _LENGTHS, base.head.weight_VH.device, base.head.weight_VH.dtype
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, base.vocab_size, (n,), generator=generator).to(device) for n in lengths]
+    ids = _sample_ids(base)
     model.set_attn_implementation("eager")
     try:
         ends = base.stage is None or base.stage.layers.is_last
@@ -335,13 +325,13 @@ def _check_packing(base: Base) -> None:
             hidden_TH = hidden_states(base, torch.cat(ids), positions, lengths)
         packed = (base.head.logits(hidden_TH) if ends else hidden_TH).float()
         leaks = _leaks(base, torch.cat(ids), positions, lengths)
-    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError) as error:
-        raise ModelError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error
+    except OF_FAMILIES as error:
+        raise UnpackedError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error
     if not bool(alone.isfinite().all()):
         raise ModelError(f"base_model {base.name}: {why_not_finite(base)}")
     difference = float((packed - alone).norm() / alone.norm())
     if leaks or not difference <= _TOLERANCE[dtype]:
-        raise ModelError(f"base_model {base.name}: {why_not_packed(base, packed, alone, leaks, _TOLERANCE[dtype])}")
+        raise why_not_packed(base, packed, alone, leaks, _TOLERANCE[dtype])
 
 
 @torch.no_grad()
@@ -354,11 +344,23 @@ def _check_reach(base: Base) -> None:
         # without a mask and without lengths of two samples: transformers then makes each layer's mask from the family's rule
         base.decoder(input_ids=tokens[None], position_ids=tokens[None], attention_mask=None, use_cache=False, sequence_lengths=(3,))
     except ModelError as error:
-        raise ModelError(f"base_model {base.name}: {kind} cannot be packed: {error}") from None
-    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
-        raise ModelError(f"base_model {base.name}: {kind} cannot run packed samples: {_first_line(error)}") from error
+        raise UnpackedError(f"base_model {base.name}: {kind} cannot be packed: {error}") from None
+    except OF_FAMILIES as error:
+        raise UnpackedError(f"base_model {base.name}: {kind} cannot run packed samples: {_first_line(error)}") from error
     finally:
         base.model.set_attn_implementation(attention.NAME)
+
+
+def _run_two_tokens(base: Base) -> None:
+    device = base.head.weight_VH.device
+    with nullcontext() if base.why_one_by_one else all_cut():
+        hidden_states(base, torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device), (2,))
+
+
+def _sample_ids(base: Base) -> list[Tensor]:
+    """Of a proof's samples."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, base.vocab_size, (n,), generator=generator).to(base.head.weight_VH.device) for n in _LENGTHS]
 
 
 def _leaks(base: Base, ids_T: Tensor, positions_T: Tensor, lengths: tuple[int, ...]) -> bool:

@@ -187,10 +187,12 @@ class TokenPass:
             grads.append(slopes_un.to(sums_dtype).t() @ hidden_uH.to(sums_dtype))
         self.head_grads[span.job_id] = grads
 
-    def add_gradients(self, ids_T: Tensor, grad_TH: Tensor) -> None:
-        """Add to each job's sums, unit by unit: what the head gave, then the tokens' gradients [T, H] one after another."""
+    def add_gradients(self, ids_T: Tensor, spans: Sequence[TokenSpan], grad_TH: Tensor) -> None:
+        """Add to each job's sums, unit by unit: what the head gave, then the tokens' gradients [T, H] one after another. `spans`: as the
+        embedding saw them.
+        """
         padding_idx = getattr(self.owner._module, "padding_idx", None)
-        for span in self.spans:
+        for span in spans:
             rows = self.rows.get(span.job_id)
             if rows is None:
                 continue
@@ -229,7 +231,7 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, embedded: Tensor, ids: Tensor, anchor: Tensor, tokens: TokenPass) -> Tensor:
         del anchor  # it lets backward come here, though nothing before needs a gradient
-        ctx.tokens, ctx.ids_T = tokens, ids.reshape(-1)
+        ctx.tokens, ctx.ids_T, ctx.spans = tokens, ids.reshape(-1), tokens.spans
         out = embedded.clone()
         flat_TH = out.view(-1, out.shape[-1])
         for span in tokens.spans:
@@ -243,7 +245,7 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ctx.tokens.add_gradients(ctx.ids_T, grad.reshape(-1, grad.shape[-1]))
+        ctx.tokens.add_gradients(ctx.ids_T, ctx.spans, grad.reshape(-1, grad.shape[-1]))
         return None, None, None, None
 
 

@@ -7,7 +7,7 @@ one call (`kernels/library_attention.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -40,7 +40,7 @@ class PlainPath:
     def __init__(self, base: Base, context: Context, deterministic: bool) -> None:
         self._base, self._context = base, context
         device = base.head.weight_VH.device
-        self.grouped = base.stage is None and groups_on(device, deterministic)
+        self.grouped = base.stage is None and not base.why_one_by_one and groups_on(device, deterministic)
         self._repeatable = deterministic and device.type == "cuda"
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -48,6 +48,8 @@ class PlainPath:
         self, batch: PackedBatch, weights: BaseWeights, bank: AdapterBank | None, dropout: Mapping[str, float], train: bool
     ) -> tuple[Tensor, Callable[[Tensor], object] | None]:
         """Hidden states [T, H] of `batch`, without its padding where passes are grouped, and in training what takes their gradient back."""
+        if self._base.why_one_by_one and len(batch.lengths) > 1:
+            return _joined([self.decode(each, weights, bank, dropout, train) for each in batch.sequences()])
         chunked = chunk(batch, batch.input_ids_T.device) if self.grouped else None
         active = ActiveBatch(chunked.batch if chunked else batch, weights, bank, dropout, self._anchor, chunked and chunked.jobs)
         packed_batch = active.batch
@@ -69,6 +71,18 @@ class PlainPath:
     def _repeatable_attention(self) -> AbstractContextManager[object]:
         """On a GPU the library's kernels sum dQ in any order, and bits differ from run to run: deterministic mode takes the plain one."""
         return sdpa_kernel(SDPBackend.MATH) if self._repeatable else nullcontext()
+
+
+def _joined(passes: Sequence[tuple[Tensor, Callable[[Tensor], object] | None]]) -> tuple[Tensor, Callable[[Tensor], object] | None]:
+    """Several passes as one over the tokens of all."""
+    hidden_TH = torch.cat([each_TH for each_TH, _ in passes])
+
+    def backward(dhidden_TH: Tensor) -> None:
+        for part_TH, (_, back) in zip(dhidden_TH.split([len(each_TH) for each_TH, _ in passes]), passes, strict=True):
+            if back is not None:
+                back(part_TH)
+
+    return hidden_TH, backward if any(back for _, back in passes) else None
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ def why_no_stages(base: Base, device: torch.device) -> str:
     anything but layers between embedding and norm, files with each expert by itself, which transformers puts together of all layers, or
     with a layer's weight in parts, or on a GPU packed experts. Nothing: it can.
     """
+    if base.why_one_by_one:
+        return f"its samples go one by one: {base.why_one_by_one}"
     if device.type == "cuda" and held_experts(base.model):
         return "its experts are packed, which the kernels that stages run on do not take"
     if expert_modules(base.model) and put_together(base.model, MergeModulelist):

@@ -76,7 +76,7 @@ class SuperModel(nn.Module):
         self.bank = AdapterBank(places, weight.dtype, weight.device)
         self.references = AdapterBank(places, weight.dtype, weight.device, frozen=True)
         """The adapters that jobs' objectives compare with; jobs that have none there compare with the base alone."""
-        self.limits = length_limits(base.model)
+        self.limits = length_limits(base.model, bool(base.why_one_by_one))
         self._linears = inject(base.model, linears, self.context)
         self.plain_path, self.fast_path = PlainPath(base, self.context, deterministic), None
         if (why := why_not_fused(base, self._linears, self.experts, weight.device, deterministic)) is None:
@@ -384,7 +384,8 @@ class SuperModel(nn.Module):
         return self._split(batch)
 
     def _split(self, batch: PackedBatch) -> Iterable[PackedBatch]:
-        return batch.units() if self.deterministic and self.fast_path is None else (batch,) if batch.spans else ()
+        apart = self.fast_path is None and (self.deterministic or self.base.why_one_by_one)
+        return batch.units() if apart else (batch,) if batch.spans else ()
 
     def _check(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> None:
         longest = max((length for span in batch.spans for length in span.lengths), default=0)

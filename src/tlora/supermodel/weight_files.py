@@ -143,6 +143,16 @@ def _weight_files(directory: Path, base_model: str) -> list[Path]:
     return [directory / shard for shard in shards]
 
 
+class _Header(Tensor):
+    """A tensor without numbers that stays so where it is to be moved: transformers joins some on the host (Qwen4-Exp's embeddings)."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is Tensor.to and kwargs:
+            kwargs = kwargs | {"device": None}
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def _plain_headers(files: list[Path], config: Any, base_model: str) -> dict[str, Tensor]:
     """Every tensor of the files on the meta device; packed ones as the plain weights that they stand for. Raises ModelError."""
     headers, form = _read_headers(files, base_model), format_of(config, base_model)
@@ -223,7 +233,7 @@ def _compare(files: _Files) -> _Comparison:
         model, loading_info = model_class(config).from_pretrained(
             None,
             config=without_packing(config),
-            state_dict=tensors,
+            state_dict={name: tensor.as_subclass(_Header) for name, tensor in tensors.items()},
             device_map="meta",
             output_loading_info=True,
             ignore_mismatched_sizes=True,

@@ -1,0 +1,107 @@
+"""Bases of which samples cannot share a pass (positions counted in the batch, attention with a mask of its own, layers that carry something
+along the tokens): each sample goes by itself, through transformers' own attention. Slower than packed samples, and right for any decoder.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlora.errors import ModelError
+from tlora.supermodel.failed_proof import why_not_finite
+from tlora.supermodel.inject import expert_modules, find_linears
+
+OF_FAMILIES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError)
+"""What a family's own code raises."""
+_IMPLEMENTATIONS = ("sdpa", "eager")  # the first that gives the eager one's logits: eager attention keeps the square of a sample
+
+
+@torch.no_grad()
+def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> None:
+    """Let `base.model` run each of the samples `ids` [L] by itself: with an attention that gives its eager one's logits through our head,
+    the same bits whatever ran before, and tokens that see none behind them.
+
+    Raises ModelError, and what the family's code raises.
+    """
+    kind = type(base.model).__name__
+    base.model.set_attn_implementation("eager")
+    expected = [base.model(input_ids=i[None], use_cache=False).logits[0].float() for i in ids]
+    if not all(bool(logits.isfinite().all()) for logits in expected):
+        raise ModelError(why_not_finite(base))
+    difference, found = float("inf"), list[Tensor]()
+    for name in _IMPLEMENTATIONS:
+        if not takes(base.model, name):
+            continue
+        found = [_hidden(base, i) for i in (*ids, *ids)]
+        logits = [base.head.logits(hidden_TH).float() for hidden_TH in found[: len(ids)]]
+        difference = max(float((mine - own).norm() / own.norm()) for mine, own in zip(logits, expected, strict=True))
+        if difference <= tolerance:
+            break
+    else:
+        raise ModelError(f"{kind} gives other logits than its decoder and head (relative difference {difference:.1e})")
+    if not all(torch.equal(first, again) for first, again in zip(found[: len(ids)], found[len(ids) :], strict=True)):
+        raise ModelError(f"{kind} gives a sample other hidden states the second time")
+    whole, half = ids[0], len(ids[0]) // 2
+    changed = torch.cat([whole[:half], (whole[half:] + 1) % base.vocab_size])
+    seen = _hidden(base, changed)[:half].float()
+    if float((seen - found[0][:half].float()).norm() / seen.norm()) > tolerance:
+        raise ModelError(f"{kind} lets tokens see those behind them, so it is no decoder. Use a causal language model")
+    _check_rows(base, whole)
+
+
+def _check_rows(base: Any, ids_T: Tensor) -> None:
+    """Raise ModelError for a linear that sees other rows than the tokens: whose they are is not known to its adapter."""
+    blocks = tuple(f"{block}." for block in expert_modules(base.model))
+    strange = list[str]()
+
+    def look(name: str, _linear: nn.Module, args: tuple[Tensor, ...], _output: object) -> None:
+        rows = args[0].shape[:-1].numel()
+        if rows != len(ids_T):
+            strange.append(f"{name} sees {rows} rows of a sample of {len(ids_T)} tokens, and so has no adapter. Use another base")
+
+    linears = {name: linear for name, linear in find_linears(base.model).items() if not name.startswith(blocks)}
+    hooks = [linear.register_forward_hook(partial(look, name)) for name, linear in linears.items()]
+    try:
+        _hidden(base, ids_T)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if strange:
+        raise ModelError(strange[0])
+
+
+def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
+    """Of a base on the meta device: why `run`, a pass over it, fails where it does not with samples one by one; "": it runs."""
+    before = base.model.config._attn_implementation
+    try:
+        run(base)
+    except OF_FAMILIES as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        for name in _IMPLEMENTATIONS:
+            with suppress(*OF_FAMILIES):
+                if takes(base.model, name):
+                    run(replace(base, why_one_by_one=why))
+                    return f"{type(base.model).__name__} cannot run packed samples: {why}"
+        takes(base.model, before)
+    return ""
+
+
+def _hidden(base: Any, ids_T: Tensor) -> Tensor:
+    return base.decoder(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
+
+
+def takes(model: Any, implementation: str) -> bool:
+    """Whether `model` has that attention, which it then takes."""
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            model.set_attn_implementation(implementation)
+        except (ValueError, ImportError):
+            return False
+    return True
