@@ -88,9 +88,7 @@ def print_job(console: Console, job: JobView, losses: tuple[float | None, float 
         "reason": job.reason or "",
         "sweep": job.sweep or "",
         "cloned from": job.cloned_from or "",
-        "settings": _settings(
-            order, {"name": job.name, "base_model": job.base_model, "gpus": 1, "start_from": None, "metadata": {}} | _defaults()
-        ),
+        "settings": _settings(order, {"name": job.name, "base_model": job.base_model} | _defaults()),
         "data": _settings(data, {"eval_file": None} | DataConfig(path="-").model_dump(mode="json")),
     }
     table = open_table(show_header=False)
