@@ -17,6 +17,7 @@ import pytest
 
 from tests.engine.test_worker import Orders, of, when, work
 from tests.engine.tiny_runs import job, run_spec
+from tests.process_hooks import run_in_each_process
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.engine.messages import Stop
@@ -155,6 +156,19 @@ def test_a_worker_started_by_hand_says_where_nobody_listens(tmp_path: Path) -> N
     for address, fact in bad.items():
         done = subprocess.run([sys.executable, "-m", "tlora.engine.worker", "--connect", address], capture_output=True, check=False)
         assert done.returncode == 2 and fact in done.stderr.decode(), done.stderr
+
+
+@pytest.mark.usefixtures("real_start")
+def test_ctrl_c_ends_no_rank_that_begins(
+    made: Orders, long: Join, tmp_path: Path, crews: list[WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches all processes of a terminal: the rank died of it before it could save anything, and the worker with a traceback."""
+    interrupt = 'import os, signal, sys\nif "tlora.engine.ranks.rank" in sys.orig_argv:\n    os.kill(os.getpid(), signal.SIGINT)\n'
+    run_in_each_process(monkeypatch, tmp_path, interrupt)
+    crew = crew_of(crews, tmp_path / "workers", made.load(tmp_path / "out"))
+    worker = training(crew, long, made.base)
+    worker.stop()
+    assert hear(crew, Left).steps > 0
 
 
 def test_ctrl_c_before_a_worker_serves_is_130_without_a_word() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import _thread
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from tlora.errors import TloraError
+
+OF_THE_TERMINAL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+"""Signals that reach all processes of a terminal or a service; what follows is decided by who leads."""
 
 
 def describe_interrupt(number: int, unfinished: int) -> str:
@@ -61,6 +64,16 @@ def interrupts(describe: Callable[[int], str], note: Callable[[str], None]) -> I
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def blocked_in_children(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """A process that is started meanwhile gets these signals when it unblocks them, not before it has decided what they do."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

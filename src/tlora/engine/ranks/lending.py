@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tlora.engine.interrupts import OF_THE_TERMINAL, blocked_in_children
 from tlora.engine.messages import FROM_RANK, TO_RANK, Enter, Faulty, FromRank, Leave, Sending, Spread, Stop, ToRank
 from tlora.engine.ranks.gpu_change import worker_device
 from tlora.engine.ranks.lending_line import BEAT_SECONDS, LENDING, Frame, KillRank, Lent, RankEnded, StartRank, read_frame
@@ -122,7 +123,8 @@ class Lender:
         module, *arguments = RANK_OF_WORKER
         log = open(2, "wb", 0, closefd=False)  # noqa: SIM115
         try:
-            self._processes[rank] = start_process(module, log, arguments, environment, self._meeting.address, own_session=False)
+            with blocked_in_children(OF_THE_TERMINAL):
+                self._processes[rank] = start_process(module, log, arguments, environment, self._meeting.address, own_session=False)
         except OSError as error:
             line.send(LENDING.encode(RankEnded(rank, f"cannot be started: {error}")))
 

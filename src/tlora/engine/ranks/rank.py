@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 from tlora.engine.earlier_run import with_plans
 from tlora.engine.heartbeat import Heartbeat
+from tlora.engine.interrupts import OF_THE_TERMINAL
 from tlora.engine.launch_facts import launch_facts
 from tlora.engine.messages import (
     Assign,
@@ -378,7 +379,8 @@ def main() -> None:
     status = 1
     try:
         if of_worker := sys.argv[1:] == [OF_WORKER]:
-            ignore_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            ignore_signals(*OF_THE_TERMINAL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_TERMINAL)
         address, _, number = sys.stdin.read().partition("\n")  # a rank that was started ahead gets its number there
         status = serve(address, int(number or os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), of_worker=of_worker)
     except BaseException:

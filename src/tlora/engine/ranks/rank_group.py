@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from tlora.batching.replicas import ReplicaPlacement
+from tlora.engine.interrupts import OF_THE_TERMINAL, blocked_in_children
 from tlora.engine.messages import (
     BaseFacts,
     Broken,
@@ -117,7 +118,8 @@ class RankGroup:
         module, *arguments = self._program
         of_run = self._program == RANK
         log = self._meeting.directory / f"gpu{rank}.log" if of_run else open(2, "wb", 0, closefd=False)  # noqa: SIM115
-        return start_process(module, log, arguments, environment, stdin, own_session=of_run)
+        with blocked_in_children(() if of_run else OF_THE_TERMINAL):
+            return start_process(module, log, arguments, environment, stdin, own_session=of_run)
 
     def prepare(self) -> None:
         """Have the process of the next rank that is added load its libraries by then. It waits, without a GPU, and ends with this process.
