@@ -96,11 +96,14 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
         ("tlora", "h200x2_f911a0b_many_gpus.json", "rows[row=spanning].together.steady_tokens_per_second"),
         ("FSDP2, PEFT, Liger, compiled", "h200x2_f911a0b_fsdp_8b.json", FSDP.format(4)))),
     ("2 H200", "eight mixed jobs over real texts, 8B; one machine", (
-        ("tlora, the whole base on each", "h200x2_0c9d8944_whole_8b.json", FIRST),
-        ("tlora, in stages, links through the host's memory", "h200x2_0c9d8944_stages_1536_8b.json", FIRST))),
+        ("tlora, the whole base on each", "h200x2_bd9f3d49_whole_8b.json", FIRST),
+        ("tlora, in stages, links through the host's memory", "h200x2_bd9f3d49_stages_1536_8b.json", FIRST))),
     ("2 H200", "the same, batches four times as large; one machine", (
         ("tlora, the whole base on each", "h200x2_0c9d8944_stages_8b_4x.json", FIRST),
         ("tlora, in stages, links through the host's memory", "h200x2_0c9d8944_stages_8b_4x.json", SECOND))),
+    ("2 H200", "eight mixed jobs over real texts, 32B in bf16; one machine", (
+        ("tlora, the base shared over NVLink", "h200x2_bd9f3d49_shared_32b.json", FIRST),
+        ("tlora, in stages, links through the host's memory", "h200x2_bd9f3d49_stages_32b.json", FIRST))),
     ("4 H200", "one job over all four, 8B; one machine", (
         ("tlora", "h200x4_e232b2f_many_gpus.json", SPANNING),
         ("FSDP2, PEFT, Liger, compiled", "h200x4_e232b2f_fsdp_8b.json", FSDP.format(4)))),

@@ -78,6 +78,7 @@ def test_runs_on_two_gpus_are_predicted_within_a_twentieth(file: str, case: str,
     ("file", "whole", "times", "budget"),
     [
         ("h200x2_0c9d8944_stages_1536_8b.json", WHOLE, 1, 1536),
+        ("h200x2_bd9f3d49_stages_1536_8b.json", ("h200x2_bd9f3d49_whole_8b.json", "plain"), 1, 1536),
         ("h200x2_0c9d8944_stages_8b_4x.json", ("h200x2_0c9d8944_stages_8b_4x.json", "plain"), 4, 7680),
     ],
 )
