@@ -9,19 +9,19 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
+from tests.numerics.both_paths import check_both_paths
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.poisons import Poison
 from tests.numerics.test_hybrids import samples
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
 from tests.tiny import make_batch, make_model, make_samples
-from tests.tolerances import assert_close
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels import library_attention
-from tlora.supermodel import attention, load, query_scales, supermodel
+from tlora.supermodel import attention, load, query_scales
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -85,24 +85,11 @@ def test_every_poison_of_a_neighbour() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @MARKS[0]
-def test_on_the_kernels_as_on_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_kernels_as_on_the_plain_path() -> None:
     """Samples of one job with chunks that end within, at and behind them; layers with chunks and without read their own tables."""
-    found = []
     batch = make_batch({"a": [sample for i, sample in enumerate(samples(3, LENGTHS)) if i in (0, 2, 4)]}, device=DEVICE)
-    with torch.compiler.set_stance("force_eager"):
-        for fast in (True, False):
-            with monkeypatch.context() as patch:
-                if fast:
-                    interpret(patch)
-                else:
-                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
-                shared = SuperModel(make_base(make_model("llama4").to(DEVICE), "llama4"))
-                assert (shared.fast_path is not None) == fast
-                shared.join("a", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), TrainConfig(lr_scheduler_type="constant", seed=1))
-                loss = shared.forward_backward(batch)["a"].mean
-                found.append((loss, shared.bank.take_grad("a")))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert_close(found[0][1], found[1][1], 1e-4)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    check_both_paths(lambda: SuperModel(make_base(make_model("llama4").to(DEVICE), "llama4")), lora, batch)
 
 
 def test_a_generated_answer_crosses_chunks_as_the_whole_sample_does() -> None:

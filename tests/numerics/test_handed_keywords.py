@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
+from tests.numerics.both_paths import check_both_paths
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.test_hybrids import samples
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
 from tests.tiny import WITHOUT_KEYWORDS, make_batch, make_model, make_samples
-from tests.tolerances import assert_close
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel import handed_keywords, supermodel
+from tlora.supermodel import handed_keywords
 from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.load import layers_of, make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -72,23 +72,9 @@ def test_fp32_equals_alone_beside_every_poison(family: str) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @MARKS[0]
 @pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
-def test_on_the_kernels_as_on_the_plain_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_kernels_as_on_the_plain_path(family: str) -> None:
     batch = make_batch({"a": list(samples(3, (1, 33, 17)))}, device=DEVICE)
-    found = []
-    with torch.compiler.set_stance("force_eager"):
-        for fast in (True, False):
-            with monkeypatch.context() as patch:
-                if fast:
-                    interpret(patch)
-                else:
-                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
-                shared = SuperModel(make_base(make_model(family).to(DEVICE), family))
-                assert (shared.fast_path is not None) == fast
-                shared.join("a", LoraConfig(r=4), TrainConfig(lr_scheduler_type="constant", seed=1))
-                loss = shared.forward_backward(batch)["a"].mean
-                found.append((loss, shared.bank.take_grad("a")))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert_close(found[0][1], found[1][1], 1e-4)
+    check_both_paths(lambda: SuperModel(make_base(make_model(family).to(DEVICE), family)), LoraConfig(r=4), batch)
 
 
 @pytest.mark.parametrize("family", WITHOUT_KEYWORDS)

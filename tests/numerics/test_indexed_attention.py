@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
+from tests.numerics.both_paths import check_both_paths
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.test_chunked_attention import in_attention
 from tests.numerics.test_hybrids import samples
@@ -23,7 +24,7 @@ from tests.tiny import INDEXED, make_batch, make_model, make_samples
 from tests.tolerances import LOGITS, assert_close
 from tlora.errors import DataError, ModelError
 from tlora.job import LoraConfig, TrainConfig
-from tlora.supermodel import attention, indexers, supermodel
+from tlora.supermodel import attention, indexers
 from tlora.supermodel.indexers import dense_tokens, find_indexers
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.supermodel import SuperModel
@@ -132,23 +133,9 @@ def test_a_longer_sample_is_refused(family: str) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @MARKS[0]
 @pytest.mark.parametrize("family", [EVERY_RUN, "minimax-m3"])
-def test_on_the_kernels_as_on_the_plain_path(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_kernels_as_on_the_plain_path(family: str) -> None:
     batch, lora = make_batch({"a": list(samples(3, LENGTHS[:3]))}, device=DEVICE), LoraConfig(r=4, target_modules=TARGETS[family])
-    found = []
-    with torch.compiler.set_stance("force_eager"):
-        for fast in (True, False):
-            with monkeypatch.context() as patch:
-                if fast:
-                    interpret(patch)
-                else:
-                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
-                shared = SuperModel(make_base(make_model(family).to(DEVICE), family))
-                assert (shared.fast_path is not None) == fast
-                shared.join("a", lora, TrainConfig(lr_scheduler_type="constant", seed=1))
-                loss = shared.forward_backward(batch)["a"].mean
-                found.append((loss, shared.bank.take_grad("a")))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert_close(found[0][1], found[1][1], 1e-4)
+    check_both_paths(lambda: SuperModel(make_base(make_model(family).to(DEVICE), family)), lora, batch)
 
 
 @pytest.mark.parametrize("family", INDEXED)

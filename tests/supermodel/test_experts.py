@@ -5,6 +5,7 @@ As transformers wrote them, routers and experts have products whose bits depend 
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.kernels.interpreter import DEVICE, MARKS, interpreted
+from tests.numerics.both_paths import check_both_paths
 from tests.tiny import SHAPE, make_samples
-from tests.tolerances import assert_close
 from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.library_attention import attend_batch
-from tlora.supermodel import attention, supermodel
+from tlora.supermodel import attention
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.structure import find_calls
@@ -117,21 +118,8 @@ def test_latent_attention_whose_heads_of_v_are_smaller(of_v: int, tmp_path: Path
     """Dense layers of the family, on the kernels as on the plain path; and what is compiled ahead is known."""
     dense = transformers.DeepseekV3Config(**SIZE | LATENT | {"v_head_dim": of_v, "num_hidden_layers": 1, "first_k_dense_replace": 1})
     monkeypatch.setitem(FAMILIES, "dense", dense)
-    found = []
-    with torch.compiler.set_stance("force_eager"):
-        for fast in (True, False):
-            with monkeypatch.context() as patch:
-                if fast:
-                    interpret(patch)
-                else:
-                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
-                shared = make_shared("dense", torch.float32, DEVICE.type, deterministic=True)
-            assert (shared.fast_path is not None) == fast
-            shared.join("a", LoraConfig(r=4), TrainConfig(lr_scheduler_type="constant", seed=1))
-            loss = shared.forward_backward(batch_of("a", 0, DEVICE.type))["a"].mean
-            found.append((loss, shared.bank.take_grad("a")))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
-    assert_close(found[0][1], found[1][1], 1e-4)
+    make = partial(make_shared, "dense", torch.float32, DEVICE.type, deterministic=True)
+    check_both_paths(make, LoraConfig(r=4), batch_of("a", 0, DEVICE.type), loss_bound=1e-4)
     dense.save_pretrained(tmp_path)
     [attention] = find_calls(outline(str(tmp_path))).attentions
     assert [tuple(t.shape) for t in attention[:3]] == [(2, 4, 64)] * 3
@@ -144,22 +132,8 @@ def test_sinks_on_the_kernels_as_on_the_plain_path(tmp_path: Path, monkeypatch: 
     narrow = SIZE | {"hidden_size": 64, "intermediate_size": 64}
     config = transformers.GptOssConfig(**narrow, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
     monkeypatch.setitem(FAMILIES, "gpt-oss", config)
-    found = []
-    with torch.compiler.set_stance("force_eager"):
-        for fast in (True, False):
-            with monkeypatch.context() as patch:
-                if fast:
-                    interpret(patch)
-                else:
-                    patch.setattr(supermodel, "why_not_fused", lambda *_: "this test takes the plain path")
-                shared = make_shared("gpt-oss", torch.float32, DEVICE.type, deterministic=False)
-                assert (shared.fast_path is not None) == fast
-                lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
-                shared.join("a", lora, TrainConfig(lr_scheduler_type="constant", seed=1))
-                loss = shared.forward_backward(batch_of("a", 0, DEVICE.type))["a"].mean
-                found.append((loss, shared.bank.take_grad("a")))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert_close(found[0][1], found[1][1], 1e-4)
+    make = partial(make_shared, "gpt-oss", torch.float32, DEVICE.type, deterministic=False)
+    check_both_paths(make, LoraConfig(r=4, target_modules=["q_proj", "o_proj"]), batch_of("a", 0, DEVICE.type))
     with monkeypatch.context() as patch, pytest.raises(ModelError, match="other logits than single ones"):
         patch.setattr(attention, "attend_batch", lambda q, k, v, *rule: attend_batch(q, k, v, *rule[:3]))
         make_shared("gpt-oss", torch.float32, "cpu", deterministic=True)
