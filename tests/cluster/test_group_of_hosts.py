@@ -57,7 +57,7 @@ class Cluster:
     act: Callable[[Event | Action], object] = lambda _: None
 
     def train(self, *hosts: str) -> None:
-        """All orders, submitted when these hosts have come, to their end."""
+        """All orders, submitted when these hosts have come, to their end. "b:1" is the second GPU of host b, with a worker of its own."""
         out, address = self.root / "out", self.network.here if self.network is not None else "127.0.0.1"
         spec = run_spec(self.base, out, self.orders)
         made, jobs = profile_jobs(spec), dict[str, LocalJob]()
@@ -86,7 +86,8 @@ class Cluster:
                 log.write(now, item)
                 self.told.append(item)
                 self.act(item)
-                if isinstance(item, NodeAdded) and len({node.node for node in self.told if isinstance(node, NodeAdded)}) == 1 + len(hosts):
+                there = {(node.node, node.gpus) for node in self.told if isinstance(node, NodeAdded)}
+                if isinstance(item, NodeAdded) and len(there) == 1 + len(hosts):
                     threading.Thread(target=submit, daemon=True).start()
 
             def submit() -> None:
@@ -105,10 +106,11 @@ class Cluster:
         assert {item.job_id for item in self.told if isinstance(item, JobFinished)} == {order["name"] for order in self.orders}
 
     def _start(self, name: str, listener: TlsListener, token: str) -> None:
-        options = ["--connect", listener.address, "--fingerprint", listener.fingerprint]
+        host, _, gpu = name.partition(":")
+        options = ["--connect", listener.address, "--fingerprint", listener.fingerprint, *(["--gpus", gpu] if gpu else [])]
         hidden = [self.base, self.root / "out", self.root / "cache"]
         namespace = self.network.namespace(len(self.hosts)) if self.network is not None else None
-        self.hosts[name] = start_worker(options, token, self.root / name, hidden, name=name, namespace=namespace)
+        self.hosts[name] = start_worker(options, token, self.root / name, hidden, name=host, namespace=namespace)
 
     def check(self) -> None:
         same_bytes(self.root / "out" / "jobs", self.root / "whole", [order["name"] for order in self.orders])
@@ -160,6 +162,19 @@ def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace:
         assert there.spans() == [(0, STRIDE)] and not any(isinstance(item, GpusLost) for item in there.told)
         assert len(lent_trees(tmp_path / "b")) == 2, "the base and the training set lie on the host that computes a part"
         assert not list((tmp_path / "b" / "cache" / "hosts" / "workers").glob("*/jobs/*/checkpoint*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["auto", "stages"])
+def test_a_job_spans_gpus_of_one_host_that_have_a_worker_each(tmp_path: Path, layout: LayoutSetting) -> None:
+    """As an engine, and a person, starts them. A worker sees no GPU but its own, so that they lend as those of two hosts do."""
+    with cluster(tmp_path, STEPS, (), False, layout) as there, hold(STEPS - 20) as go_on:
+        there.act = lambda item: go_on() if isinstance(item, GroupReady) else None
+        there.train("b:0", "b:1")
+        there.check()
+        assert there.spans() == [(STRIDE, STRIDE + 1)] and any(isinstance(item, GroupReady) for item in there.told)
+        assert not any(isinstance(item, GpusLost) for item in there.told)
 
 
 @pytest.mark.slow

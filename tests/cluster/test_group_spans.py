@@ -55,6 +55,15 @@ def test_a_base_is_cut_where_no_host_holds_it() -> None:
     assert ordered.stages(group_on(0, 1)) == 2 and ordered.stages(group_on(0)) == 0
 
 
+def test_a_base_is_cut_where_each_gpu_of_the_host_that_holds_it_has_a_worker_of_its_own() -> None:
+    _, nodes, said = wide()
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, of_one_worker=lambda gpus: gpus[:1])
+    groups.see(submitted(1, least=2))
+    assert groups.stages(group_on(0, 1)) == 2, "two processes share no base"
+    groups.see(submitted(1, least=1))
+    assert groups.stages(group_on(0, 1)) == 0, "replicas"
+
+
 def test_a_job_asks_for_what_is_there_or_what_its_base_needs() -> None:
     groups, nodes, said = wide()
     assert groups.admit(submitted(8)).gpus == 3, "the rest of its replicas take turns"

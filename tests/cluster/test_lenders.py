@@ -47,6 +47,17 @@ def come(backend: LocalBackend, first: int = STRIDE) -> FakeWorker:
     return FakeWorker(worker, backend.worker_pool.inbox)
 
 
+def test_a_worker_of_more_gpus_than_a_group_has_ends_and_says_what_helps(backend: LocalBackend) -> None:
+    """It sees all of its GPUs or none, and another that has some of them cannot come beside it."""
+    worker = come(backend)
+    worker.remote.gpus = (STRIDE, STRIDE + 1)
+    backend.reconciler.workers[STRIDE] = worker.remote
+    backend.execute(StartGroup(wide("h", (STRIDE + 1,), "b")))
+    backend.advance()
+    assert worker.remote.stopping and not worker.remote.begins_anew
+    assert "1 of its 2 GPUs. Start a worker there for each GPU (--gpus 0, then --gpus 1, ...)" in worker.remote.why_stopped
+
+
 def lend(worker: FakeWorker) -> Lending | None:
     assert worker.worker_reconciler.want is not None
     return worker.worker_reconciler.want.lend

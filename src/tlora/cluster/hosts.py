@@ -47,6 +47,7 @@ class Hosts:
         self._own = frozenset(own)
         self._next = (max(own, default=0) // STRIDE + 1) * STRIDE
         self._first: dict[str, int] = {}
+        self._of_worker: dict[int, int] = {}  # by GPU of another host
 
     def first_number(self, host: HostLabels) -> int:
         """What is added to the numbers of that host's GPUs."""
@@ -59,9 +60,23 @@ class Hosts:
         """A number of its host."""
         return -1 if gpu in self._own else gpu // STRIDE
 
+    def take_on(self, gpus: tuple[int, ...]) -> None:
+        """A worker of another host has come, with these of the cluster's numbers."""
+        self._of_worker |= dict.fromkeys(gpus, gpus[0])
+
+    def worker_of(self, gpu: int) -> int:
+        """A number of what has it and no other GPU: of the controller's host, where it starts workers on any of them; or of the worker
+        that has come with it, which sees no GPU but its own.
+        """
+        return self._of_worker.get(gpu, self.host_of(gpu))
+
     def on_one_host(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """Those of `gpus` that are of one host, of the one that has most of them."""
         return tuple(max(by_host(gpus, self.host_of).values(), key=len))
+
+    def of_one_worker(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """The most of `gpus` that one worker can have."""
+        return tuple(max(by_host(gpus, self.worker_of).values(), key=len))
 
     def why_not(self, host: HostLabels, gpus: tuple[int, ...]) -> str:
         """What is wrong with a host's labels; "" if nothing is."""

@@ -1,4 +1,5 @@
-"""Groups that are wider than a host: the worker on the host of a group's first GPU leads it, and workers of the other hosts lend it theirs.
+"""Groups that no one worker can have: that of a group's first GPU leads it, and workers of the others lend it theirs. On the controller's
+host a worker can have any GPUs; one of another host sees those alone with which it was started, one as a rule.
 
 A leader trains from the first moment, on what it has. It takes in what is lent when that has loaded the base, and holds it until it has
 said that it has let it go; then its lender begins anew by itself. The reconciler asks; no decision about jobs is made here.
@@ -6,7 +7,7 @@ said that it has let it go; then its lender begins anew by itself. The reconcile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from tlora.cluster.gpu_owners import GpuOwners
 from tlora.cluster.hosts import by_host
@@ -16,48 +17,59 @@ from tlora.worker_protocol import Join
 
 
 class Lenders:
-    """`host_of` gives a number for a GPU's host; `load` has a worker that has loaded nothing load a group's base."""
+    """`holder_of` gives one number for all GPUs that one worker can have; `load` has a worker without a base load a group's."""
 
     def __init__(
         self,
         workers: dict[int, RemoteWorker],
         owners: GpuOwners,
-        host_of: Callable[[int], int],
+        holder_of: Callable[[int], int],
         load: Callable[[RemoteWorker, JobGroup], object],
     ) -> None:
-        self._workers, self._owners, self._host_of, self._load = workers, owners, host_of, load
+        self._workers, self._owners, self._holder_of, self._load = workers, owners, holder_of, load
 
     def home(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
-        """The GPUs of the host on which a group with these is led."""
-        own = self._host_of(gpus[0])
-        return tuple([gpu for gpu in gpus if self._host_of(gpu) == own])
+        """Those that the worker has that leads a group with these."""
+        own = self._holder_of(gpus[0])
+        return tuple([gpu for gpu in gpus if self._holder_of(gpu) == own])
 
     def split(self, worker: RemoteWorker, gpus: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those of the worker's host, and those that others lend it; each in ascending order."""
-        own, there = self._host_of(worker.gpu), sorted(set(gpus))
-        return tuple([gpu for gpu in there if self._host_of(gpu) == own]), tuple([gpu for gpu in there if self._host_of(gpu) != own])
+        """Those that the worker can have, and those that others lend it; each in ascending order."""
+        own, there = self._holder_of(worker.gpu), sorted(set(gpus))
+        return tuple([gpu for gpu in there if self._holder_of(gpu) == own]), tuple([gpu for gpu in there if self._holder_of(gpu) != own])
+
+    def clear(self, worker: RemoteWorker, gpus: Sequence[int]) -> None:
+        """It has no group and is to leave these GPUs to another worker. One of another host has all that it was started with or none."""
+        if worker.host is None or not set(gpus) < set(worker.gpus):
+            worker.stop(begins_anew=True)
+            return
+        worker.why_stopped = (
+            f"has ended: a group is to have {len(gpus)} of its {len(worker.gpus)} GPUs. Start a worker there for each GPU (--gpus 0, then "
+            "--gpus 1, ...), of which a group has as many as it needs"
+        )
+        worker.stop()
 
     def is_held(self, lender: RemoteWorker) -> bool:
         """Whether a leader has not yet let its GPUs go."""
         return bool(lender.lends_to) and any(not set(worker.lent).isdisjoint(lender.gpus) for worker in self._workers.values())
 
     def listen_at(self, group: JobGroup, leader: RemoteWorker) -> str:
-        """The address of the leader's host at which the group's other hosts reach it; "" for one host, and while none has come."""
+        """The address of the leader's host at which the group's other workers reach it; "" for one worker, and while no other has come."""
         others = self._owners.workers_on(self.split(leader, group.gpus)[1])
         if not others:
             return ""
         return leader.address if leader.host is not None else others[0].reached_at
 
     def borrow(self, group: JobGroup, leader: RemoteWorker, busy: Callable[[RemoteWorker], bool], events: list[Event]) -> list[int] | None:
-        """GPUs of other hosts that the leader may be told to have; None where something has to be awaited first. `busy`: a worker has a
-        group of its own. Where the leader cannot listen, an event keeps the group on its host.
+        """GPUs of others that the leader may be told to have; None where something has to be awaited first. `busy`: a worker has a
+        group of its own. Where the leader cannot listen, an event keeps the group on its own GPUs.
         """
         home, rest = self.split(leader, group.gpus)
         ready, taken, awaited = list[int](), list[RemoteWorker](), leader.listening is None
         if leader.listening is not None and leader.listening.problem:
             events.append(GroupKept(group.group_id, home, leader.listening.problem))
             return None
-        for part in by_host(rest, self._host_of).values() if not awaited else ():
+        for part in by_host(rest, self._holder_of).values() if not awaited else ():
             there = self._owners.workers_on(part)
             ends = [worker for worker in there if worker.obeys and not worker.lends_to and worker.load is not None and not busy(worker)]
             for worker in ends:

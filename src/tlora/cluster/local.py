@@ -98,11 +98,11 @@ class LocalBackend:
             self.worker_pool.listen_on(listener)
         there, hosts = self.worker_pool, self.worker_pool.remote_hosts
         self._engine_hosts = EngineHosts(there, open_keeper)
-        wide = self._nodes, hosts.hosts.on_one_host, machine.layout, note, lambda: self._engine_hosts.can_bring
-        self._wide = WideGroups(*wide)
+        labels, can_bring = hosts.hosts, lambda: self._engine_hosts.can_bring
+        self._wide = WideGroups(self._nodes, labels.on_one_host, machine.layout, note, can_bring, labels.of_one_worker)
         self._wide.see_hosts(self._events)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
-        self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, host_of=hosts.hosts.host_of)
+        self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, holder_of=labels.worker_of)
         self.reconciler.crash_attribution.recall(workers, note)
         self._found = continues
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known

@@ -96,6 +96,7 @@ class RemoteHosts:
         process, number = LeasedProcess(host.name, peer.pid, self._lease_seconds), self.hosts.first_number(host)
         options = epoch, self._lease_seconds, host, number
         worker = RemoteWorker(gpus, hello.load, process, *options, files_by_line=not peer.shares_store)
+        self.hosts.take_on(gpus)
         worker.address, worker.reached_at = host.address or peer.address, peer.reached_at
         worker.about_to_tell = lambda want: self._grant(hello.incarnation, want, worker)
         self._leases.arrive(hello.incarnation)
@@ -152,7 +153,7 @@ class RemoteHosts:
     def see_last_word(self, worker: RemoteWorker) -> None:
         """It has reported something: if that it writes nothing any more, that is proof."""
         if isinstance(worker.process, LeasedProcess) and worker.is_over:
-            worker.process.prove_end("has ended by itself")
+            worker.process.prove_end(worker.why_stopped or "has ended by itself")
 
     def see_successor(self, worker: RemoteWorker) -> None:
         """Another has come for its GPUs. One whose line has ended and that holds no job writes nothing: its lease need not be awaited."""

@@ -108,7 +108,7 @@ class RemoteWorker:
         self.expected: tuple[JobSpec, ...] = ()  # jobs that may come, until it has loaded its base
         self.residents: dict[str, int] = {}  # when it was settled last
         self.heartbeat: Alive | None = None
-        self.given_up = ""  # why it was killed
+        self.given_up = self.why_stopped = ""  # why it was killed, or ended for good
         self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
         self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, once it has ended; empty if unknown
         generation, leased = epoch * NUMBERS_PER_EPOCH, host is not None

@@ -32,8 +32,8 @@ class _Asked(NamedTuple):
 
 
 class WideGroups:
-    """`on_one_host`: of GPUs those of the host that has most of them. `can_bring`: how many there can be in all where an engine brings
-    them, else 0. `cost` has the bytes of bases.
+    """`on_one_host`: of GPUs those of the host that has most of them; `of_one_worker`: the most of them that one worker can have, all of a
+    host's where none is said. `can_bring`: how many there can be in all where an engine brings them, else 0. `cost` has the bytes of bases.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class WideGroups:
         layout: LayoutSetting,
         note: Callable[[str], object],
         can_bring: Callable[[], int] = lambda: 0,
+        of_one_worker: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None,
     ) -> None:
         self._nodes, self._on_one_host, self._layout, self._note = nodes, on_one_host, layout, note
+        self._of_one_worker = of_one_worker or on_one_host
         self._can_bring = can_bring
         self._could_bring = 0  # when jobs were asked last
         self._restless: dict[str, _Asked] = {}  # jobs that may ask for others whenever a host comes or goes
@@ -212,9 +214,11 @@ class WideGroups:
         return max(self._least.get(group.base_model, 1), *[self._raised.get(name, 1) for name in group.job_ids], 1)
 
     def stages(self, group: JobGroup | None) -> int:
-        """Over how many GPUs the base of a group is cut; 0: over none. It is where that is ordered, and where one host cannot hold it."""
+        """Over how many GPUs the base of a group is cut; 0: over none. It is where that is ordered, and where no worker can hold it: GPUs
+        share a base within a worker alone.
+        """
         if group is None or len(group.gpus) == 1:
             return 0
-        here = len(self._on_one_host(group.gpus))
+        here = len(self._of_one_worker(group.gpus))
         is_wide = here < len(group.gpus) and self._least_of(group) > here
         return len(group.gpus) if is_wide or self._layout == "stages" else 0

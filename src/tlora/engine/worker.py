@@ -321,6 +321,8 @@ def run(
     try:
         endpoint = find_entrance(address, fingerprint, token_file)
         host = label(gpus) if label is not None and is_tcp(endpoint.address) else None
+        if host is not None and len(gpus) > 1:
+            note(f"it takes groups of all of its {len(gpus)} GPUs. For others start a worker for each: a job that needs several has them")
         while (status := serve(endpoint, gpus, see_gpus, host)) == _ANEW:
             pass
     except ConfigError as error:
