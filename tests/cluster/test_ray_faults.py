@@ -1,5 +1,5 @@
-"""`--backend ray` on two raylets of this machine with a fake GPU each: jobs train while everything that Ray has started is killed, and
-what Ray has not; the adapters are those of one process.
+"""`--backend ray` on raylets of this machine with fake GPUs: jobs train while everything that Ray has started is killed, and what Ray has
+not; the adapters are those of one process.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ output_dir: {out}
 deterministic: true
 defaults: {{target_modules: all-linear, max_length: 64, max_steps: {steps}, logging_steps: 4, save_steps: 4, max_slowdown: 4}}
 jobs:
-  - {{name: sql, data: demo/data/sql.alpaca.json}}
-  - {{name: fields, data: demo/data/fields.chat.jsonl, r: 8, seed: 7}}
+  - {{name: sql, data: demo/data/sql.alpaca.json, gpus: {gpus}}}
+  - {{name: fields, data: demo/data/fields.chat.jsonl, r: 8, seed: 7, gpus: {gpus}}}
 """
 
 
 class Training:
     """`tlora cluster` of two jobs through a Ray cluster, started again where it is killed."""
 
-    def __init__(self, directory: Path, cluster: RayCluster) -> None:
+    def __init__(self, directory: Path, cluster: RayCluster, hosts: int = 2, gpus: int = 1) -> None:
+        """`gpus`: that each job orders."""
+        self._gpus = gpus
         self.out, self._log, self._directory = directory / "out", directory / "log", directory
         self._environment = {**cluster.environment, "TLORA_CACHE": str(directory / "cache")}
         (directory / "demo").symlink_to(ROOT / "demo")
         self._at = f"tcp://127.0.0.1:{free_port()}"
-        at = ["--ray-address", cluster.address, "--worker-listen", self._at, "--min-hosts", "2"]
+        at = ["--ray-address", cluster.address, "--worker-listen", self._at, "--min-hosts", str(hosts)]
         self._command = ["cluster", self._jobs("out"), "--device", "cpu", "--backend", "ray", *at]
         self._process = self._start()
 
@@ -90,7 +92,7 @@ class Training:
 
     def _jobs(self, out: str) -> str:
         path = self._directory / f"{out}.yaml"
-        path.write_text(JOBS.format(out=self._directory / out, steps=STEPS))
+        path.write_text(JOBS.format(out=self._directory / out, steps=STEPS, gpus=self._gpus))
         return str(path)
 
     def _tlora(self, *arguments: str) -> list[str]:
@@ -132,6 +134,17 @@ def processes(*words: str, parent: int | None = None) -> list[int]:
         if all(any(word in argument for argument in line) for word in words) and parent in (None, of):
             found.append(int(path.name))
     return found
+
+
+def test_jobs_have_both_gpus_of_a_host(tmp_path: Path) -> None:
+    """Each of them has a worker of its own."""
+    with ray_cluster(2) as cluster:
+        made = Training(tmp_path, cluster, hosts=1, gpus=2)
+        try:
+            made.check_end()
+            assert '"gpus":[1000,1001]' in (made.out / "events.jsonl").read_text().replace(" ", "")
+        finally:
+            made.close()
 
 
 def test_an_agent_and_a_node_are_killed(training: tuple[Training, RayCluster]) -> None:
