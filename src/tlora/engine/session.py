@@ -137,14 +137,8 @@ def load(
     led = [job for job in plan.residents if job.spec.name not in assignment.peer_jobs]
     starts = {} if resume else start_ahead(led, outlined.bank.sum_dtype)
     monitor.stage(f"loading {run.base_model}")
-    model = SuperModel.from_pretrained(
-        run.base_model,
-        run.dtype,
-        str(place),
-        run.deterministic,
-        run.base_precision,
-        assignment.stages[-1] if assignment.stages else sharing or plan.streaming,
-    )
+    form = assignment.stages[-1] if assignment.stages else sharing or plan.streaming
+    model = SuperModel.from_pretrained(run.base_model, run.dtype, str(place), run.deterministic, run.base_precision, form)
     if resume and (changed := check_tiles(run, model.tiles)):
         monitor.note(changed)
     model.expect(plan.can_run)
