@@ -55,9 +55,21 @@ def test_a_base_is_cut_where_no_host_holds_it() -> None:
     assert ordered.stages(group_on(0, 1)) == 2 and ordered.stages(group_on(0)) == 0
 
 
+def test_a_group_grows_onto_no_gpu_of_another_worker_unless_a_job_needs_it() -> None:
+    """What two workers of a host exchange goes through a line, which costs a small job more than the GPU brings."""
+    _, nodes, said = wide()
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, worker_of=lambda gpu: gpu)
+    group, kept = groups.keep(group_on(0, 1), [1, 1], before=(1,))
+    assert group.gpus == (1,) and kept is not None and "a worker of its own" in kept.reason
+    assert groups.keep(group_on(0, 1), [1, 1])[0].gpus == (0,)
+    assert groups.keep(group_on(0, 1), [1, 2], before=(1,)) == (group_on(0, 1), None)
+    together = WideGroups(nodes, lambda gpus: gpus, "auto", said.append)
+    assert together.keep(group_on(0, 1), [1, 1], before=(1,)) == (group_on(0, 1), None), "one worker can have both"
+
+
 def test_a_base_is_cut_where_each_gpu_of_the_host_that_holds_it_has_a_worker_of_its_own() -> None:
     _, nodes, said = wide()
-    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, of_one_worker=lambda gpus: gpus[:1])
+    groups = WideGroups(nodes, lambda gpus: gpus, "auto", said.append, worker_of=lambda gpu: gpu)
     groups.see(submitted(1, least=2))
     assert groups.stages(group_on(0, 1)) == 2, "two processes share no base"
     groups.see(submitted(1, least=1))

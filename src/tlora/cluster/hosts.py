@@ -74,10 +74,6 @@ class Hosts:
         """Those of `gpus` that are of one host, of the one that has most of them."""
         return tuple(max(by_host(gpus, self.host_of).values(), key=len))
 
-    def of_one_worker(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
-        """The most of `gpus` that one worker can have."""
-        return tuple(max(by_host(gpus, self.worker_of).values(), key=len))
-
     def why_not(self, host: HostLabels, gpus: tuple[int, ...]) -> str:
         """What is wrong with a host's labels; "" if nothing is."""
         if not host.name or host.name == OWN_NODE:

@@ -96,10 +96,10 @@ class LocalBackend:
             self.worker_pool.remote_hosts.kept_kind = KeptKind(workers, own, note)
         if listener is not None:
             self.worker_pool.listen_on(listener)
-        there, hosts = self.worker_pool, self.worker_pool.remote_hosts
+        there, hosts, labels = self.worker_pool, self.worker_pool.remote_hosts, self.worker_pool.remote_hosts.hosts
         self._engine_hosts = EngineHosts(there, open_keeper)
-        labels, can_bring = hosts.hosts, lambda: self._engine_hosts.can_bring
-        self._wide = WideGroups(self._nodes, labels.on_one_host, machine.layout, note, can_bring, labels.of_one_worker)
+        wide = self._nodes, labels.on_one_host, machine.layout, note, lambda: self._engine_hosts.can_bring
+        self._wide = WideGroups(*wide, labels.worker_of)
         self._wide.see_hosts(self._events)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
         self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, holder_of=labels.worker_of)
@@ -292,10 +292,10 @@ class LocalBackend:
 
     def _want(self, group: JobGroup) -> None:
         assert group.gpus, f"{group.group_id} is to run on no GPU"
-        jobs = self.reconciler.jobs
-        group, kept = self._wide.keep(group, [jobs[name].spec.gpus for name in group.job_ids if name in jobs])
-        if kept is not None:
-            self._events.append(kept)
+        jobs, before = self.reconciler.jobs, self.reconciler.groups.get(group.group_id)
+        orders = [jobs[name].spec.gpus for name in group.job_ids if name in jobs]
+        group, kept = self._wide.keep(group, orders, before.gpus if before else ())
+        self._events += [kept] if kept is not None else []
         self.reconciler.want(group)
 
     # -- what happens --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from tlora.cluster.hosts import by_host
 from tlora.cluster.nodes import Nodes
 from tlora.job import LayoutSetting
 from tlora.protocol import Event, GpusAsked, GpusLost, GroupKept, JobGroup, JobSubmitted, MemoryFound, NodeAdded, NodeDraining
@@ -32,8 +33,8 @@ class _Asked(NamedTuple):
 
 
 class WideGroups:
-    """`on_one_host`: of GPUs those of the host that has most of them; `of_one_worker`: the most of them that one worker can have, all of a
-    host's where none is said. `can_bring`: how many there can be in all where an engine brings them, else 0. `cost` has the bytes of bases.
+    """`on_one_host`: of GPUs those of the host that has most of them; `worker_of`: one number for all GPUs of a host that one worker can
+    have. `can_bring`: how many there can be in all where an engine brings them, else 0. `cost` has the bytes of bases.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class WideGroups:
         layout: LayoutSetting,
         note: Callable[[str], object],
         can_bring: Callable[[], int] = lambda: 0,
-        of_one_worker: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None,
+        worker_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self._nodes, self._on_one_host, self._layout, self._note = nodes, on_one_host, layout, note
-        self._of_one_worker = of_one_worker or on_one_host
+        self._worker_of = worker_of
         self._can_bring = can_bring
         self._could_bring = 0  # when jobs were asked last
         self._restless: dict[str, _Asked] = {}  # jobs that may ask for others whenever a host comes or goes
@@ -197,13 +198,25 @@ class WideGroups:
         most = max(there - small, self._can_bring() - small - self._nodes.num_left, had)
         return max(job.least_gpus, min(job.gpus, most))
 
-    def keep(self, group: JobGroup, orders: Iterable[int]) -> tuple[JobGroup, GroupKept | None]:
-        """The group, on one host where none of its jobs, which order so many GPUs, nor its base needs several."""
+    def keep(self, group: JobGroup, orders: Iterable[int], before: tuple[int, ...] = ()) -> tuple[JobGroup, GroupKept | None]:
+        """The group, which had the GPUs `before`: on those of one host, and of one worker, where none of its jobs, which order so many, nor
+        its base needs several.
+        """
         here, least = self._on_one_host(group.gpus), self._least_of(group)
-        if len(here) == len(group.gpus) or len(here) < least or max((least, *orders)) > (widest := self._nodes.widest):
+        own = self._of_one_worker(here, before[0] if before else -1)
+        needed, widest = max((least, *orders)), self._nodes.widest
+        if len(own) < len(here) and needed <= len(own):
+            here, why = own, "each of these GPUs has a worker of its own, which lend them where the base or a job of it needs several"
+        elif len(here) == len(group.gpus) or len(here) < least or needed > widest:
             return group, None
-        why = f"a group has GPUs of one host, unless its base or a job of it needs more than the {widest} of the widest"
+        else:
+            why = f"a group has GPUs of one host, unless its base or a job of it needs more than the {widest} of the widest"
         return group.on(here), GroupKept(group.group_id, here, why)
+
+    def _of_one_worker(self, gpus: tuple[int, ...], first: int = -1) -> tuple[int, ...]:
+        """Those of a host's GPUs that one worker can have: with `first`, if it is one of them, else the most."""
+        parts = by_host(gpus, self._worker_of)
+        return tuple(parts[self._worker_of(first)] if first in gpus else max(parts.values(), key=len))
 
     @property
     def cuts(self) -> bool:
@@ -219,6 +232,6 @@ class WideGroups:
         """
         if group is None or len(group.gpus) == 1:
             return 0
-        here = len(self._of_one_worker(group.gpus))
+        here = len(self._of_one_worker(self._on_one_host(group.gpus)))
         is_wide = here < len(group.gpus) and self._least_of(group) > here
         return len(group.gpus) if is_wide or self._layout == "stages" else 0
