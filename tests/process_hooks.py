@@ -45,6 +45,11 @@ if "tlora.engine.ranks.rank" in sys.orig_argv:
     def held(run, row):
         while run.progress.step >= most_steps():
             time.sleep(0.01)
+        try:
+            with open(os.environ["HELD"] + ".slow") as file:
+                time.sleep(2.0 / max(1, int(file.read()) - run.progress.step))
+        except FileNotFoundError:
+            pass
         return batch_row(run, row)
     JobRun.batch_row = held
 """
@@ -58,7 +63,7 @@ def run_in_each_process(monkeypatch: pytest.MonkeyPatch, directory: Path, code: 
 
 
 def let_hold(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:
-    """As `run_in_each_process`, and `hold` works for ranks."""
+    """As `run_in_each_process`, and `hold` and `slow_down` work for ranks."""
     run_in_each_process(monkeypatch, directory, code + _HOLD)
     monkeypatch.setenv("HELD", str(directory / "held"))
 
@@ -68,7 +73,21 @@ def hold(step: int) -> Iterator[Callable[[], None]]:
     """No rank trains a job beyond that step before the given function is called, or the block ends: what a test does meanwhile finds it
     open, however fast the machine is.
     """
-    file = Path(os.environ["HELD"])
+    with _kept(Path(os.environ["HELD"]), step) as go_on:
+        yield go_on
+
+
+@contextmanager
+def slow_down(step: int) -> Iterator[Callable[[], None]]:
+    """Likewise, but a job comes ever more slowly to that step, and a rank hears what it is told on the way: the sum of its waits has no
+    bound that a machine could be too slow for.
+    """
+    with _kept(Path(os.environ["HELD"] + ".slow"), step) as go_on:
+        yield go_on
+
+
+@contextmanager
+def _kept(file: Path, step: int) -> Iterator[Callable[[], None]]:
     file.with_suffix(".new").write_text(str(step))
     file.with_suffix(".new").replace(file)
     try:

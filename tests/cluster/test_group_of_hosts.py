@@ -18,7 +18,7 @@ import pytest
 import tlora
 from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, steps_taken, write_rows
 from tests.hosts import Network, kill_host, network, start_worker, why_no_namespaces
-from tests.process_hooks import hold, let_hold
+from tests.process_hooks import let_hold, slow_down
 from tlora.cluster.controller import run
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.event_log import EventLog
@@ -149,7 +149,7 @@ def lent_trees(host: Path) -> list[Path]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("namespace", [False, pytest.param(True, marks=needs_namespaces)], ids=["process", "namespace"])
 def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace: bool) -> None:
-    with cluster(tmp_path, STEPS, (0,), namespace) as there, hold(STEPS - 20) as go_on:
+    with cluster(tmp_path, STEPS, (0,), namespace) as there, slow_down(STEPS) as go_on:
 
         def wait_for_data() -> None:
             while not (tmp_path / "b" / "cache" / "hosts" / "trees").is_dir() or len(lent_trees(tmp_path / "b")) < 2:
@@ -169,7 +169,7 @@ def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace:
 @pytest.mark.parametrize("layout", ["auto", "stages"])
 def test_a_job_spans_gpus_of_one_host_that_have_a_worker_each(tmp_path: Path, layout: LayoutSetting) -> None:
     """As an engine, and a person, starts them. A worker sees no GPU but its own, so that they lend as those of two hosts do."""
-    with cluster(tmp_path, STEPS, (), False, layout) as there, hold(STEPS - 20) as go_on:
+    with cluster(tmp_path, STEPS, (), False, layout) as there, slow_down(STEPS) as go_on:
         there.act = lambda item: go_on() if isinstance(item, GroupReady) else None
         there.train("b:0", "b:1")
         there.check()
