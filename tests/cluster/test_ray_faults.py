@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster.ray_cluster import ROOT, RayCluster, free_port, ray_cluster
 from tests.cluster.test_ray import with_ray
+from tests.process_hooks import let_hold, slow_down
 from tests.service.served import until
 
 pytestmark = [with_ray, pytest.mark.slow]
@@ -35,8 +36,10 @@ jobs:
 class Training:
     """`tlora cluster` of two jobs through a Ray cluster, started again where it is killed."""
 
+    let_go: Callable[[], object] = staticmethod(lambda: None)
+
     def __init__(self, directory: Path, cluster: RayCluster, hosts: int = 2, gpus: int = 1) -> None:
-        """`gpus`: that each job orders."""
+        """`gpus`: that each job orders. `let_go` lets the jobs come to their end."""
         self._gpus = gpus
         self.out, self._log, self._directory = directory / "out", directory / "log", directory
         self._environment = {**cluster.environment, "TLORA_CACHE": str(directory / "cache")}
@@ -75,6 +78,7 @@ class Training:
 
     def check_end(self) -> None:
         """All jobs end, with the adapters that one process makes."""
+        self.let_go()
         assert self._process.wait() == 0, self.said[-4000:]
         subprocess.run(self._tlora("train", self._jobs("alone"), "--device", "cpu", "--quiet"), **self._as(), check=True)
         for name in NAMES:
@@ -113,9 +117,12 @@ class Training:
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator[tuple[Training, RayCluster]]:
-    with ray_cluster(1, 1) as cluster:
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Training, RayCluster]]:
+    """The jobs do not end before `check_end`."""
+    let_hold(monkeypatch, tmp_path, "")
+    with slow_down(STEPS) as go_on, ray_cluster(1, 1) as cluster:
         made = Training(tmp_path, cluster)
+        made.let_go = go_on
         try:
             made.until_it_trains()
             yield made, cluster
@@ -153,8 +160,9 @@ def test_an_agent_and_a_node_are_killed(training: tuple[Training, RayCluster]) -
     jobs.until_said("the agent on")
     jobs.until_it_trains()
     cluster.say("node")
+    jobs.until_said("is gone: Ray has lost its node")
     jobs.check_end()
-    assert "is gone: Ray has lost its node" in jobs.said and "and its lease of" not in jobs.said, jobs.said[-4000:]
+    assert "and its lease of" not in jobs.said, jobs.said[-4000:]
 
 
 def test_a_worker_the_driver_and_the_controller_are_killed(training: tuple[Training, RayCluster]) -> None:
