@@ -15,11 +15,12 @@ from tests.numerics.both_paths import check_both_paths
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.poisons import Poison
 from tests.numerics.test_hybrids import samples
+from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
-from tests.tiny import make_batch, make_model, make_samples
+from tests.tiny import make_batch, make_model
 from tlora.errors import ModelError
-from tlora.job import LoraConfig, TrainConfig
+from tlora.job import LoraConfig
 from tlora.kernels import library_attention
 from tlora.supermodel import attention, load, query_scales
 from tlora.supermodel.load import make_base
@@ -35,18 +36,7 @@ TARGETS = ["q_proj", "v_proj", "o_proj", "0.feed_forward.up_proj"]  # the last i
 
 
 def jobs() -> list[Job]:
-    one = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.1, target_modules=TARGETS)
-    return [
-        Job("edges", one, TrainConfig(learning_rate=3e-3, batch_size=3, seed=1, max_grad_norm=0.3), samples(1, LENGTHS), steps=2),
-        Job(
-            "late",
-            LoraConfig(r=8, target_modules=TARGETS),
-            TrainConfig(learning_rate=5e-3, batch_size=2, seed=2, weight_decay=0.1, lr_scheduler_type="constant"),
-            tuple(make_samples(4, seed=2, low=5, high=40)),
-            steps=2,
-            join_at=1,
-        ),
-    ]
+    return edges_and_late(TARGETS, LENGTHS)
 
 
 def in_attention(poison: Poison, targets: Sequence[str] = TARGETS) -> Poison:

@@ -15,11 +15,12 @@ from tests.numerics import checks, poisons
 from tests.numerics.both_paths import check_both_paths
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.test_hybrids import samples
+from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
-from tests.tiny import WITHOUT_KEYWORDS, make_batch, make_model, make_samples
+from tests.tiny import WITHOUT_KEYWORDS, make_batch, make_model
 from tlora.errors import ModelError
-from tlora.job import LoraConfig, TrainConfig
+from tlora.job import LoraConfig
 from tlora.supermodel import handed_keywords
 from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.load import layers_of, make_base
@@ -34,18 +35,7 @@ EVERY_RUN = "stablelm"
 
 
 def jobs() -> list[Job]:
-    one = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.1)
-    return [
-        Job("edges", one, TrainConfig(learning_rate=3e-3, batch_size=3, seed=1, max_grad_norm=0.3), samples(1, (1, 33, 5, 2)), steps=2),
-        Job(
-            "late",
-            LoraConfig(r=8),
-            TrainConfig(learning_rate=5e-3, batch_size=2, seed=2, weight_decay=0.1, lr_scheduler_type="constant"),
-            tuple(make_samples(4, seed=2, low=5, high=40)),
-            steps=2,
-            join_at=1,
-        ),
-    ]
+    return edges_and_late("all-linear", (1, 33, 5, 2))
 
 
 @pytest.mark.parametrize("family", WITHOUT_KEYWORDS)

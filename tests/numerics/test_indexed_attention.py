@@ -18,9 +18,10 @@ from tests.numerics.both_paths import check_both_paths
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.test_chunked_attention import in_attention
 from tests.numerics.test_hybrids import samples
+from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
-from tests.tiny import INDEXED, make_batch, make_model, make_samples
+from tests.tiny import INDEXED, make_batch, make_model
 from tests.tolerances import LOGITS, assert_close
 from tlora.errors import DataError, ModelError
 from tlora.job import LoraConfig, TrainConfig
@@ -46,24 +47,7 @@ def each(slow: bool = True) -> list[Any]:
 
 
 def jobs(family: str) -> list[Job]:
-    targets = TARGETS[family]
-    return [
-        Job(
-            "edges",
-            LoraConfig(r=3, lora_alpha=6, lora_dropout=0.1, target_modules=targets),
-            TrainConfig(learning_rate=3e-3, batch_size=3, seed=1, max_grad_norm=0.3),
-            samples(1, LENGTHS),
-            steps=2,
-        ),
-        Job(
-            "late",
-            LoraConfig(r=8, target_modules=targets),
-            TrainConfig(learning_rate=5e-3, batch_size=2, seed=2, weight_decay=0.1, lr_scheduler_type="constant"),
-            tuple(make_samples(4, seed=2, low=5, high=40)),
-            steps=2,
-            join_at=1,
-        ),
-    ]
+    return edges_and_late(TARGETS[family], LENGTHS)
 
 
 @pytest.mark.parametrize("family", each())
