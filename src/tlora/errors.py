@@ -52,3 +52,8 @@ def shown(value: object) -> str:
 def cut(text: str) -> str:
     """Cut a text to the 80 characters that a message has room for."""
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """Of a library's message, or the name of its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -209,9 +209,11 @@ def _refuse_unknown(wanted: Sequence[str], linears: Sizes, modules: Collection[s
         raise ModelError(f"target module {target!r} is not in this base model. {hint}It has: {', '.join(exist)} (or write all-linear)")
 
 
-def in_indexer(module: str) -> bool:
-    """Whether a module of that name is in an indexer (of sparse attention), whose linears get no gradients."""
-    return "indexer" in module.split(".")
+def in_indexer(name: str) -> bool:
+    """Whether the module or weight of that name is in an indexer (of sparse attention). Its linears get no gradients, and its weights stay
+    plain in any base: its own code reads them.
+    """
+    return "indexer" in name.split(".")
 
 
 def outside_indexers(lora: Shape, modules: Collection[str]) -> Shape:

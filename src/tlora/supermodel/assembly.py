@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
+from tlora.adapters.targets import in_indexer
 from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.supermodel.experts import expert_parameters, hold_experts
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, hold_packed
-from tlora.supermodel.indexers import in_indexer
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.mxfp4_format import packed_form
 from tlora.supermodel.packed_format import Format, PackedTensor, without_packing

@@ -25,11 +25,6 @@ def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] == "indexer" and _counts_of(module)}
 
 
-def in_indexer(weight: str) -> bool:
-    """Whether the weight of that name in a base's files is an indexer's. They stay plain in any base: an indexer's own code reads them."""
-    return "indexer" in weight.split(".")
-
-
 def dense_tokens(model: nn.Module) -> int | None:
     """Of the longest sample in which each indexer of `model` chooses all tokens; None: it has no indexers."""
     return min((prod(getattr(module, key) for key in _counts_of(module)) for module in find_indexers(model).values()), default=None)

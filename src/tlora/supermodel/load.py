@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from tlora.data.base_files import located, snapshot
-from tlora.errors import ModelError
+from tlora.errors import ModelError, first_line
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
@@ -31,7 +31,7 @@ from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.indexers import at_their_limit, choose_all
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.move import move_model
-from tlora.supermodel.one_by_one import OF_FAMILIES, prove_one_by_one, why_not_together
+from tlora.supermodel.one_by_one import OF_FAMILIES, hidden_of, prove_one_by_one, why_not_together
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
@@ -176,7 +176,7 @@ def load_weights(base_model: str, dtype: str = "auto", device: torch.device | No
         )
         model, loading_info = loaded
     except Exception as error:  # a library's border: what it raises depends on family and version
-        raise ModelError(f"base_model {base_model}: cannot be loaded: {_first_line(error)}. Copy the model again") from None
+        raise ModelError(f"base_model {base_model}: cannot be loaded: {first_line(error)}. Copy the model again") from None
     refuse_incomplete(loading_info, base_model)
     leave_out_other_modalities(model)
     return model
@@ -222,7 +222,7 @@ def make_any_base(model: Any, name: str) -> Base:
         try:
             prove_one_by_one(base, _sample_ids(base), _TOLERANCE[base.head.weight_VH.dtype])
         except OF_FAMILIES as also:
-            raise ModelError(f"{error}. Nor do samples one by one: {_first_line(also)}") from None
+            raise ModelError(f"{error}. Nor do samples one by one: {first_line(also)}") from None
         return replace(base, why_one_by_one=why)
 
 
@@ -299,7 +299,7 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
     """
     with OutlinedExperts() if input_ids_T.is_meta else nullcontext():
         if base.why_one_by_one:
-            return base.decoder(input_ids=input_ids_T[None], use_cache=False).last_hidden_state[0]
+            return hidden_of(base, input_ids_T)
         return base.decoder(
             input_ids=input_ids_T[None],
             position_ids=position_ids_T[None],
@@ -326,7 +326,7 @@ def _check_packing(base: Base) -> None:
         packed = (base.head.logits(hidden_TH) if ends else hidden_TH).float()
         leaks = _leaks(base, torch.cat(ids), positions, lengths)
     except OF_FAMILIES as error:
-        raise UnpackedError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {_first_line(error)}") from error
+        raise UnpackedError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {first_line(error)}") from error
     if not bool(alone.isfinite().all()):
         raise ModelError(f"base_model {base.name}: {why_not_finite(base)}")
     difference = float((packed - alone).norm() / alone.norm())
@@ -346,7 +346,7 @@ def _check_reach(base: Base) -> None:
     except ModelError as error:
         raise UnpackedError(f"base_model {base.name}: {kind} cannot be packed: {error}") from None
     except OF_FAMILIES as error:
-        raise UnpackedError(f"base_model {base.name}: {kind} cannot run packed samples: {_first_line(error)}") from error
+        raise UnpackedError(f"base_model {base.name}: {kind} cannot run packed samples: {first_line(error)}") from error
     finally:
         base.model.set_attn_implementation(attention.NAME)
 
@@ -380,7 +380,3 @@ def _leaks(base: Base, ids_T: Tensor, positions_T: Tensor, lengths: tuple[int, .
         return not bool(hidden_states(base, ids_T, positions_T, lengths)[mine].isfinite().all())
     finally:
         hook.remove()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlora.errors import ModelError
+from tlora.errors import ModelError, first_line
 from tlora.supermodel.failed_proof import why_not_finite
 from tlora.supermodel.inject import expert_modules, find_linears
 
@@ -39,7 +39,7 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> None
     for name in _IMPLEMENTATIONS:
         if not takes(base.model, name):
             continue
-        found = [_hidden(base, i) for i in (*ids, *ids)]
+        found = [hidden_of(base, i) for i in (*ids, *ids)]
         logits = [base.head.logits(hidden_TH).float() for hidden_TH in found[: len(ids)]]
         difference = max(float((mine - own).norm() / own.norm()) for mine, own in zip(logits, expected, strict=True))
         if difference <= tolerance:
@@ -50,7 +50,7 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> None
         raise ModelError(f"{kind} gives a sample other hidden states the second time")
     whole, half = ids[0], len(ids[0]) // 2
     changed = torch.cat([whole[:half], (whole[half:] + 1) % base.vocab_size])
-    seen = _hidden(base, changed)[:half].float()
+    seen = hidden_of(base, changed)[:half].float()
     if float((seen - found[0][:half].float()).norm() / seen.norm()) > tolerance:
         raise ModelError(f"{kind} lets tokens see those behind them, so it is no decoder. Use a causal language model")
     _check_rows(base, whole)
@@ -69,7 +69,7 @@ def _check_rows(base: Any, ids_T: Tensor) -> None:
     linears = {name: linear for name, linear in find_linears(base.model).items() if not name.startswith(blocks)}
     hooks = [linear.register_forward_hook(partial(look, name)) for name, linear in linears.items()]
     try:
-        _hidden(base, ids_T)
+        hidden_of(base, ids_T)
     finally:
         for hook in hooks:
             hook.remove()
@@ -83,7 +83,7 @@ def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
     try:
         run(base)
     except OF_FAMILIES as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = first_line(error)
         for name in _IMPLEMENTATIONS:
             with suppress(*OF_FAMILIES):
                 if takes(base.model, name):
@@ -93,7 +93,8 @@ def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
     return ""
 
 
-def _hidden(base: Any, ids_T: Tensor) -> Tensor:
+def hidden_of(base: Any, ids_T: Tensor) -> Tensor:
+    """Hidden states [T, H] of one sample, as the family's own code has them."""
     return base.decoder(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import MergeModulelist, Transpose
 
+from tlora.adapters.targets import in_indexer
 from tlora.errors import ModelError
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels import nf4
@@ -32,7 +33,6 @@ from tlora.supermodel.assembly import assemble, put_together, stand_in
 from tlora.supermodel.experts import expert_parameters, hold_experts
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import check_precision, check_rows, hold, quantized
-from tlora.supermodel.indexers import in_indexer
 from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
 from tlora.supermodel.lora_linear import StreamedLinear, look_up_streamed

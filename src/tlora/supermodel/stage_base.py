@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import MergeModulelist
 
-from tlora.errors import ModelError
+from tlora.adapters.targets import in_indexer
+from tlora.errors import ModelError, first_line
 from tlora.job import BasePrecision, split_revision
 from tlora.shape.stages import LayerRange
 from tlora.supermodel.assembly import assemble, hold_tensor, put_together, stand_in, why_in_parts
 from tlora.supermodel.experts import expert_parameters
 from tlora.supermodel.held_experts import held_experts
 from tlora.supermodel.held_linear import check_precision, hold
-from tlora.supermodel.indexers import in_indexer
 from tlora.supermodel.inject import expert_modules, find_linears
 from tlora.supermodel.load import Base, decoder_of, hidden_states, layers_of, load_config, make_base, outline, pick_dtype
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
@@ -101,7 +101,7 @@ def why_no_stages(base: Base, device: torch.device) -> str:
         with torch.enable_grad():
             hidden_states(base, torch.zeros(2, dtype=torch.long, device=place), torch.arange(2, device=place), (2,))
     except (TypeError, ValueError, AttributeError, RuntimeError, LookupError) as error:  # of a family's own code
-        return f"its layers do not run without weights ({(str(error) or type(error).__name__).splitlines()[0]})"
+        return f"its layers do not run without weights ({first_line(error)})"
     finally:
         for hook in hooks:
             hook.remove()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tlora.errors import ConfigError
+from tlora.errors import ConfigError, first_line
 from tlora.job import RunSpec
 from tlora.link.log import note
 
@@ -91,7 +91,7 @@ def _rendezvous(launch: Launched) -> Any:
 
 def _alone(launch: Launched, error: Exception) -> ConfigError:
     """Of processes that were not launched, or not all of them."""
-    why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    why = first_line(error)
     return ConfigError(
         f"RANK={launch.rank} and WORLD_SIZE={launch.count} are set, and the other processes did not come within {_MEET_SECONDS:.0f} s "
         f"({why}). Unset RANK and WORLD_SIZE to run alone, or launch all {launch.count} processes"
