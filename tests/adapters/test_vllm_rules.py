@@ -6,6 +6,7 @@ config, no modules_to_save, names that end in lora_A or lora_B, and of a mixture
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def save(model: Any, lora: LoraConfig, directory: Path) -> Weights:
 
 def mixture(family: str) -> Any:
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=torch.float32)
 
 
 def alike(found: Weights, true: Weights) -> bool:

@@ -140,7 +140,7 @@ def make_captured(monkeypatch: pytest.MonkeyPatch) -> SuperModel:
     monkeypatch.setattr(supermodel, "FastPath", in_one_form)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen3-moe"], dtype=torch.bfloat16)
+        model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["qwen3-moe"]), dtype=torch.bfloat16)
     return SuperModel(make_base(model.eval().to(DEVICE), "qwen3-moe"))
 
 

@@ -5,6 +5,7 @@ As transformers wrote them, routers and experts have products whose bits depend 
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,7 +52,7 @@ DEVICES = [
 def make_shared(family: str, dtype: torch.dtype, device: str, deterministic: bool) -> SuperModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=dtype)
         for name, p in model.named_parameters():
             if name.endswith("sinks"):  # as strong as a score; at 0.02 a path that forgets them would nearly pass
                 nn.init.normal_(p, std=2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from unittest.mock import patch
 
@@ -38,7 +39,7 @@ CPU, LLAMA4 = torch.device("cpu"), TARGETS["llama4"]
 
 def save(family: str, directory: Path) -> Path:
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).save_pretrained(directory)
+    transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=torch.float32).save_pretrained(directory)
     return directory
 
 
