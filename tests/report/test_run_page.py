@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,10 @@ def test_long_series_are_thinned_and_keep_their_spike(tmp_path: Path) -> None:
     assert raw["y"][raw["x"].index(5001)] == 77.0 and raw["x"][-1] == 9000
 
 
-def test_a_run_that_is_going_on(tmp_path: Path) -> None:
+def test_a_run_that_is_going_on(tmp_path: Path, hold: Callable[[Path], None]) -> None:
     rng = random.Random(4)
     write_run(tmp_path, ["going", "waiting"], 10, status="running")
+    hold(tmp_path)
     train = train_rows(rng, 12, 0, 1, 100)
     write_job(tmp_path, "going", [*train, *eval_rows(train, 3)])
     (tmp_path / "going" / "result.json").unlink()
@@ -183,6 +185,30 @@ def test_a_run_that_is_going_on(tmp_path: Path) -> None:
     assert going[:2] == ["going", "training"] and f"{train[0]['loss']:.4f} → {recent:.4f}" in going[2]
     assert going[5:8] == ["2.4000 @12", "12", "16"]  # best of the rows: there is no result yet
     assert waiting[:2] == ["waiting", "queued"] and waiting[6:8] == ["0", "16"]
+
+
+@pytest.mark.parametrize("status", ["preparing", "running"])
+def test_a_killed_run_is_no_running_one(tmp_path: Path, status: str) -> None:
+    """Its `run.json` is the last that it wrote, and nothing holds the directory."""
+    write_run(tmp_path, ["begun", "waiting"], 10, status=status)
+    write_job(tmp_path, "begun", train_rows(random.Random(4), 12, 0, 1, 100))
+    (tmp_path / "begun" / "result.json").unlink()
+    page = PageReader(report(tmp_path))
+    begun, waiting = page.table("job", "status")
+    assert begun[1] == waiting[1] == "unfinished"
+    assert "killed" in page.text and "--resume" in page.text and "running" not in page.text
+
+
+def test_the_jobs_of_a_living_cluster_are_running(tmp_path: Path, hold: Callable[[Path], None]) -> None:
+    """Its controller holds the directory above that of its jobs."""
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    (tmp_path / "workers").mkdir()
+    write_run(jobs, ["waiting"], 10, status="running")
+    assert "killed" in PageReader(report(jobs)).text
+    hold(tmp_path)
+    page = PageReader(report(jobs))
+    assert page.table("job", "status")[0][1] == "queued" and "running" in page.text and "killed" not in page.text
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"jobs": 3}', '{"jobs": ["a", {"name": 5}, {}], "versions": [], "started": [1]}'])

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def polyline(svg: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in (point.split(",") for point in points.split())]
 
 
-def test_a_sweep_that_trains_knows_its_values_leader_and_end(tmp_path: Path) -> None:
+def test_a_sweep_that_trains_knows_its_values_leader_and_end(tmp_path: Path, hold: Callable[[Path], None]) -> None:
     going_on(tmp_path, dict(zip(RATES, ([3.0, 2.9, 2.9, 2.8], [3.0, 2.0, 1.5, 1.0], [3.0, 3.5, 4.0, 5.0]), strict=True)), max_steps=10)
+    hold(tmp_path)
     reader = PageReader(report_page(read_run(tmp_path)))
     rows = reader.table("place", "job", "learning_rate", "last train loss", "status")
     assert [row[:4] for row in rows] == [["1", "s-lr0.001", "0.001", "1.8750"], ["2", "s-lr0.0001", "0.0001", "2.9000"], *[rows[2][:4]]]
@@ -68,16 +70,18 @@ def test_losses_that_do_not_rank_a_sweep_are_called_that(tmp_path: Path) -> None
     assert "These train losses are not comparable: the jobs differ in max_length, and so in what a loss is measured on." in text
 
 
-def test_epochs_tell_the_end_where_no_steps_are_set(tmp_path: Path) -> None:
+def test_epochs_tell_the_end_where_no_steps_are_set(tmp_path: Path, hold: Callable[[Path], None]) -> None:
     going_on(tmp_path, {1e-3: [3.0] * 8}, num_train_epochs=2.0)
+    hold(tmp_path)
     path = tmp_path / "s-lr0.001" / "metrics.jsonl"
     write_rows(path, [row | {"epoch": row["step"] / 8} for row in rows_of([3.0] * 8)])
     (job,) = read_run(tmp_path).jobs
     assert job.progress == 0.5 and job.left_seconds == pytest.approx(8.0)
 
 
-def test_nothing_is_said_of_an_end_that_cannot_be_known(tmp_path: Path) -> None:
+def test_nothing_is_said_of_an_end_that_cannot_be_known(tmp_path: Path, hold: Callable[[Path], None]) -> None:
     going_on(tmp_path, {1e-3: [3.0, 2.0], 1e-2: []})
+    hold(tmp_path)
     reader = PageReader(report_page(read_run(tmp_path)))
     assert "2 of 2 still running." in reader.text and "2 jobs cannot be estimated yet, as of the last row" in reader.text
 

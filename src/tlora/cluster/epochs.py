@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlora import durable
+from tlora.directory_lock import try_lock
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 
@@ -43,10 +42,7 @@ def begin_epoch(directory: Path, *, continues: bool) -> Epoch:
 
 def lock_store(directory: Path) -> int:
     """Lock the directory itself; no worker inherits the lock, so a killed controller holds none. Raises ConfigError if it is held."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"output_dir {directory} is in use by another controller. Stop that one, or choose another") from None
+    handle = try_lock(directory)
+    if handle is None:
+        raise ConfigError(f"output_dir {directory} is in use by another controller. Stop that one, or choose another")
     return handle

@@ -10,9 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tlora.directory_lock import is_free
 from tlora.errors import ConfigError
 from tlora.progress.view import logged_values
 from tlora.report.rows import JsonObject, column, merge_gpus, number, read_json, read_rows
+
+KILLED = "killed"  # no run.json says so: its process ended without a word, by kill -9, for memory or in a power cut
+ENDED = ("done", "stopped", "failed", KILLED)
+_GOING = ("preparing", "running")
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,8 @@ def read_run(run_dir: Path) -> RunView:
             f"{run_dir} is not a run directory: one has run.json and a directory with job.json per job; "
             "give the output_dir of a `tlora train`"
         )
+    if spec.get("status") in _GOING and _is_abandoned(run_dir):
+        spec = {**spec, "status": KILLED}
     specs = {str(entry.get("name")): entry for entry in _entries(spec.get("jobs"))}
     specs = {name: specs.get(name, {}) | read_json(run_dir / name / "job.json") for name in names}
     status = str(spec.get("status", ""))
@@ -117,6 +124,12 @@ def read_run(run_dir: Path) -> RunView:
     return RunView(
         name=run_dir.resolve().name, spec=spec, rows=rows, jobs=jobs, seconds=seconds, num_tokens=sum(job.num_tokens for job in jobs)
     )
+
+
+def _is_abandoned(run_dir: Path) -> bool:
+    """Whether no process holds the run, nor the directory above it as a cluster's controller does: `jobs/` in it is its run."""
+    top = run_dir.absolute().parent
+    return is_free(run_dir) and (is_free(top) or not (top / "workers").is_dir())
 
 
 def _parts_on(spec: JsonObject, name: str) -> tuple[int, ...]:
@@ -197,7 +210,7 @@ def _progress(spec: JsonObject, total_steps: int | None, last: JsonObject) -> fl
 
 
 def _status_without_result(run_status: str, has_rows: bool) -> str:
-    if run_status in ("done", "stopped", "failed"):
+    if run_status in ENDED:
         return "unfinished"  # the run ended, this job left no result
     return "training" if has_rows else "queued"
 

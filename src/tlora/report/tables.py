@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from tlora.report.line_styles import DASHES, LineStyle, mark, render
 from tlora.report.rows import column, smooth, thin
-from tlora.report.run_view import JobView, RunView
+from tlora.report.run_view import ENDED, KILLED, JobView, RunView
 from tlora.wording.losses import RECENT_STEPS
 from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text, place_names
 
@@ -212,8 +212,10 @@ def _device(run: RunView) -> str:
 
 
 def _when(run: RunView) -> str:
-    """When a running run ends, as far as it can be estimated from its jobs."""
-    if run.spec.get("status") in ("done", "stopped", "failed"):
+    """When a running run ends, as far as it can be estimated from its jobs; what to do about a killed one."""
+    if run.spec.get("status") == KILLED:
+        return "its process is gone; the same command continues it, `tlora train` with --resume"
+    if run.spec.get("status") in ENDED:
         return ""
     left = [job.left_seconds for job in run.jobs if job.status == "training"]
     known = [seconds for seconds in left if seconds is not None]

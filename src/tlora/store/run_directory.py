@@ -16,6 +16,7 @@ from typing import Any
 
 from tlora import durable
 from tlora.base_digest import BASE_FILE, Fingerprint, read_fingerprint
+from tlora.directory_lock import try_lock
 from tlora.errors import ConfigError
 from tlora.group.isolation import Failure, try_call
 from tlora.job import SCHEDULED, JobSpec, RunSpec, split_revision
@@ -212,14 +213,11 @@ def hold_run_directory(run: RunSpec, resume: bool, overwrite: bool, note: Callab
 def lock_directory(directory: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
     """Lock `directory` against other runs and return the open lock, of `flock`'s `kind`. Raises ConfigError if a run holds it."""
     try:
-        handle = os.open(directory, os.O_RDONLY)
+        handle = try_lock(directory, kind)
     except OSError as error:
         raise _cannot_write(directory, error) from None
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)  # on the directory itself: a killed run holds nothing
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"output_dir {directory} is in use by another run. Wait for it, or choose another") from None
+    if handle is None:
+        raise ConfigError(f"output_dir {directory} is in use by another run. Wait for it, or choose another")
     try:
         yield handle
     finally:
