@@ -13,6 +13,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GlmMoeDsaConfig,
+    GPT2Config,
     GraniteMoeHybridConfig,
     JambaConfig,
     KimiLinearConfig,
@@ -23,6 +24,7 @@ from transformers import (
     MistralConfig,
     MptConfig,
     NemotronConfig,
+    OpenAIGPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -136,6 +138,9 @@ INDEXED: dict[str, PretrainedConfig] = {
 
 WITHOUT_KEYWORDS: dict[str, PretrainedConfig] = {"stablelm": StableLmConfig(**SHAPE), "nemotron": NemotronConfig(**SHAPE)}
 """Layers take keywords, and hand their attention none."""
+_GPT: dict[str, Any] = {"vocab_size": 131, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+TRANSPOSED: dict[str, PretrainedConfig] = {"gpt2": GPT2Config(**_GPT)}
+"""`Conv1D`s in the place of linears."""
 ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "qwen4-exp": Qwen4ExpTextConfig(
         **{**SHAPE, **LINEAR, "layer_types": ["linear_attention", "indexed_attention"]},
@@ -168,15 +173,16 @@ ONE_BY_ONE: dict[str, PretrainedConfig] = {
     ),
     "jamba": JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1),
     "mpt": MptConfig(d_model=64, n_heads=4, n_layers=2, max_seq_len=256, vocab_size=131, expansion_ratio=2),
+    "gpt": OpenAIGPTConfig(**_GPT),
 }
 """Samples of these cannot share a pass: an indexer over pooled keys and embeddings of several tokens, compressed keys, state-space layers
-that get no lengths, positions counted in the batch.
+that get no lengths, positions counted in the batch, masks of its own over `Conv1D`s.
 """
 
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
-    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED, **WITHOUT_KEYWORDS, **ONE_BY_ONE}[family]
+    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED, **WITHOUT_KEYWORDS, **TRANSPOSED, **ONE_BY_ONE}[family]
     config = type(kind)(**{**kind.to_dict(), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

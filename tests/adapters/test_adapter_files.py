@@ -247,7 +247,6 @@ STARTS = ["pissa", "pissa_niter_16", "olora", "eva", "corda", "loftq", "lora_ga"
         ("lora_bias", True, "lora_bias=True.*merge_and_unload"),
         ("layer_replication", [[0, 1]], r"layer_replication=\[\[0, 1\]\].*merge_and_unload"),
         ("alora_invocation_tokens", [5], r"alora_invocation_tokens=\[5\].*merge_and_unload"),
-        ("fan_in_fan_out", True, "fan_in_fan_out=True.*made of nn.Linear"),
         *(("init_lora_weights", start, f"init_lora_weights='{start}': .*path_initial_model_for_weight_conversion") for start in STARTS),
         ("bias", "all", "bias='all' trains base weights"),
     ],

@@ -55,8 +55,9 @@ class CounterDropout(nn.Module):
         return x * keep / (1 - self.probability)
 
 
-def peft_config(lora: LoraConfig) -> peft.LoraConfig:
+def peft_config(lora: LoraConfig, transposed: bool = False) -> peft.LoraConfig:
     return peft.LoraConfig(
+        fan_in_fan_out=transposed,
         r=lora.r,
         lora_alpha=lora.lora_alpha,  # type: ignore[arg-type]
         lora_dropout=0.0,
@@ -77,7 +78,7 @@ def peft_modules(model: Any) -> dict[str, Any]:
 def make_peft(base: Any, lora: LoraConfig, layout: AdapterLayout, params: Tensor) -> Any:
     """A PEFT model over `base` (changed in place) with our starting weights. Its modules are compared with ours on the way."""
     base.set_attn_implementation("eager")
-    model = peft.get_peft_model(base, peft_config(lora))
+    model = peft.get_peft_model(base, peft_config(lora, layout.transposed))
     modules = peft_modules(model)
     assert list(modules) == [s.module for s in layout.linears]
     for shape, a, b in layout.views(params):
@@ -117,7 +118,13 @@ def peft_train(base: Any, job: Job, layout: AdapterLayout, params: Tensor) -> tu
         schedule.step()
         optimizer.zero_grad()
     rows = [p.detach().double() for name, p in model.named_parameters() if "trainable_tokens_delta" in name]
-    return [*(m.get_delta_weight("default").detach().double() for m in peft_modules(model).values()), *rows], losses
+    return [*(delta_weight(m) for m in peft_modules(model).values()), *rows], losses
+
+
+def delta_weight(layer: Any) -> Tensor:
+    """As [out, in], also over a `Conv1D`."""
+    delta = layer.get_delta_weight("default").detach().double()
+    return delta.t() if layer.fan_in_fan_out else delta
 
 
 def sample_loss(model: Any, job: Job, step: int, index: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT): one by one, together = alone = PEFT; what is refused."""
+"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT, GPT): one by one, together = alone = PEFT; what is refused."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ TARGETS = {
     "deepseek-v4": ["q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"],
     "jamba": ["in_proj", "x_proj", "q_proj", "down_proj"],
     "mpt": ["Wqkv", "out_proj", "down_proj"],
+    "gpt": ["c_attn", "c_fc", "mlp.c_proj"],
 }
 DTYPES = {"qwen4-exp": torch.float32, "deepseek-v4": torch.float32}  # products of experts take no fp64
-WIDER = {"mpt": (("d_model", 256),)}
+WIDER = {"mpt": (("d_model", 256),), "gpt": (("n_embd", 256),)}
 EVERY_RUN = "jamba"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of PEFT, which looks for experts too
 

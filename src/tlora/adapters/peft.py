@@ -94,10 +94,6 @@ _NOT_PLAIN = {  # what an adapter may not set -> (why, remedy)
     "lora_bias": ("has biases in addition to A and B", _RETRAIN),
     "layer_replication": ("is of a base with layers repeated", _RETRAIN),
     "alora_invocation_tokens": ("works behind these tokens only", _RETRAIN),
-    "fan_in_fan_out": (
-        "is of a base with transposed weights, such as GPT-2's Conv1D",
-        "Use an adapter of a base that is made of nn.Linear",
-    ),
 }
 
 
@@ -164,7 +160,7 @@ def adapter_config(layout: AdapterLayout, lora: LoraConfig, base_model: str) -> 
         "revision": revision,
         "inference_mode": True,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": layout.transposed,
         "init_lora_weights": True,
         "modules_to_save": None,
         "r": lora.r,

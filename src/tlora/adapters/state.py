@@ -54,10 +54,12 @@ class AdapterLayout:
     """The flat vector of an adapter: for each module A [r, K], then B transposed [r, N]; of experts [E r, K] and [E r, N].
 
     `names`: literal names that mean these modules and no others of the base (`targets.saved_names`); none where the base is not known.
+    `transposed`: whether the base's own layers hold their weights so, as GPT-2's `Conv1D`; A and B are as over any linear.
     """
 
     shapes: tuple[AdapterShape, ...]
     names: tuple[str, ...] = field(default=(), compare=False)
+    transposed: bool = field(default=False, compare=False)
 
     @property
     def numel(self) -> int:
@@ -86,9 +88,11 @@ class AdapterLayout:
             at = end
 
 
-def make_layout(lora: LoraConfig, targets: Mapping[str, tuple[int, int] | ExpertSize], names: tuple[str, ...] = ()) -> AdapterLayout:
+def make_layout(
+    lora: LoraConfig, targets: Mapping[str, tuple[int, int] | ExpertSize], names: tuple[str, ...] = (), transposed: bool = False
+) -> AdapterLayout:
     """Layout of `lora` over `targets`: module name -> (in features, out features), in the model's order."""
-    return AdapterLayout(tuple(_shape_at(lora, name, size) for name, size in targets.items()), names)
+    return AdapterLayout(tuple(_shape_at(lora, name, size) for name, size in targets.items()), names, transposed)
 
 
 def _shape_at(lora: LoraConfig, name: str, size: tuple[int, int] | ExpertSize) -> AdapterShape:

@@ -23,6 +23,7 @@ from tlora.supermodel.mxfp4_format import packed_form
 from tlora.supermodel.packed_format import Format, PackedTensor, without_packing
 from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
 from tlora.supermodel.text_model import leave_out_other_modalities, model_class
+from tlora.supermodel.transposed_linears import stand_up
 from tlora.supermodel.weight_files import find_safetensors, refuse_incomplete
 
 
@@ -47,6 +48,7 @@ def _assemble_whole(config: Any, dtype: torch.dtype, tensors: Mapping[str, Tenso
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {name}: cannot be loaded: {' '.join(str(error).split())[:400]}. Copy the model again") from None
     refuse_incomplete(info, name)
+    stand_up(model)
     return model
 
 

@@ -37,6 +37,7 @@ from tlora.supermodel.query_scales import count_in_samples, shown_in_short_sampl
 from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
 from tlora.supermodel.stage import Stage
 from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities, output_embeddings
+from tlora.supermodel.transposed_linears import stand_up
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
 _LENGTHS = (19, 5, 19)  # of the samples of the proof
@@ -178,6 +179,7 @@ def load_weights(base_model: str, dtype: str = "auto", device: torch.device | No
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: cannot be loaded: {first_line(error)}. Copy the model again") from None
     refuse_incomplete(loading_info, base_model)
+    stand_up(model)
     leave_out_other_modalities(model)
     return model
 
@@ -197,7 +199,7 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: S
     """Freeze a loaded transformers causal LM and check that packed samples get the logits that each gets alone: before the last stage, the
     hidden states.
     """
-    model.requires_grad_(False).eval()
+    stand_up(model.requires_grad_(False).eval())
     base = Base(model, decoder_of(model, name), find_head(model, name), name, layers, stage, outlined, tuple(cut_at_samples(model)))
     attention_probe.register()
     count_in_samples(base.decoder)
@@ -239,6 +241,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
         raise package_missing(base_model, error) from None
     except Exception as error:  # a library's border: what it raises depends on family and version
         raise ModelError(f"base_model {base_model}: no model can be made of its config.json: {one_line(error)}. {_COMPARE}") from None
+    stand_up(model)
     leave_out_other_modalities(model)
     if (empty := next((name for name, p in model.named_parameters() if not p.numel()), None)) is not None:
         raise ModelError(f"base_model {base_model}: by its config.json, {empty} has no numbers. {_COMPARE}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -286,4 +286,4 @@ def rows_in(weight_VH: Tensor, ids_n: Tensor, rows_nH: Tensor) -> Iterator[None]
 
 def with_rows(layout: AdapterLayout, rows: tuple[AdapterShape, ...]) -> AdapterLayout:
     """`layout` with trained rows behind its linears."""
-    return AdapterLayout((*layout.shapes, *rows), layout.names)
+    return replace(layout, shapes=(*layout.shapes, *rows))

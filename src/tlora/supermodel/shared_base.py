@@ -39,6 +39,7 @@ from tlora.supermodel.lora_linear import StreamedLinear, look_up_streamed
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
 from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
 from tlora.supermodel.text_model import output_embeddings
+from tlora.supermodel.transposed_linears import transposed_in_files
 from tlora.supermodel.weight_files import check_weights, find_safetensors
 
 
@@ -63,11 +64,14 @@ def load_shared_base(
         stored = find_tensors(find_safetensors(name, revision), PLAIN_DTYPES if form is None else ANY_DTYPE)
         model, tensors = _without_shared_weights(base_model, config, wanted, stored, {} if form is None else form.find(stored))
         packed = {linear: tensor for linear, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
+        transposed = transposed_in_files(model)
 
         def rows(linear: str, first: int, last: int) -> Found:
             source = tensors[linear]
             if isinstance(source, PackedTensor):
                 return source.read(wanted).rows(first, last)
+            if linear in transposed:
+                return source.map()[:, first:last].t().to(wanted).contiguous()
             part = replace(source, shape=(math.prod(source.shape[:-1]), source.shape[-1])).read(first, last).to(wanted)
             return part if len(source.shape) == 2 else {"weight": part}  # experts are held as they are
 

@@ -46,6 +46,7 @@ from tlora.supermodel.plain_path import PlainPath, groups_on
 from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.stage import StagePass, without_padding
 from tlora.supermodel.stage_base import load_stage
+from tlora.supermodel.transposed_linears import are_transposed
 
 
 @dataclass
@@ -178,9 +179,9 @@ class SuperModel(nn.Module):
 
     def layout(self, lora: LoraConfig) -> AdapterLayout:
         """Where the parameters of an adapter of this shape lie. Raises ModelError for targets that do not exist."""
-        targets = resolve_targets(self.model, self._linears, self.experts, lora)
-        adapted = make_layout(lora, targets, saved_names(targets.keys() - self.experts.sizes, dict(self.model.named_modules()), lora))
-        return with_rows(adapted, self.new_tokens.shape(lora))
+        targets, modules = resolve_targets(self.model, self._linears, self.experts, lora), dict(self.model.named_modules())
+        names = saved_names(targets.keys() - self.experts.sizes, modules, lora)
+        return with_rows(make_layout(lora, targets, names, are_transposed(self.model, targets)), self.new_tokens.shape(lora))
 
     def left_out(self, lora: LoraConfig) -> list[str]:
         """In a line, what `all-linear` leaves as it is."""
