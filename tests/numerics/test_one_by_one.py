@@ -1,4 +1,4 @@
-"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT, GPT): one by one, together = alone = PEFT; what is refused."""
+"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT, GPT): together = alone = PEFT; what is refused."""
 
 from __future__ import annotations
 
