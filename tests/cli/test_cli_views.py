@@ -7,17 +7,16 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tlora.api import JobView, MetricList, OrderedData, OrderSpec
+from tlora.api import JobView, OrderedData, OrderSpec
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, progress_view
 from tlora.cli.result_view import exit_code, print_results, resume_line
 from tlora.cli.service_view import print_job, print_jobs
 from tlora.cli.terminal import open_console, path_text, printable, shows_live
-from tlora.client.jobs import newest_losses
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.store.job_result import JobResult
 
@@ -310,20 +309,17 @@ def test_a_large_sweep_is_summarised(count: int):
     )
 
 
-def test_a_running_job_has_the_loss_of_its_last_evaluation():
-    """It stood in the result alone, after the end. Settings that are not set are not shown, and a number of rows is whole."""
-
-    class Server:
-        def get(self, path: str, form: type[MetricList], offset: int) -> MetricList:
-            rows = [{"step": 0, "eval_loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 1, "eval_loss": 1.5}, {"step": 2, "eval_loss": None}]
-            return MetricList(data=rows[offset:], next_offset=len(rows))
+def test_a_running_job_has_its_losses():
+    """Alone and in a list: they stood in the result. Settings that are not set are not shown, and a number of rows is whole."""
 
     order = OrderSpec(base_model="base", name="sql", data=OrderedData(file="file-1", eval_size=50), eval_steps=1)
-    view = JobView(id="job-1", name="sql", status="running", base_model="base", created_at=0.0, steps=2, total_steps=60, order=order)
-    losses = newest_losses(cast("Any", Server()), view)
-    assert losses == (2.0, 1.5)
+    facts = {"id": "job-1", "name": "sql", "status": "running", "base_model": "base", "created_at": 0.0, "steps": 2, "total_steps": 60}
+    view = JobView.model_validate(facts | {"order": order, "train_loss": 2.0, "eval_loss": 1.5})
     console = Console(file=io.StringIO(), width=200, markup=False)
-    print_job(console, view, losses, [])
+    print_job(console, view, [])
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"train loss +2\.0000", text) and re.search(r"eval loss +1\.5000", text)
     assert "metadata" not in text and re.search(r"eval_size 50, ", text)
+    listing = Console(file=io.StringIO(), width=200, markup=False)
+    print_jobs(listing, [view])
+    assert re.search(r"running +2/60 +2\.0000 +1\.5000", listing.file.getvalue())  # type: ignore[attr-defined]

@@ -37,6 +37,24 @@ def test_bad_data_fails_that_job_with_the_tenants_own_file_name_and_row(served: 
     assert failed["reason"] == "data.jsonl, line 3: not JSON; correct it"
 
 
+def test_a_running_job_has_its_losses(served_slowly: Served) -> None:
+    """Alone and in a list, from the newest rows of its metrics; after its end those of its result."""
+    job = served_slowly.submit("alice")["id"]
+    until(lambda: job in served_slowly.cluster.placed)
+    served_slowly.cluster.step(job, 3)
+    assert served_slowly.wait("alice", job, "running")["train_loss"] is None  # nothing is logged
+    metrics = served_slowly.opened.services.config.directory / "jobs" / job / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    metrics.write_text(
+        '{"step": 0, "eval_loss": 3.0}\n{"step": 1, "loss": 2.0}\n{"step": 1, "eval_loss": 1.5}\n{"step": 2, "loss": 1.0}\n{"st'
+    )
+    (listed,) = served_slowly.ask("alice", "GET", "/v1/jobs")["data"]
+    for shown in (listed, served_slowly.ask("alice", "GET", f"/v1/jobs/{job}")):
+        assert (shown["train_loss"], shown["eval_loss"]) == (1.5, 1.5)
+    served_slowly.cluster.finish(job)
+    assert served_slowly.wait("alice", job, "succeeded")["train_loss"] == 0.5
+
+
 def test_pause_resume_and_cancel(served_slowly: Served) -> None:
     ids = [served_slowly.submit("alice")["id"] for _ in range(2)]
     for job in ids:

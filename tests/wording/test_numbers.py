@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tlora.wording.numbers import count_text, duration_text, loss_text, setting_text, shorten, time_unit
+from tlora.wording.numbers import are, count_text, duration_text, loss_text, quantity, setting_text, shorten, time_unit
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,21 @@ def test_loss_text(loss: float | None, text: str) -> None:
 )
 def test_count_text(count: float, text: str) -> None:
     assert count_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (quantity(1, "job"), "1 job"),
+        (quantity(0, "job"), "0 jobs"),
+        (quantity(1234, "job"), "1,234 jobs"),
+        (quantity(1, "process", "processes"), "1 process"),
+        (quantity(2, "job was", "jobs were"), "2 jobs were"),
+        (" ".join(map(are, (0, 1, 2))), "are is are"),
+    ],
+)
+def test_one_is_singular(text: str, words: str) -> None:
+    assert text == words
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def show(
     with connected() as connection:
         from tlora.api import LogText
         from tlora.cli.service_view import print_job
-        from tlora.client.jobs import find_job, list_events, newest_losses
+        from tlora.client.jobs import find_job, list_events
 
         view, console = find_job(connection, job), open_console()
         if follow:
@@ -103,7 +103,7 @@ def show(
         elif as_json:
             say_json(view)
         else:
-            print_job(console, view, newest_losses(connection, view), list(list_events(connection, view.id)))
+            print_job(console, view, list(list_events(connection, view.id)))
 
 
 def pause(jobs: Jobs) -> None:

@@ -18,7 +18,7 @@ from tlora.cli.terminal import bytes_text, open_table, printable, shows_live
 from tlora.client.jobs import Sight
 from tlora.cluster_api import ClusterView, HostView
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
-from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, place_names, ranges_text, shorten
+from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, place_names, quantity, ranges_text, shorten
 
 STYLES = {"running": "cyan", "succeeded": "green", "failed": "bold red", "cancelled": "yellow", "paused": "yellow"}  # others are dim
 _SHOWN_EVENTS = 12
@@ -41,9 +41,8 @@ def why(job: JobView) -> str:
     return job.reason or ("" if job.status == "running" else job.waiting_for or "")
 
 
-def _loss(job: JobView, key: str) -> str:
-    loss = (job.result or {}).get(key)
-    return loss_text(float(loss)) if isinstance(loss, int | float) else ""
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else loss_text(loss)
 
 
 def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs") -> None:
@@ -62,14 +61,14 @@ def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs"
             job.id,
             Text(job.status, style=STYLES.get(job.status, "dim")),
             steps_text(job),
-            *((_loss(job, "train_loss"), _loss(job, "eval_loss"), age) if wide else ()),
+            *((_loss(job.train_loss), _loss(job.eval_loss), age) if wide else ()),
             Text(printable(why(job)), style="dim"),
         )
     console.print(table if table.row_count else Text(empty, style="dim"))
 
 
-def print_job(console: Console, job: JobView, losses: tuple[float | None, float | None], events: Sequence[EventView]) -> None:
-    """Everything about one job. `losses`: the newest of its training and its evaluation; they count until it has a result."""
+def print_job(console: Console, job: JobView, events: Sequence[EventView]) -> None:
+    """Everything about one job."""
     head = Text.assemble((printable(job.name), "bold"), "  ", (job.status, STYLES.get(job.status, "dim")))
     console.print(head)
     order = dict(job.order_fields)
@@ -81,8 +80,8 @@ def print_job(console: Console, job: JobView, losses: tuple[float | None, float 
         "started": time_text(job.started_at) if job.started_at else "",
         "ended": time_text(job.ended_at) if job.ended_at else "",
         "step": steps_text(job),
-        "train loss": loss_text(losses[0]) if losses[0] is not None else _loss(job, "train_loss"),
-        "eval loss": _loss(job, "eval_loss") or ("" if losses[1] is None else loss_text(losses[1])),
+        "train loss": _loss(job.train_loss),
+        "eval loss": _loss(job.eval_loss),
         "tokens": count_text(float((job.result or {}).get("num_tokens") or 0)) if job.result else "",
         "waits for": "" if job.has_ended else job.waiting_for or "",
         "reason": job.reason or "",
@@ -104,7 +103,7 @@ def print_job(console: Console, job: JobView, losses: tuple[float | None, float 
         console.print()
         more = len(events) - _SHOWN_EVENTS
         if more > 0:
-            console.print(Text(f"… {more} earlier events", style="dim"))
+            console.print(Text(f"… {quantity(more, 'earlier event')}", style="dim"))
         for event in events[-_SHOWN_EVENTS:]:
             console.print(Text(printable(f"{time_text(event.created_at)}  {event.message}"), style="dim"), soft_wrap=True)
 
@@ -167,7 +166,7 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
     else:
         console.print(Text("no job of yours waits", style="dim"))
     if cluster.others_waiting:
-        console.print(Text(f"{cluster.others_waiting} jobs of others wait", style="dim"))
+        console.print(Text(f"{quantity(cluster.others_waiting, 'job of others waits', 'jobs of others wait')}", style="dim"))
     if cluster.draining:
         console.print(Text("the server is drained: it accepts no new jobs", style="yellow"))
 
@@ -253,9 +252,9 @@ class PlainFollower:
                 if (job.id, warning) not in self._warned:
                     self._warned.add((job.id, warning))
                     self._say(f"{job.name}: {warning}", "yellow")
-            self._show_job(job, sight.losses.get(job.id), steps)
+            self._show_job(job, steps)
 
-    def _show_job(self, job: JobView, loss: float | None, steps: bool) -> None:
+    def _show_job(self, job: JobView, steps: bool) -> None:
         now = time.monotonic()
         changed = self._status.get(job.id) != job.status
         due = steps and job.status == "running" and now - self._told.get(job.id, 0.0) >= LINE_SECONDS
@@ -264,7 +263,7 @@ class PlainFollower:
         self._status[job.id], self._told[job.id] = job.status, now
         parts = [f"{job.name}: {job.status}"]
         parts += [f"step {steps_text(job)}"] if job.steps else []
-        parts += [f"train loss {loss_text(loss)}"] if loss is not None else []
+        parts += [f"train loss {loss_text(job.train_loss)}"] if job.train_loss is not None else []
         parts += [f"waits for {job.waiting_for}"] if job.status == "queued" and job.waiting_for else []
         parts += [job.reason] if job.reason else []
         self._say(", ".join(parts), STYLES.get(job.status, "") if job.has_ended else "")
@@ -288,7 +287,7 @@ def follow_table(sight: Sight, width: int, height: int) -> Group:
             Text(printable(shorten(job.name, name_width))),
             Text(job.status, style=STYLES.get(job.status, "dim")),
             steps_text(job),
-            loss_text(sight.losses[job.id]) if job.id in sight.losses else "",
+            _loss(job.train_loss),
             Text(printable(why(job)), style="dim"),
         )
     ended = sum(job.has_ended for job in sight.jobs)

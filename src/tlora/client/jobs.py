@@ -8,20 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import httpx
 
-from tlora.api import EventList, EventView, JobList, JobView, MetricList, Status
+from tlora.api import EventList, EventView, JobList, JobView, Status
 from tlora.client.connection import Connection
 from tlora.errors import ServiceError
-from tlora.progress.view import logged_values
-from tlora.wording.losses import RECENT_STEPS, recent_loss
 
 _ID = re.compile(r"job-[0-9a-f]{24}")
 _PAGE = 100
 _MOST_ALONE = 10  # jobs that are asked for one by one instead of by the page
-_MOST_LOSSES = 32  # running jobs whose losses are read at a time
 _PATIENCE_SECONDS = 600.0  # that a server may be away while jobs are watched
 
 
@@ -68,24 +64,13 @@ def list_events(connection: Connection, job_id: str) -> Iterator[EventView]:
             return
 
 
-def newest_losses(connection: Connection, job: JobView) -> tuple[float | None, float | None]:
-    """The train loss, the mean over its last logged steps, and that of its last evaluation; None before there is one."""
-    reader = _Losses(connection)
-    while True:
-        offset = reader.offset(job.id)
-        reader.read({job.id: job.model_copy(update={"status": "running"})})
-        if reader.offset(job.id) == offset:
-            return reader.losses.get(job.id), reader.evaluated.get(job.id)
-
-
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Jobs at one moment, in the order in which they are watched. `losses`: the train loss, by id. `away`: why the server does
-    not answer just now; the jobs are then as they were.
+    """Jobs at one moment, in the order in which they are watched. `away`: why the server does not answer just now; the jobs are then
+    as they were.
     """
 
     jobs: tuple[JobView, ...]
-    losses: dict[str, float]
     away: str = ""
 
 
@@ -100,12 +85,10 @@ def watch(
     run. A server that is restarted meanwhile is waited for.
     """
     known: dict[str, JobView] = {}
-    reader = _Losses(connection)
     gone_since: float | None = None
     while True:
         try:
             known |= _look(connection, [job for job in ids if job not in known or not known[job].has_ended])
-            losses = reader.read(known)
             gone_since, away = None, ""
         except ServiceError as error:
             if error.status and error.status < 500:
@@ -114,8 +97,8 @@ def watch(
             gone_since = now if gone_since is None else gone_since
             if not known or now - gone_since > _PATIENCE_SECONDS:
                 raise
-            losses, away = reader.losses, str(error)
-        sight = Sight(tuple(known[job] for job in ids), dict(losses), away)
+            away = str(error)
+        sight = Sight(tuple(known[job] for job in ids), away)
         yield sight
         if all(job.has_ended for job in sight.jobs):
             return
@@ -135,36 +118,6 @@ def _look(connection: Connection, ids: Sequence[str]) -> dict[str, JobView]:
             if len(found) == len(wanted):
                 break
     return found | {job: connection.get(f"/v1/jobs/{job}", JobView) for job in wanted - found.keys()}
-
-
-class _Losses:
-    """The train loss of each running job, and that of its last evaluation; each row is read once."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._offsets: dict[str, int] = {}
-        self._rows: dict[str, list[dict[str, Any]]] = {}  # the last ones with a loss
-        self.losses: dict[str, float] = {}
-        self.evaluated: dict[str, float] = {}
-
-    def offset(self, job_id: str) -> int:
-        return self._offsets.get(job_id, 0)
-
-    def read(self, jobs: dict[str, JobView]) -> dict[str, float]:
-        running = [job.id for job in jobs.values() if job.status == "running"][:_MOST_LOSSES]
-        for job_id in running:
-            found = self._connection.get(f"/v1/jobs/{job_id}/metrics", MetricList, offset=self._offsets.get(job_id, 0))
-            self._offsets[job_id] = found.next_offset
-            rows = [*self._rows.get(job_id, ()), *(row for row in found.data if "loss" in row)][-RECENT_STEPS:]
-            self._rows[job_id] = rows
-            if (loss := logged_values(found.data).get("eval_loss")) is not None:
-                self.evaluated[job_id] = loss
-            if (loss := recent_loss(rows)) is not None:
-                self.losses[job_id] = loss
-        for job in jobs.values():
-            if job.result and isinstance(loss := job.result.get("train_loss"), int | float):
-                self.losses[job.id] = float(loss)
-        return self.losses
 
 
 _AGAIN_SECONDS = 5.0  # before a stream that has ended is opened anew

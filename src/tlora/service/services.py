@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request
 from sqlalchemy import Engine, Row
 
-from tlora.api import EventView, FileView, JobView, KeyView, NewKeyView, OrderSpec, Scope
+from tlora.api import ENDED, EventView, FileView, JobView, KeyView, NewKeyView, OrderSpec, Scope
+from tlora.progress.view import logged_values
+from tlora.report.rows import read_rows
 from tlora.service.config import ServerConfig
 from tlora.service.connections import Connections
 from tlora.service.database.writer import Operation, Together, Writer
@@ -27,6 +29,8 @@ from tlora.service.storage import Storage
 
 if TYPE_CHECKING:
     from tlora.service.controller import Controller
+
+_METRIC_BYTES = 1 << 18  # about a thousand rows: 3 ms, and among them the last evaluation
 
 
 def file_view(row: Row[Any]) -> FileView:
@@ -174,6 +178,14 @@ class Services:
         """As the job stands now; `order` is the row's, where it has been read."""
         live = self.live
         return job_view(row, live.steps(row.id), live.waiting_for(row.id, row.status), order, live.queue_place(row.id, row.status))
+
+    def trained_view(self, row: Row[Any]) -> JobView:
+        """`view` with the job's losses: its result's, or while it trains those in the last `_METRIC_BYTES` of its metrics."""
+        found = row.result or {}
+        if not found and row.started is not None and row.status not in ENDED:
+            logged = logged_values(read_rows(self.config.directory / "jobs" / row.id / "metrics.jsonl", _METRIC_BYTES))
+            found = {"train_loss": logged.get("loss"), "eval_loss": logged.get("eval_loss")}
+        return self.view(row).model_copy(update={key: found.get(key) for key in ("train_loss", "eval_loss")})
 
     @asynccontextmanager
     async def stream_of(self, caller: Caller) -> AsyncIterator[None]:

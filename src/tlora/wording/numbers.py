@@ -32,6 +32,16 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
+def quantity(count: int, noun: str, nouns: str = "") -> str:
+    """1 job, 1,234 jobs. `nouns` is the plural where it is not `noun` and an s."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def are(count: int) -> str:
+    """The verb behind so many."""
+    return "is" if count == 1 else "are"
+
+
 def gib(count: float) -> str:
     """Bytes, with as many digits as plans are compared by."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
@@ -44,7 +54,7 @@ def place_names(device: str) -> tuple[str, str]:
 
 def places_text(count: int, device: str) -> str:
     """1 GPU, 2 CPU processes."""
-    return f"{count} {place_names(device)[count != 1]}"
+    return quantity(count, *place_names(device))
 
 
 def duration_text(seconds: float | None) -> str:

@@ -171,13 +171,13 @@ def list_jobs(
     rows = services.read(lambda connection: job_rows.list_jobs(connection, tenant, before, limit + 1, status, name))
     shown, more = rows[:limit], len(rows) > limit
     cursor = services.cursors.make(tenant, "jobs", shown[-1].serial) if more else None
-    return JobList.model_construct(data=[services.view(row) for row in shown], has_more=more, next_cursor=cursor)
+    return JobList.model_construct(data=[services.trained_view(row) for row in shown], has_more=more, next_cursor=cursor)
 
 
 @router.get("/jobs/{job_id}")
 def show_job(job_id: JobId, request: Request) -> JobView:
     services = services_of(request)
-    return services.view(services.read(lambda connection: job_rows.find_job(connection, caller_of(request).tenant, job_id)))
+    return services.trained_view(services.read(lambda connection: job_rows.find_job(connection, caller_of(request).tenant, job_id)))
 
 
 Change = Callable[[Connection, str, str], Row[Any]]
