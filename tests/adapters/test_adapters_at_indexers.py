@@ -80,7 +80,7 @@ def test_it_goes_on_as_in_peft(case: str, tmp_path: Path) -> None:
         start = saved(stepped(made(family, targets, dtype), work), tmp_path / "theirs")
         spec, notes = adopt_adapter_config(ORDER, start)
         inside = {name for name in load_file(start / WEIGHTS_FILE) if in_indexer(name)}
-        assert inside and [f"{len(inside) // 2} layers of {start} are in indexers, and are left out" in note for note in notes] == [True]
+        assert inside and [f"{len(inside) // 2} layers of {start} are in indexers, and left out" in note for note in notes] == [True]
         shared = SuperModel(make_base(make_model(family, dtype), family))
         layout = shared.layout(spec)
         shared.join("a", spec, TRAIN, state=fresh_state(layout, load_params(start, layout, dtype)))

@@ -96,7 +96,7 @@ def test_jobs_that_came_before_the_first_host_ask_for_what_comes() -> None:
     there, first, more = {"wide", "base", "one", "two"}, NodeAdded("a", (0,)), NodeAdded("b", (1000, 1001))
     nodes.see([first])
     assert groups.ask_anew([first], there, []) == [GpusAsked("wide", 1), GpusAsked("two", 1)]
-    turns = "replicas run in turn: 1 GPUs are there as it arrives"
+    turns = "replicas run in turn: 1 GPU is there as it arrives"
     assert said == [f"wide: some of its 4 {turns}", f"two: some of its 2 {turns}"]
     nodes.see([more])
     asked = [GpusAsked("wide", 3), GpusAsked("two", 2)]

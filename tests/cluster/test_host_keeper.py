@@ -370,7 +370,7 @@ def test_a_lost_engine_proves_nothing_and_its_hosts_are_begun_anew_when_it_is_ba
     assert kept.notes[1:] == [
         "the engine cannot be reached: its head is gone. Its workers save their jobs; it is tried again",
         "the engine is there again",
-        "host a2 has come, with 1 GPUs",
+        "host a2 has come, with 1 GPU",
     ]
 
 

@@ -324,7 +324,7 @@ def test_of_two_unequal_gpus_the_larger_trains_what_the_smaller_does_not_hold(tm
         controlled = Controlled(backend, policy, MEMORY, may_come=False)
         controlled.submit(order("wide", gpus=2), order("one"))
         assert controlled.placed[0].gpus == (1,) and {"wide", "one"} == controlled.scheduler.state.jobs.keys()
-        assert said == ["wide: some of its 2 replicas run in turn: 2 GPUs are there as it arrives, of which 1 are too small for it"]
+        assert said == ["wide: some of its 2 replicas run in turn: 2 GPUs are there as it arrives, of which 1 is too small for it"]
 
 
 @pytest.mark.parametrize("policy", LIVE_POLICIES)

@@ -294,7 +294,7 @@ def test_a_process_that_is_not_here_is_of_another_host(station: TcpStation, chan
     [
         (replace(REMOTE, host=None), "it says nothing of its host"),
         (replace(REMOTE, host=replace(LABELS, name="local")), "calls itself 'local'"),
-        (replace(REMOTE, gpus=(0, 1)), "it names 1 devices for its 2 GPUs"),
+        (replace(REMOTE, gpus=(0, 1)), "it names 1 device for its 2 GPUs"),
         (replace(REMOTE, gpus=(-1,)), "GPUs [-1]"),
         (replace(REMOTE, gpus=(STRIDE,)), f"GPUs [{STRIDE}]"),
         (

@@ -73,7 +73,7 @@ def test_drop_trains_the_others(tmp_path: Path, tokenizer_path: Path) -> None:
     ]
     assert len(found.train) == len(expected.train) == 294
     (warning,) = (line for line in found.warnings() if "are bad" in line)
-    assert warning.startswith(f"6 of 300 rows are bad and are left out ({tmp_path / 'x.jsonl'}):\n  ") and warning.count("\n") == 6
+    assert warning.startswith(f"6 of 300 rows are bad and left out ({tmp_path / 'x.jsonl'}):\n  ") and warning.count("\n") == 6
     assert not any("are bad" in line for line in expected.warnings())
 
 

@@ -140,7 +140,7 @@ def test_report_counts_cut_and_skipped_samples(tmp_path: Path, tokenizers: Any) 
     report.files = ["x.jsonl"]
     assert report.warnings() == [
         "2 of 6 rows are cut to max_length, 5 trained tokens lost; the longest has 8 tokens (x.jsonl)",
-        "3 of 6 rows have no trained token and are left out (x.jsonl)",
+        "3 of 6 rows are left out, without a trained token (x.jsonl)",
     ]
     dataset = Dataset(directory)
     assert [pairs_of(dataset[i]) for i in range(len(dataset))] == [

@@ -122,8 +122,8 @@ def test_a_set_of_packed_rows(tmp_path: Path, tokenizers: Any) -> None:
     report = report_of(one.directory)
     report.files = ["a.jsonl"]
     assert report.warnings() == [
-        "2 rows are packed and are cut into their 4 samples (a.jsonl)",
-        "1 of 4 samples have no trained token and are left out (a.jsonl)",
+        "2 rows are packed and are cut into 4 samples (a.jsonl)",
+        "1 of 4 samples is left out, without a trained token (a.jsonl)",
     ]
     assert report_of(other.directory).rows == 4 and report.rows == 2
 

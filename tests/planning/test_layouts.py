@@ -275,7 +275,7 @@ def test_the_fastest_comes_first_and_each_says_what_it_loses(run: RunSpec) -> No
         "stages on 2 GPUs: 1 replica of 2 stages",
         "stages on 3 GPUs: 1 replica of 3 stages",
     }
-    assert "1 of 3 GPUs are used" in found_of(plans, "streamed").why
+    assert "1 of 3 GPUs is used" in found_of(plans, "streamed").why
     assert "2 of 3 GPUs are used" in found_of(plans, "stages", 2).why
 
 

@@ -224,7 +224,7 @@ def test_the_plan_is_told_in_a_line() -> None:
         "memory limit 2.93 GiB",
         "predicted peak",
         "base 0.98 GiB",
-        "1 adapters",
+        "1 adapter at once",
         "(measured)",
     ):
         assert part in line, line

@@ -137,7 +137,7 @@ def test_a_job_that_the_server_refuses_is_named(job_controller: Desk, place: Pat
         f"  - {{name: {name}, data: data.jsonl, max_steps: 1, batch_size: 500, gpus: {gpus}}}\n"
         for name, gpus in (("fits", 1), ("wide", 500))
     ]
-    for order, told in ((lines[::-1], "No job was accepted"), (lines, "1 jobs before it were accepted: submit the others alone")):
+    for order, told in ((lines[::-1], "No job was accepted"), (lines, "1 job before it was accepted: submit the others alone")):
         (place / "jobs.yaml").write_text("base_model: base\njobs:\n" + "".join(order))
         found = job_controller("submit", "jobs.yaml", status=2)
         assert "error: wide: gpus: 500 is more than this server's" in found.output and told in found.output

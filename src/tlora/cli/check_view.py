@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tlora.batching.replicas import part_text
 from tlora.cli.terminal import bytes_text, open_table, printable
-from tlora.wording.numbers import MANY_JOBS, by_jobs, count_text, duration_text, names_text, shortened
+from tlora.wording.numbers import MANY_JOBS, by_jobs, count_text, duration_text, names_text, quantity, shortened
 
 if TYPE_CHECKING:
     from tlora.data.report import DataReport
@@ -47,7 +47,8 @@ def print_check(console: Console, check: RunCheck) -> None:
         console.print()
         if isinstance(jobs, int):
             console.print(
-                Text(f"… the first samples of {jobs} more groups of jobs, each with other data or another template"), soft_wrap=True
+                Text(f"… the first samples of {quantity(jobs, 'more group')} of jobs, each with other data or another template"),
+                soft_wrap=True,
             )
             continue
         console.print(_sample(jobs, colour), soft_wrap=True)

@@ -18,14 +18,16 @@ from tlora.planning.layout_units import Device
 from tlora.planning.layouts import LayoutPlan, LayoutPlans
 from tlora.shape.gpu_models import speeds_of
 from tlora.shape.memory import StreamedBytes
-from tlora.wording.numbers import count_text, duration_text
+from tlora.wording.numbers import count_text, duration_text, quantity
 
 
 def print_plan(
     console: Console, run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], found: LayoutPlans, explain: bool
 ) -> None:
     named = " and ".join(f"{len(list(alike))} x {name}" for name, alike in groupby(device.gpu.name for device in devices))
-    console.print(Text(printable(f"{run.base_model}, {len(jobs)} jobs, {named}: predicted, nothing was measured here")), soft_wrap=True)
+    console.print(
+        Text(printable(f"{run.base_model}, {quantity(len(jobs), 'job')}, {named}: predicted, nothing was measured here")), soft_wrap=True
+    )
     table = open_table()
     table.add_column("layout", overflow="fold")
     for name in ("tokens per micro-batch", "recomputed", "predicted peak", "exposed", "time", "tokens/s"):

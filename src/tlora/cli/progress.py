@@ -16,7 +16,7 @@ from tlora.cli.terminal import open_table, printable, shows_live
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.progress.view import ENDED, JobProgress, RunProgress
-from tlora.wording.numbers import MANY_JOBS, count_text, duration_text, loss_text, names_text, place_names, shorten
+from tlora.wording.numbers import MANY_JOBS, count_text, duration_text, loss_text, names_text, place_names, quantity, shorten
 
 LINE_SECONDS = 10.0  # between two plain lines of one job
 STYLES = {
@@ -142,7 +142,7 @@ def summary_line(state: RunProgress) -> str:
     parts = [", ".join(f"{counts[status]} {status}" for status in sorted(counts, key=_URGENCY.__getitem__))]
     parts += [f"step {sum(job.step for job in state.jobs):,}/{sum(job.total_steps for job in state.jobs):,} of all"]
     parts += [f"{count_text(state.tokens_per_second)} tokens/s"] if state.tokens_per_second else []
-    return f"[{duration_text(state.seconds)}] {len(state.jobs)} jobs: {', '.join(parts)}"
+    return f"[{duration_text(state.seconds)}] {quantity(len(state.jobs), 'job')}: {', '.join(parts)}"
 
 
 def plain_line(seconds: float, job: JobProgress, device: str = "cuda") -> str:
@@ -169,7 +169,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
     placed = any(job.gpu is not None for job in state.jobs)
     name_width = max(12, min(40, width - (100 if wide else 67) - 6 * placed))  # what the other columns leave free
     table = open_table(show_footer=True, footer_style="bold")
-    table.add_column("job", f"{len(state.jobs)} jobs", no_wrap=True)
+    table.add_column("job", quantity(len(state.jobs), "job"), no_wrap=True)
     table.add_column("status", "", no_wrap=True)
     if placed:
         table.add_column("CPU" if "cpu" in state.device else "GPU", "", justify="right", no_wrap=True)

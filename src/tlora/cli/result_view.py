@@ -19,7 +19,7 @@ from tlora.cli.terminal import open_console, open_table, path_text, printable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.wording.losses import RECENT_STEPS, incomparable
-from tlora.wording.numbers import by_jobs, count_text, duration_text, loss_text, names_text, setting_text, shortened
+from tlora.wording.numbers import by_jobs, count_text, duration_text, loss_text, names_text, quantity, setting_text, shortened
 
 if TYPE_CHECKING:
     from tlora.engine.train import JobResult, Results
@@ -101,7 +101,7 @@ def resume_line(results: Iterable[JobResult], arguments: list[str], signal_numbe
     saved, lost = sum(map(_has_checkpoint, stopped)), sum(map(_lost_steps, stopped))
     counts = ((saved, "checkpointed"), (lost, "not saved"), (len(stopped) - saved - lost, "not started"))
     counted = ", ".join(f"{count} {what}" for count, what in counts if count)
-    jobs = "1 job" if len(stopped) == 1 else f"{len(stopped)} jobs"
+    jobs = quantity(len(stopped), "job")
     return f"Interrupted by {name}; {jobs} unfinished: {counted}. Resume with: {shlex.join(['tlora', *arguments])}"
 
 

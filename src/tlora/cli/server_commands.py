@@ -14,6 +14,7 @@ import typer
 
 from tlora.cli.service_commands import Json, connected
 from tlora.cli.terminal import add_command, bytes_text, note, open_console, path_text, say, say_json
+from tlora.wording.numbers import quantity
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -333,7 +334,7 @@ def backup(
     from tlora.service.backup import back_up
 
     copy = back_up(settings, out)
-    say(f"{path_text(out)}: {copy.jobs} jobs, {copy.files} files, {bytes_text(copy.bytes)}")
+    say(f"{path_text(out)}: {quantity(copy.jobs, 'job')}, {quantity(copy.files, 'file')}, {bytes_text(copy.bytes)}")
 
 
 def restore(
@@ -346,7 +347,7 @@ def restore(
     from tlora.service.backup import restore as restore_store
 
     restored = restore_store(settings, source)
-    to_end = f"; {restored} jobs had not ended: `tlora serve` goes on with them from their checkpoints" if restored else ""
+    to_end = f"; `tlora serve` continues {quantity(restored, 'unfinished job')} from the last checkpoint" if restored else ""
     say(f"{settings.directory}: restored{to_end}")
 
 

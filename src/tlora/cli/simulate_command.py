@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tlora.cli.terminal import open_console, path_text, printable, say
+from tlora.wording.numbers import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,7 +173,7 @@ def _sweep(contest: Contest, text: str, out: Path, errors: Console | None) -> li
         raise
     among = [axis for axis in axes if axis not in ("seed", "policy")]
     print_sweep(console, rows, among)
-    console.print(f"{len(rows):,} rows: {path_text(out)}", soft_wrap=True)
+    console.print(f"{quantity(len(rows), 'row')}: {path_text(out)}", soft_wrap=True)
     return gain_rows(rows, [axis for axis in among if axis != "load"])
 
 
@@ -227,7 +228,9 @@ def _cluster(gpus: int | None, nodes: str | None) -> tuple[int, int]:
         return num_nodes(asked, per_node), per_node
     count, per_node = read_nodes(nodes)
     if gpus not in (None, count * per_node):
-        raise ConfigError(f"--gpus {gpus} and --nodes {nodes} disagree: {nodes} are {count * per_node} GPUs. Give one of the two")
+        raise ConfigError(
+            f"--gpus {gpus} and --nodes {nodes} disagree: {nodes} are {quantity(count * per_node, 'GPU')}. Give one of the two"
+        )
     return count, per_node
 
 

@@ -19,7 +19,7 @@ from tlora.shape.hardware import extrapolated_fields
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
 from tlora.wording.metrics import GROUPS, TIMES, decomposition_text, metric_text
-from tlora.wording.numbers import DASH, duration_text
+from tlora.wording.numbers import DASH, duration_text, quantity
 
 if TYPE_CHECKING:
     from tlora.shape.cost import BaseConstants
@@ -200,10 +200,12 @@ def print_origin(console: Console, constants: Mapping[str, Mapping[str, BaseCons
 def title(scenario: Scenario, count: int, load: float, seeds: Sequence[int]) -> str:
     """What was simulated, in one line."""
     which = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
-    nodes = f"{scenario.nodes:,} {'node' if scenario.nodes == 1 else 'nodes'} of {scenario.gpus_per_node}"
-    cluster = f"{scenario.num_gpus:,} GPUs ({nodes}, {scenario.gpu})"
+    nodes = f"{quantity(scenario.nodes, 'node')} of {scenario.gpus_per_node}"
+    cluster = f"{quantity(scenario.num_gpus, 'GPU')} ({nodes}, {scenario.gpu})"
     arrivals = f"load {load:.3g} " + ("as recorded" if scenario.load is None else "by compressed arrivals")
-    return printable(f"{count:,} jobs of {scenario.trace} on {cluster}, {'all at once' if scenario.closed else arrivals}, {which}")
+    return printable(
+        f"{quantity(count, 'job')} of {scenario.trace} on {cluster}, {'all at once' if scenario.closed else arrivals}, {which}"
+    )
 
 
 def _table(heads: Sequence[str]) -> Table:

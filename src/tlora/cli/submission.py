@@ -15,6 +15,7 @@ from tlora.client.transfers import upload_files
 from tlora.errors import ConfigError, ServiceError, TloraError
 from tlora.job import DataSource
 from tlora.jobs_file import read_settings
+from tlora.wording.numbers import quantity
 
 _DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "packing", "on_bad_rows")
 
@@ -35,7 +36,11 @@ def submit_plan(connection: Connection, plan: Plan, start_from: str | None, tell
         except TloraError as error:
             if not accepted and (len(plan.submissions) == 1 or not isinstance(error, ServiceError) or not error.status):
                 raise  # it has no answer, or it needs no name
-            told = f"{len(accepted)} jobs before it were accepted: submit the others alone" if accepted else "No job was accepted"
+            told = (
+                f"{quantity(len(accepted), 'job before it was', 'jobs before it were')} accepted: submit the others alone"
+                if accepted
+                else "No job was accepted"
+            )
             raise ConfigError(f"{', '.join(submission.names[:3])}: {error}. {told}") from error
         for job in jobs:
             tell(f"{job.name}: accepted as {job.id}")

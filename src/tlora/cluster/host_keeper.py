@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from tlora.cluster.engine_hosts import Demand, Prove
 from tlora.cluster.host_engine import EngineHost, EngineLostError, HostEngine, HostsSeen, HostsWanted, WorkerOrder
+from tlora.wording.numbers import quantity
 
 SYNC_SECONDS = 1.0
 _LEAVE_SECONDS = 30.0  # for agents to end
@@ -255,7 +256,7 @@ class HostKeeper:
     def _tell(self, choice: Choice, seen: HostsSeen) -> None:
         if choice.request != self._requested:
             self._requested = choice.request
-            self._note(f"{self._engine.name} was asked for {choice.request} hosts; there are {len(seen.hosts)}")
+            self._note(f"{self._engine.name} was asked for {quantity(choice.request, 'host')}; there are {len(seen.hosts)}")
         for name in choice.drain:
             if name in self._kept and name not in self._late and name not in self._leaving:
                 self._note(f"host {name} is given back: it was idle for {self._limits.idle_seconds:g} s")
@@ -267,7 +268,7 @@ class HostKeeper:
         live = {host.name: host for host in seen.hosts}
         for host in live.values():
             if host.name not in self._live:
-                self._note(f"host {host.name} has come, with {host.places} GPUs")
+                self._note(f"host {host.name} has come, with {quantity(host.places, 'GPU')}")
         for name in self._live.keys() - live.keys():
             self._note(f"host {name} is gone: {self._engine.name} has lost its node")
             self._dead[name] = now

@@ -19,6 +19,7 @@ from tlora.link.process_identity import boot_id
 from tlora.protocol import Event, KindsFound, MemoryFound, NodeAdded
 from tlora.shape import CPU_SHARE, GPU_SHARE
 from tlora.shape.gpu_files import training_speed
+from tlora.wording.numbers import quantity
 from tlora.worker_protocol import Device, DeviceLink, HostLabels
 
 OWN_NODE = "local"  # the controller's host, as a scheduler's node
@@ -81,7 +82,7 @@ class Hosts:
         if not gpus or list(gpus) != sorted(set(gpus)) or not all(0 <= gpu < STRIDE for gpu in gpus):
             return f"it has GPUs {list(gpus)}, and a worker has some from 0 to {STRIDE - 1}, in ascending order. Start it with such"
         if len(host.devices) != len(gpus):
-            return f"it names {len(host.devices)} devices for its {len(gpus)} GPUs"
+            return f"it names {quantity(len(host.devices), 'device')} for its {quantity(len(gpus), 'GPU')}"
         uuids = {device.uuid for device in host.devices if device.uuid}
         if uuids and host.boot == boot_id():
             for gpu, facts in list_gpus().items():

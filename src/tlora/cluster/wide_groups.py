@@ -12,6 +12,7 @@ from tlora.job import LayoutSetting
 from tlora.protocol import Event, GpusAsked, GpusLost, GroupKept, JobGroup, JobSubmitted, MemoryFound, NodeAdded, NodeDraining
 from tlora.scheduler.gpu_memory import GpuMemory
 from tlora.shape.cost import CostModel
+from tlora.wording.numbers import are, quantity
 
 _LEAST_KEPT = 64  # jobs that are looked through for those that have ended
 
@@ -165,7 +166,8 @@ class WideGroups:
     def _tell(self, job: JobSubmitted) -> None:
         there = self._nodes.num_gpus
         most, small = max(there, self._can_bring()), there - self._memory.num_with_room(self.cost, job, there)
-        known = f"{most} GPUs are there as it arrives" + (f", of which {small} are too small for it" if small else "")
+        known = f"{quantity(most, 'GPU is', 'GPUs are')} there as it arrives"
+        known += f", of which {small} {are(small)} too small for it" if small else ""
         self._note(f"{job.job_id}: some of its {job.gpus} replicas run in turn: {known}")
 
     def _asked(self, job: JobSubmitted, had: tuple[int, ...] = ()) -> _Asked:

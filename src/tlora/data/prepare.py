@@ -34,6 +34,7 @@ from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig, DataSource, Sources
 from tlora.link.lines import Line
 from tlora.link.supervisor import SupervisedProcess, describe_exit, start_talking
+from tlora.wording.numbers import quantity
 
 STALL_SECONDS = 180.0  # without a sign of life; a batch of half a million characters takes about one
 _ENVIRONMENT = {
@@ -163,7 +164,8 @@ def _describe_kept(process_id: int, requests: Sequence[PrepareRequest]) -> list[
     """One line on the unfinished rows that the worker has kept; none if it has kept nothing."""
     kept = [progress for place in {request.cache_dir for request in requests} for progress in scratch.progress_of(place, process_id)]
     rows = sum(int(progress["counts"]["report"]["report"]["rows"]) for progress in kept)
-    return [f"Interrupted: {rows:,} tokenized rows are kept; the next launch with the same data goes on behind them"] if rows else []
+    saved = quantity(rows, "tokenized row is", "tokenized rows are")
+    return [f"Interrupted: {saved} kept; the next launch with the same data goes on behind them"] if rows else []
 
 
 def _follow(

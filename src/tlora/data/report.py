@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from tlora.data.examples import Chat, Example, Labelled, Pair
 from tlora.data.template_changes import Change
+from tlora.wording.numbers import are, quantity
 
 _MOST_KINDS = 100  # of columns, or of changes: a file of random keys must not fill the report
 _MOST_NAMED = 12
@@ -145,18 +146,19 @@ class DataReport:
         """Warnings about parts of the rows that are not trained on, one line each."""
         place, lines = self.files[0], list[str]()
         packed = self.pieces > self.rows
-        total = f"{self.pieces:,} samples" if packed else f"{self.rows:,} rows"
+        total = quantity(self.pieces, "sample") if packed else quantity(self.rows, "row")
         if packed:
-            lines.append(f"{self.rows:,} rows are packed and are cut into their {self.pieces:,} samples ({place})")
+            cut = quantity(self.rows, "row is packed and is cut", "rows are packed and are cut")
+            lines.append(f"{cut} into {self.pieces:,} samples ({place})")
         if self.dropped:
             listed = "".join(f"\n  {line}" for line in self.bad_rows)
-            lines.append(f"{self.dropped:,} of {self.rows:,} rows are bad and are left out ({place}):{listed}")
+            lines.append(f"{self.dropped:,} of {quantity(self.rows, 'row')} {are(self.dropped)} bad and left out ({place}):{listed}")
         if self.truncated:
             lost = f"{self.trained_tokens_lost:,} trained tokens lost; the longest has {self.longest:,} tokens"
-            lines.append(f"{self.truncated:,} of {total} are cut to max_length, {lost} ({place})")
+            lines.append(f"{self.truncated:,} of {total} {are(self.truncated)} cut to max_length, {lost} ({place})")
         if self.skipped:
-            lines.append(f"{self.skipped:,} of {total} have no trained token and are left out ({place})")
-        lines += [f"{note.what}: {note.rows:,} of {self.rows:,} rows, such as {note.example!r} ({place})" for note in self.notes]
+            lines.append(f"{self.skipped:,} of {total} {are(self.skipped)} left out, without a trained token ({place})")
+        lines += [f"{note.what}: {note.rows:,} of {quantity(self.rows, 'row')}, such as {note.example!r} ({place})" for note in self.notes]
         lines += self._preference_warnings()
         lines += list(self._stop_warnings())
         if self.unused_columns:

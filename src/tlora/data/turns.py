@@ -23,6 +23,7 @@ from tlora.data.chat_template import RenderError, Template, render_generation, r
 from tlora.data.examples import Chat, Message
 from tlora.data.turn_marks import Marked, common_prefix, common_suffix, forms, last_mark, mark_message, marker_at, markers_in, marks_in
 from tlora.data.turn_plan import LostTurnError, Plan, Range, World, end_of_mark, find_stop, with_stops, written_text
+from tlora.wording.numbers import quantity
 
 _MOST_PLANS = 512
 _MODES = ("enable_thinking", "thinking")  # what well-known templates call the switch that changes their generation prompt
@@ -303,7 +304,7 @@ def plan_by_marks_alone(world: World, weights: Sequence[float]) -> Plan:
     elif len({weights[i] for i in turns}) == 1:
         ranges = {turns[-1]: blocks}
     else:
-        blocks_said = "1 block" if len(blocks) == 1 else f"{len(blocks)} blocks"
+        blocks_said = quantity(len(blocks), "block")
         raise LostTurnError(f"the template marks {blocks_said} as generated for {len(turns)} turns, of which some are not trained")
     return _with_marked_stops(Plan(world.text, ranges), world)
 

@@ -29,7 +29,7 @@ from tlora.shape.gpu_files import calibration_path, versions
 from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat
 from tlora.supermodel.held_linear import precisions_on
-from tlora.wording.numbers import gib
+from tlora.wording.numbers import gib, quantity
 
 _LAST_BEGIN_SECONDS = 100.0  # from then on nothing is begun that a file can do without: it shall take 3 minutes at most
 _LEFT_TO_OTHERS = 2 << 30  # bytes of a GPU: contexts of this process and of a desktop take less
@@ -201,7 +201,7 @@ def _measure_peers(device: torch.device, gpus: list[torch.device], note: Note) -
         note(f"the {len(gpus)} GPUs cannot read each other's memory")
         return 0.0
     found = measure_peers(gpus)
-    note(f"the memory of the {len(gpus) - 1} other GPUs, while all read: {_gb(found)}")
+    note(f"the memory of {quantity(len(gpus) - 1, 'other GPU')}, while all read: {_gb(found)}")
     return found
 
 

@@ -36,6 +36,7 @@ from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import load_config, outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused, check_weights
+from tlora.wording.numbers import quantity
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _check(run: RunSpec, watcher: Watcher, where: Devices) -> RunCheck:
     plan = on_gpus.pop("plan", plan)
     resident = plan.residents
     late = len(plan.jobs) - len(resident)
-    waiting = [f"{late} jobs wait until others have left: memory is full"] if late else []
+    waiting = [f"{quantity(late, 'job waits', 'jobs wait')} until others have left: memory is full"] if late else []
     waiting += _wider(run.jobs, where.count) if where.count > 1 else []
     return RunCheck(
         problems=tuple(problems),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from tlora.errors import TloraError
+from tlora.wording.numbers import quantity
 
 OF_THE_TERMINAL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 """Signals that reach all processes of a terminal or a service; what follows is decided by who leads."""
@@ -16,7 +17,7 @@ OF_THE_TERMINAL = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 def describe_interrupt(number: int, unfinished: int) -> str:
     """Describe the effect of the first signal, `number`, with so many `unfinished` jobs."""
-    jobs = "1 unfinished job" if unfinished == 1 else f"{unfinished} unfinished jobs"
+    jobs = quantity(unfinished, "unfinished job")
     more = "; press Ctrl-C again to quit at once, without what is not saved by then" if number == signal.SIGINT else ""
     return f"Interrupted: saving {jobs}{more}" if unfinished else "Interrupted: all jobs have ended, the page is written"
 

@@ -15,7 +15,7 @@ from tlora.job import JobSpec
 from tlora.planning.job_plan import PlannedJob
 from tlora.store.checkpoint import read_progress
 from tlora.store.run_directory import earlier_order
-from tlora.wording.numbers import by_jobs
+from tlora.wording.numbers import by_jobs, quantity
 
 
 def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
@@ -39,7 +39,12 @@ def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
         if now < progress.step:
             too_short.append(f"{job.spec.name} is at step {progress.step} and would end at step {now}")
         elif progress.finished and stopped_early(job.spec, progress):
-            said.append((job.spec.name, f"it stopped early at step {progress.step} and stays ended; {now} steps change nothing"))
+            said.append(
+                (
+                    job.spec.name,
+                    f"it stopped early at step {progress.step} and stays ended; {quantity(now, 'step changes', 'steps change')} nothing",
+                )
+            )
         else:
             said.append((job.spec.name, _describe(job.spec, before, now, progress.step)))
     if too_short:
@@ -51,14 +56,14 @@ def check_lengths(jobs: Sequence[PlannedJob], directory: Path) -> list[str]:
 
 
 def _describe(spec: JobSpec, before: int, now: int, done: int) -> str:
-    length = f"{now} steps instead of {before}"
+    length = f"{quantity(now, 'step')} instead of {before}"
     warmup_stays = spec.warmup_count(before) == spec.warmup_count(now)
     if done == 0 or spec.lr_scheduler_type == "constant" or (spec.lr_scheduler_type == "constant_with_warmup" and warmup_stays):
         return length
-    note = f"{length}: from step {done + 1} on the learning rate follows the {spec.lr_scheduler_type} schedule over {now} steps"
+    note = f"{length}: from step {done + 1} on the learning rate follows the {spec.lr_scheduler_type} schedule over {quantity(now, 'step')}"
     if done < now:
         note += f" ({learning_rate(spec, done, now):.3g} there; {learning_rate(spec, done, before):.3g} over {before})"
     return (
         f"{note}, as in transformers' Trainer. Steps up to {done} followed the one over {before}, so the result is not that "
-        f"of {now} steps from the start"
+        f"of {quantity(now, 'step')} from the start"
     )

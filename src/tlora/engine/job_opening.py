@@ -28,6 +28,7 @@ from tlora.store.best_checkpoint import settle_best
 from tlora.store.checkpoint import has_reference, read_reference, write_reference
 from tlora.store.job_result import RESULT_FILE, JobResult, is_finished, read_result, saved_result, write_result
 from tlora.store.run_directory import REFERENCE_KEY, check_same_job, find_checkpoint, names_reference, write_job_file
+from tlora.wording.numbers import quantity
 
 _NAME_IT = "Write `reference: base` on the job to say so, or use a new output_dir to compare with the adapter that it starts from"
 Note = Callable[[str], None]
@@ -112,8 +113,8 @@ def _load(found: Path, run: JobRun, layout: AdapterLayout, dtype: torch.dtype, n
         raise DataError(f"{changed}, and losses of both would be mixed. Put it back, or use a new output_dir")
     if run.total_steps < progress.step:
         raise ConfigError(
-            f"{found} has more than the {run.total_steps} steps that {run.spec.name} shall have, and steps cannot be taken back. "
-            "Raise max_steps or num_train_epochs, or use a new output_dir"
+            f"{found} has more than the {quantity(run.total_steps, 'step')} that {run.spec.name} shall have, and steps cannot "
+            "be taken back. Raise max_steps or num_train_epochs, or use a new output_dir"
         )
     run.progress = replace(progress, data=run.data_key, eval_data=run.eval_key)
     run.progress = replace(run.progress, finished=progress.finished and run.exhausted)  # else it shall have more steps than when it ended
@@ -127,7 +128,9 @@ def refuse(spec: JobSpec, directory: Path, reason: str, settings: Mapping[str, A
     """
     earlier = read_result(directory)
     if is_finished(directory) and earlier is not None:
-        result = replace(earlier, status="failed", reason=f"{reason}. What it came to before stays: {earlier.steps} steps, and its adapter")
+        result = replace(
+            earlier, status="failed", reason=f"{reason}. What it came to before stays: {quantity(earlier.steps, 'step')}, and its adapter"
+        )
     else:
         saved = saved_result(spec, directory, earlier.total_steps if earlier is not None else 0)
         result = replace(saved, status="failed", reason=reason, settings=dict(settings))

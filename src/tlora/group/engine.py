@@ -26,6 +26,7 @@ from tlora.group.stream import Stream
 from tlora.group.token_budget import CALM, NO_LAYER, TokenBudget
 from tlora.group.whole_gradients import EngineCalls, WholeGradients
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import quantity
 
 _FORGIVEN = 3
 
@@ -302,12 +303,12 @@ class Engine:
         """How the job ends now, because it learns nothing or has no step left; None if it continues."""
         skipped = self.model.state(run.spec.name).skipped
         if skipped >= QUARANTINE_AFTER:
-            return "failed", f"no finite gradient in {skipped} steps in a row, up to step {run.progress.step}"
+            return "failed", f"no finite gradient in {quantity(skipped, 'step')} in a row, up to step {run.progress.step}"
         if run.needs_evaluation or not run.exhausted:
             return None
         if run.has_no_finite_loss:
             steps = len(run.progress.losses)
-            return "failed", f"none of its last {steps} steps had a finite loss; look at its data and its learning rate"
+            return "failed", f"none of its last {quantity(steps, 'step')} had a finite loss; look at its data and its learning rate"
         return "done", ""
 
     def _end(self, run: JobRun, status: Status, reason: str = "") -> None:

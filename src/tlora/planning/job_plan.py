@@ -31,7 +31,7 @@ from tlora.supermodel.base_config import max_positions
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.load import find_directory
 from tlora.supermodel.supermodel import SuperModel
-from tlora.wording.numbers import by_jobs
+from tlora.wording.numbers import by_jobs, quantity
 
 
 @dataclass
@@ -146,8 +146,8 @@ def _warmup_warnings(spec: JobSpec, epoch: int) -> list[str]:
         return []
     highest = spec.learning_rate * (steps - 1) / warmup
     return [
-        f"warmup_steps {spec.warmup_steps:g} is {warmup} steps, and the run has {steps}: its learning rate comes to {highest:.3g} of "
-        f"{spec.learning_rate:g} and never falls. Write fewer, or a share such as warmup_steps: 0.1"
+        f"warmup_steps {spec.warmup_steps:g} is {quantity(warmup, 'step')}, and the run has {steps}: its learning rate comes to "
+        f"{highest:.3g} of {spec.learning_rate:g} and never falls. Write fewer, or a share such as warmup_steps: 0.1"
     ]
 
 
@@ -160,7 +160,7 @@ def _packing_notes(spec: JobSpec, train: Dataset) -> list[str]:
     batch = min(spec.batch_size, rows)
     return [
         f"packing: {samples:,} samples make {rows:,} rows of up to {most:,} tokens ({tokens.sum() / (rows * most):.0%} full); a batch of "
-        f"{batch} rows holds about {batch * samples / rows:,.0f} samples, {tokens.mean() * batch:,.0f} tokens"
+        f"{quantity(batch, 'row')} holds about {batch * samples / rows:,.0f} samples, {tokens.mean() * batch:,.0f} tokens"
     ]
 
 

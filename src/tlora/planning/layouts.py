@@ -15,7 +15,7 @@ from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
 from tlora.shape.layout import FORMS, Form, Layout
 from tlora.shape.memory import MOST_GPUS
-from tlora.wording.numbers import gib
+from tlora.wording.numbers import are, gib
 
 _NOT_BY_ROWS = "its layers cannot be cut into rows"
 _BY_ORDER = "a mixture's layers are not compiled there, so that a run orders it: layout: "
@@ -226,7 +226,7 @@ def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tup
     """What it loses against ideal products on all GPUs."""
     found: list[str] = []
     if layout.gpus < gpus:
-        found.append(f"{layout.gpus} of {gpus} GPUs are used")
+        found.append(f"{layout.gpus} of {gpus} GPUs {are(layout.gpus)} used")
     busy = sum(placement.seconds) / len(placement.seconds) / placement.end if placement.end else 1.0
     if busy < 1 - _SEEN:
         found.append(f"replicas compute {busy:.0%} of the time: jobs are too few or too uneven to share")

@@ -26,7 +26,7 @@ from tlora.planning.work import adapts_experts, token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.supermodel import SuperModel
-from tlora.wording.numbers import gib
+from tlora.wording.numbers import gib, quantity
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,7 @@ def describe_plan(plan: RunPlan) -> str:
     return (
         f"token budget {plan.token_budget} (the longest sample has {plan.longest}){layers}; memory limit {gib(plan.limit_bytes)}, "
         f"predicted peak {gib(plan.total_bytes(resident))}: base {gib(memory.base_bytes)}, {_mailbox(memory)}"
-        f"{len(resident)} adapters at once {gib(adapters)}, activations {gib(plan.activation_bytes)} "
+        f"{quantity(len(resident), 'adapter')} at once {gib(adapters)}, activations {gib(plan.activation_bytes)} "
         f"({'measured' if memory.measured else 'counted'})"
     )
 

@@ -15,6 +15,7 @@ from tlora.adapters.targets import in_indexer, outside_indexers
 from tlora.errors import ModelError
 from tlora.job import JobSpec
 from tlora.jobs_file import explain
+from tlora.wording.numbers import are, quantity
 
 PLACES = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 _SHAPE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
@@ -54,7 +55,7 @@ def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]
     modules = adapted_modules(start)
     if count := sum(map(in_indexer, modules)):
         adopting = outside_indexers(adopting, modules)
-        warnings.append(f"{count} layers of {start} are in indexers, and are left out: no gradient reaches them, and their B is zero")
+        warnings.append(f"{quantity(count, 'layer')} of {start} {are(count)} in indexers, and left out: no gradient reaches one")
     return adopting, warnings
 
 

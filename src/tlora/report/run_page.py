@@ -33,7 +33,7 @@ from tlora.report.tables import (
     trend_note,
 )
 from tlora.wording.losses import incomparable
-from tlora.wording.numbers import DASH, duration_text, loss_text, setting_text, settings_text
+from tlora.wording.numbers import DASH, duration_text, loss_text, quantity, setting_text, settings_text
 
 _IN_SWEEP_COLUMNS = ("#best eval", "#rank")  # columns of the results that a sweep has as its score and its fields
 _BY_TRAIN = "last train loss"  # what a sweep is ranked by that has no evaluation
@@ -216,4 +216,4 @@ def _title(run: RunView) -> str:
     base = str(run.spec.get("base_model") or "an unknown base")
     if Path(base).is_absolute() or base.startswith("."):
         base = Path(base).name  # the last part names the model; the settings have the whole path
-    return f"{len(run.jobs)} LoRA {'job' if len(run.jobs) == 1 else 'jobs'} over {base}"
+    return f"{quantity(len(run.jobs), 'LoRA job')} over {base}"

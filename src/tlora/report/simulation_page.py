@@ -19,7 +19,7 @@ from tlora.report.simulation_charts import gain_charts, simulation_charts
 from tlora.report.simulation_view import SimulationView, gains_of, leader_of, looks, shown_first
 from tlora.report.tables import Cell, TableRow, table
 from tlora.wording.metrics import GROUPS, TIMES, Metric, decomposition_text, metric_text
-from tlora.wording.numbers import DASH, duration_text
+from tlora.wording.numbers import DASH, duration_text, quantity
 
 _RATIOS = ("mean_jct_seconds", "median_jct_seconds", "p90_jct_seconds", "p99_jct_seconds", "makespan_seconds", "tokens_per_second")
 _RATIOS_OF_USE = ("useful_utilisation", "allocated_utilisation")
@@ -169,7 +169,8 @@ def _warnings(view: SimulationView) -> list[tuple[str, str]]:
         warnings.append(("extrapolated", f"{len(guessed)} of {len(view.constants)} constants were not measured: {names}. See Constants."))
     for policy in view.policies:
         if left := number(policy.metrics.get("jobs_unfinished")):
-            warnings.append(("unfinished", f"{policy.name}: {left:,.0f} jobs had not ended; its completion times are without them."))
+            unended = f"{quantity(round(left), 'job')} had not ended; its completion times are without them"
+            warnings.append(("unfinished", f"{policy.name}: {unended}."))
     return warnings
 
 

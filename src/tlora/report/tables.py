@@ -13,7 +13,7 @@ from tlora.report.line_styles import DASHES, LineStyle, mark, render
 from tlora.report.rows import column, smooth, thin
 from tlora.report.run_view import ENDED, KILLED, JobView, RunView
 from tlora.wording.losses import RECENT_STEPS
-from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text, place_names
+from tlora.wording.numbers import DASH, MINUS, count_text, duration_text, loss_text, place_names, quantity
 
 _POINTS = 60
 _WIDTH, _HEIGHT, _EDGE = 120, 30, 2
@@ -221,7 +221,7 @@ def _when(run: RunView) -> str:
     known = [seconds for seconds in left if seconds is not None]
     unknown = len(left) - len(known) + sum(job.status == "queued" for job in run.jobs)
     parts = [f"about {duration_text(max(known))} left"] if known else []
-    parts += [f"{unknown} {'job' if unknown == 1 else 'jobs'} cannot be estimated yet"] if unknown else []
+    parts += [f"{quantity(unknown, 'job')} cannot be estimated yet"] if unknown else []
     return ", ".join([*parts, "as of the last row"]) if parts else ""
 
 

@@ -10,6 +10,7 @@ from tlora.scheduler.draft import finds_room
 from tlora.scheduler.job import Job, Lack, Lane
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import CostModel
+from tlora.wording.numbers import are, quantity
 
 MOST_COUNTED = 2**53  # above it a float does not distinguish a whole number from the next
 
@@ -50,8 +51,8 @@ def _why_on_no_host(state: ClusterState, spec: JobSubmitted) -> str | None:
     if spec.gpus <= widest:
         return None
     return (
-        f"its base takes {spec.gpus} GPUs of one host, as it is not cut into stages, and none has more than {widest} with room for it. "
-        f"Train it over a smaller base, or add a host with {spec.gpus}"
+        f"its base takes {quantity(spec.gpus, 'GPU')} of one host, as it is not cut into stages, and none has more than {widest} with "
+        f"room for it. Train it over a smaller base, or add a host with {spec.gpus}"
     )
 
 
@@ -112,20 +113,21 @@ def lack_now(state: ClusterState, job: Job) -> Lack | None:
         return None
     smallest = memory.smallest_room(state.cost, job.spec) if memory.rooms else 0
     there, fit = sum(sizes), 0 if smallest is None else sum(with_room(smallest))
-    asks, are = f"it asks for {gpus} GPU{'' if gpus == 1 else 's'}", "is" if there == 1 else "are"
+    asks = f"it asks for {quantity(gpus, 'GPU')}"
     if not there:
         return Lack(f"{asks}, and none is there now", more_would_do=True)
     if fit < there:
         has = "has" if fit == 1 else "have"
-        return Lack(f"{asks}, and of the {there} that {are} there now {fit} {has} room for it", more_would_do=fit > 0)
-    return Lack(f"{asks}, and the {there} that {are} there now {'does' if there == 1 else 'do'} not hold so many", more_would_do=True)
+        return Lack(f"{asks}, and of the {there} that {are(there)} there now {fit} {has} room for it", more_would_do=fit > 0)
+    do = "does" if there == 1 else "do"
+    return Lack(f"{asks}, and the {there} that {are(there)} there now {do} not hold so many", more_would_do=True)
 
 
 def _why_too_few(state: ClusterState, spec: JobSubmitted) -> str | None:
     most = state.pool.most_gpus
     if not spec.gpus > most > 0:
         return None
-    wants = f"its base takes {spec.gpus} GPUs" if spec.gpus == spec.least_gpus else f"it asks for {spec.gpus} GPUs"
+    wants = f"its base takes {quantity(spec.gpus, 'GPU')}" if spec.gpus == spec.least_gpus else f"it asks for {quantity(spec.gpus, 'GPU')}"
     remedy = "Ask for fewer" if most >= spec.least_gpus else "Train it over a smaller base, or add GPUs"
     return f"{wants} and the cluster has {most}. {remedy}"
 

@@ -24,6 +24,7 @@ from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
 from tlora.scheduler.waiting import Key, arrival
 from tlora.shape.cost import CostModel
+from tlora.wording.numbers import are, quantity
 
 _GROUPS_LOOKED_AT = 8
 _MOST_BOUND = 64.0  # no job is asked to bear more
@@ -65,9 +66,9 @@ class Reasons:
             wanted = kept.job.spec.gpus
             for_whom = f"a job before it that asks for {wanted} {self._names[wanted > 1]}"
             return f"what is free is kept for {for_whom}, which this one would put off"
-        verb = "is" if state.pool.num_free == 1 else "are"
         one, several = self._names
-        free = f"no {one} is free" if not state.pool.num_free else f"it asks for {asked} {several} and {state.pool.num_free} {verb} free"
+        asks = f"it asks for {quantity(asked, one, several)}"
+        free = f"{asks} and {state.pool.num_free} {are(state.pool.num_free)} free" if state.pool.num_free else f"no {one} is free"
         if not self._shares:
             return f"{free}, and the policy lets no jobs share one"
         groups = [state.groups[name] for name in state.groups_of_base[job.spec.base_model]]

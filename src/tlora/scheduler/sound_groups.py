@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tlora.protocol import JobGroup
 from tlora.scheduler.state import ClusterState
+from tlora.wording.numbers import quantity
 
 
 def why_impossible(state: ClusterState, wanted: Sequence[JobGroup]) -> str | None:
@@ -31,7 +32,8 @@ def _why_not_whole(state: ClusterState, group: JobGroup) -> str | None:
     if known is not None and known.group.base_model != group.base_model:
         return f"its base was {known.group.base_model} and cannot become {group.base_model}"
     if not group.gpus or group.plan.token_budget < 1 or len(group.weights) != len(group.job_ids):
-        return f"{len(group.gpus)} GPUs, micro-batches of {group.plan.token_budget} tokens, {len(group.weights)} weights"
+        gpus, weights = quantity(len(group.gpus), "GPU"), quantity(len(group.weights), "weight")
+        return f"{gpus}, micro-batches of {group.plan.token_budget} tokens, {weights}"
     if not all(weight > 0 for weight in group.weights):  # nor a NaN
         return f"weights {group.weights} must be positive"
     return None

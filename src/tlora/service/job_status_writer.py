@@ -26,6 +26,7 @@ from tlora.service.live_jobs import ChangeStatus, Effect, EndJob, LiveJobs, Show
 from tlora.service.live_state import LiveState
 from tlora.service.machine import Devices
 from tlora.service.waiting_queue import QueuePlace
+from tlora.wording.numbers import quantity
 
 ANEW = "Clone the job to train it anew; if that fails too, ask the server's operator"
 _PART = re.compile(r"(?<=[.;]) +")
@@ -197,7 +198,7 @@ class JobStatusWriter:
             result = {}
         shown = {key: value for key, value in result.items() if key not in _NOT_SHOWN}
         steps = int(result.get("steps", self._live.steps(job_id) or 0))
-        self._change(job_id, OPEN, "succeeded", f"trained {steps:,} steps", result=shown, steps=steps)
+        self._change(job_id, OPEN, "succeeded", f"trained {quantity(steps, 'step')}", result=shown, steps=steps)
         self._live.count("succeeded")
         self.ended(job_id)
 

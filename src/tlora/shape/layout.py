@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tlora.errors import ConfigError
+from tlora.wording.numbers import quantity
 
 Form = Literal["whole", "shared", "streamed", "stages"]
 FORMS: tuple[Form, ...] = get_args(Form)
@@ -39,13 +40,17 @@ class Layout:
                 raise ConfigError(f"layout: {name} is {count}, and must be at least 1")
         if (self.form == "stages") != (self.stages > 1):
             rule = 'the form "stages" has at least 2, and each other form 1'
-            raise ConfigError(f"layout: {self.stages} stages of a base that is {self.form}: {rule}. Change the form or the stages")
+            raise ConfigError(
+                f"layout: {quantity(self.stages, 'stage')} of a base that is {self.form}: {rule}. Change the form or the stages"
+            )
         if self.form == "shared" and self.replicas == 1:
             raise ConfigError("layout: a base is shared by at least 2 GPUs, and replicas is 1. Give more replicas, or take the form whole")
         if not self.weights:
             object.__setattr__(self, "weights", (1 / self.replicas,) * self.replicas)
         if len(self.weights) != self.replicas:
-            raise ConfigError(f"layout: {len(self.weights)} weights for {self.replicas} replicas; give one for each, or none")
+            raise ConfigError(
+                f"layout: {quantity(len(self.weights), 'weight')} for {quantity(self.replicas, 'replica')}; give one for each, or none"
+            )
         if not all(math.isfinite(weight) and weight > 0 for weight in self.weights) or abs(sum(self.weights) - 1) > _ROUNDING:
             raise ConfigError(f"layout: weights {self.weights} must be above 0 and sum to 1; divide each by their sum")
 
@@ -68,9 +73,9 @@ class Layout:
         >>> print(Layout(), "|", Layout("shared", 4), "|", Layout("stages", 2, 4, (0.6, 0.4)))
         whole on 1 GPU | shared on 4 GPUs | stages on 8 GPUs: 2 replicas of 4 stages, weights 0.600 0.400
         """
-        text = f"{self.form} on {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+        text = f"{self.form} on {quantity(self.gpus, 'GPU')}"
         if self.stages > 1:
-            text += f": {self.replicas} replica{'s' if self.replicas > 1 else ''} of {self.stages} stages"
+            text += f": {quantity(self.replicas, 'replica')} of {self.stages} stages"
         if not self.is_even:
             text += f"{',' if self.stages > 1 else ':'} weights {' '.join(f'{weight:.3f}' for weight in self.weights)}"
         return text

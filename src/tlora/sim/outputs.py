@@ -27,6 +27,7 @@ from tlora.sim.bounds import Bounds, ThroughputBound
 from tlora.sim.metrics import compare_all, metrics, shared_gpus
 from tlora.sim.records import GroupSpan, JobRecord, SimulationResult
 from tlora.sim.trace import find_trace
+from tlora.wording.numbers import quantity
 
 REFERENCE = ("fifo", "peft")  # exclusive, without the kernels' gain: what the reference compares itself with
 
@@ -119,7 +120,7 @@ def simulation_view(
         ratios += [dict(row) | {"name": name, "against": against} for name, row in zip(names, compared, strict=True)]
     settings = {"trace": first.trace, "GPUs": first.num_gpus, "load": first.load, "seed": first.seed, "jobs": len(first.jobs)}
     return SimulationView(
-        title=f"{len(first.jobs):,} {'job' if len(first.jobs) == 1 else 'jobs'} of {first.trace} on {first.num_gpus:,} GPUs",
+        title=f"{quantity(len(first.jobs), 'job')} of {first.trace} on {quantity(first.num_gpus, 'GPU')}",
         num_gpus=first.num_gpus,
         settings=settings | first.settings,
         policies=[_policy_view(result, row) for result, row in zip(results, rows, strict=True)],

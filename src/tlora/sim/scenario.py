@@ -29,6 +29,7 @@ from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import BASES, RULES, DrawRules, MappedJob, logged_jobs, mapped_jobs
 from tlora.sim.trace import SHIPPED, Trace, end_of, find_trace, is_directory, is_event_log, read_event_log, read_trace, rebased
 from tlora.version import __version__
+from tlora.wording.numbers import quantity
 
 KERNELS = ("tlora", "peft", "trl")  # ours, and without the kernels' gain: PEFT at its best, and as TRL runs it, packed
 NO_BOUND = 1e6  # a slowdown that no job ever has, for delta = inf: needs are divided by it, and infinity would make them 0
@@ -123,7 +124,8 @@ def num_nodes(gpus: int, gpus_per_node: int) -> int:
         raise ConfigError(f"{gpus:,} GPUs are too many to simulate. Give at most {MOST_GPUS:,}")
     if gpus < 1 or gpus % gpus_per_node:
         raise ConfigError(
-            f"{gpus} GPUs are no whole number of nodes of {gpus_per_node}. Give a multiple of {gpus_per_node}, or other nodes (16x8)"
+            f"{quantity(gpus, 'GPU is', 'GPUs are')} no whole number of nodes of {gpus_per_node}. "
+            f"Give a multiple of {gpus_per_node}, or other nodes (16x8)"
         )
     return gpus // gpus_per_node
 
@@ -195,7 +197,8 @@ def scene_of(scenario: Scenario) -> Scene:
     if unknown:
         named = ", ".join(f"{state!r} ({count:,})" for state, count in unknown.most_common(_STATES_NAMED))
         warnings.append(
-            f"{unknown.total():,} jobs ended in a state that is not known ({named}); they run, and no completion time counts them. "
+            f"{quantity(unknown.total(), 'job')} ended in a state that is not known ({named}); they run, and no completion time "
+            "counts them. "
             "Known are COMPLETED, CANCELLED, FAILED and others (docs/reference/simulator.md)"
         )
     return Scene(trace.name, _with_delta(jobs, scenario.delta), load, notes, warnings)
@@ -314,7 +317,7 @@ def first(trace: Trace, count: int) -> Trace:
     """The `count` jobs that were submitted first."""
     if count < 1:
         raise ConfigError(f"the first {count} jobs of a trace are none. Ask for 1 or more")
-    return replace(trace, jobs=rebased(trace.jobs[:count]), filters=(*trace.filters, f"first {count:,} jobs"))
+    return replace(trace, jobs=rebased(trace.jobs[:count]), filters=(*trace.filters, f"first {quantity(count, 'job')}"))
 
 
 def only(trace: Trace, job_ids: Collection[str]) -> Trace:

@@ -18,6 +18,7 @@ from tlora.store.serving import read_prompt
 from tlora.supermodel.base_name import is_hub_id
 from tlora.version import __version__
 from tlora.wording.card_seal import seal, unsealed
+from tlora.wording.numbers import quantity
 
 _NOT_TOLD = {
     "name",
@@ -92,7 +93,7 @@ def _data(spec: JobSpec, report: dict[str, Any] | None) -> str:
         parts.append(f"evaluated on {spec.data.eval_size:g} {'of its rows' if spec.data.eval_size < 1 else 'rows of it'}")
     if report is None:
         return f"{', '.join(parts)}."
-    counts = f"{report['rows']:,} rows of format {report['format']}, {report['tokens']:,} tokens"
+    counts = f"{quantity(report['rows'], 'row')} of format {report['format']}, {report['tokens']:,} tokens"
     return f"{', '.join(parts)}: {counts}, {report['trained_tokens']:,} of them trained on."
 
 

@@ -58,7 +58,7 @@ from tlora.supermodel.held_linear import check_precision
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
-from tlora.wording.numbers import duration_text, place_names, places_text
+from tlora.wording.numbers import duration_text, place_names, places_text, quantity
 from tlora.worker_protocol import Finished, Join, Joined, Left, Refused
 
 _SHOW_SECONDS = 0.25
@@ -270,7 +270,7 @@ class Coordinator:
         if dispatcher.open and not received:
             lost = "all ranks are lost" if not dispatcher.ranks else "a part of the base is lost" if self._in_parts else "a rank is lost"
             again = "" if self.may_begin_again and dispatcher.ranks else " Resume with --resume"
-            order.watcher.note(f"{lost}; {len(dispatcher.open)} jobs are unfinished.{again}")
+            order.watcher.note(f"{lost}; {quantity(len(dispatcher.open), 'job is', 'jobs are')} unfinished.{again}")
         order.watcher.progress(self._aggregator.progress(self._seconds))
         results = all_results(self.run, self._aggregator.results, received, order.watcher.note, self._aggregator.total_steps)
         try:

@@ -9,6 +9,7 @@ import torch
 
 from tlora.errors import ConfigError
 from tlora.planning.work import rate_here
+from tlora.wording.numbers import quantity
 
 _FORMS = "Give all, a number of GPUs, or their indices (0,2)"
 
@@ -56,7 +57,7 @@ def rank_devices(gpus: str | int | None, device: str | None) -> tuple[str, ...]:
     if not chosen or max(chosen) >= there:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         because = f" (CUDA_VISIBLE_DEVICES={hidden} hides others)" if hidden is not None else ""
-        counted = f"{there} GPU{'s' * (there != 1)}{because}"
+        counted = f"{quantity(there, 'GPU')}{because}"
         raise ConfigError(f"--gpus {text}: this process sees {counted}. Ask for no more than that, or make more visible")
     return tuple(f"cuda:{index}" for index in chosen)
 

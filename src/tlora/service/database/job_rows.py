@@ -15,6 +15,7 @@ from tlora.service.config import Limits
 from tlora.service.database.tables import events, files, job_files, jobs
 from tlora.service.keys import new_id
 from tlora.service.problems import RefusedError, missing
+from tlora.wording.numbers import quantity
 
 _INSERT = events.insert()
 
@@ -148,9 +149,8 @@ def _insert(connection: Connection, rows: list[dict[str, Any]]) -> list[Row[Any]
 
 def _check_quota(count: int, more: int, limits: Limits) -> None:
     if count + more > limits.open_jobs:
-        message = (
-            f"{count} jobs of this tenant have not ended, and {more} more would exceed its {limits.open_jobs}; wait for some, or cancel"
-        )
+        open_jobs = quantity(count, "job of this tenant has", "jobs of this tenant have")
+        message = f"{open_jobs} not ended, and {more} more would exceed its {limits.open_jobs}; wait for some, or cancel"
         raise RefusedError(429, "too_many_jobs", message)
 
 
@@ -286,7 +286,9 @@ def take_intake(connection: Connection, job_id: str, intake: dict[str, Any]) -> 
     if status is None:
         return None
     samples, steps = intake.get("samples", 0), intake["profile"]["steps"]
-    change(connection, job_id, ("preparing",), "queued", f"its data has been read: {samples:,} samples, {steps:,} steps")
+    change(
+        connection, job_id, ("preparing",), "queued", f"its data has been read: {quantity(samples, 'sample')}, {quantity(steps, 'step')}"
+    )
     return "queued" if status == "preparing" else status
 
 
