@@ -221,7 +221,9 @@ def test_one_wrong_thing_in_the_file(tmp_path: Path, text: str, expected: str):
 
 def test_two_jobs_of_one_name_also_when_they_differ_in_case_or_come_from_a_sweep(tmp_path: Path):
     text = "base_model: b\njobs:\n- {name: a-r8, data: d}\n- {name: A, data: d, sweep: {r: [8, 9]}}\n"
-    assert has(one_problem(tmp_path, text), "jobs.yaml:4: name:", "'A-r8'", "jobs.yaml:3", "must differ")
+    assert has(one_problem(tmp_path, text), "jobs.yaml:4: name:", "'A-r8' and 'a-r8' differ in case alone", "jobs.yaml:3", "must differ")
+    text = "base_model: b\njobs:\n- {name: a, data: d}\n- {name: a, data: d}\n"
+    assert has(one_problem(tmp_path, text), "jobs.yaml:4: name: two jobs are named 'a', the other on jobs.yaml:3", "must differ")
 
 
 def test_a_name_that_a_sweep_makes_too_long_is_refused(tmp_path: Path):

@@ -67,7 +67,7 @@ def test_a_base_that_is_a_file_or_out_of_reach(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: is a file\. Give a directory"):
         check_path(str(tmp_path / "config.json"))
     assert str(unreadable("org/name@main", OSError("no\nanswer."))) == (
-        "base_model org/name@main: cannot be read: OSError: no answer. "
-        "Check the id and the connection (private ones need HF_TOKEN), or give a directory"
+        "base_model org/name@main: there is no such directory here, and as a hub id it cannot be read: OSError: no answer. "
+        "Correct the path, or check the id and the connection (private ones need HF_TOKEN)"
     )
     assert str(unreadable(str(tmp_path), OSError("x"))).endswith("Is it a whole model directory?")

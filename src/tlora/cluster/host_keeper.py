@@ -254,7 +254,7 @@ class HostKeeper:
             del self._idle_since[name]
 
     def _tell(self, choice: Choice, seen: HostsSeen) -> None:
-        if choice.request != self._requested:
+        if choice.request is not None and choice.request != self._requested:
             self._requested = choice.request
             self._note(f"{self._engine.name} was asked for {quantity(choice.request, 'host')}; there are {len(seen.hosts)}")
         for name in choice.drain:

@@ -263,8 +263,10 @@ def _check_names(jobs: list[Located], problems: list[Problem]) -> None:
             continue
         folded = name.value.casefold()  # on some file systems, names that differ only in case are one directory
         if folded in seen:
-            earlier = f"the other on {seen[folded].where}"
-            problems.append(name.problem(f"name: two jobs are named {name.value!r}, {earlier}; names are directories and must differ"))
+            other = seen[folded]
+            same = f"two jobs are named {name.value!r}"
+            alike = same if name.value == other.value else f"{name.value!r} and {other.value!r} differ in case alone"
+            problems.append(name.problem(f"name: {alike}, the other on {other.where}; names are directories and must differ"))
         seen.setdefault(folded, name)
 
 

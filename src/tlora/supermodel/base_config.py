@@ -107,11 +107,13 @@ def values_in_layers(config: Any, key: str) -> list[Any]:
 
 def unreadable(base_model: str, error: Exception) -> ModelError:
     """The error for a base that a library cannot read, or not reach: the remedies of a directory and of a hub id differ."""
-    here = Path(split_revision(base_model)[0]).exists()
-    remedy = (
-        "Is it a whole model directory?" if here else "Check the id and the connection (private ones need HF_TOKEN), or give a directory"
+    why = f"cannot be read: {one_line(error).rstrip('.')}"
+    if Path(split_revision(base_model)[0]).exists():
+        return ModelError(f"base_model {base_model}: {why}. Is it a whole model directory?")
+    return ModelError(
+        f"base_model {base_model}: there is no such directory here, and as a hub id it {why}. Correct the path, or check the id and the "
+        "connection (private ones need HF_TOKEN)"
     )
-    return ModelError(f"base_model {base_model}: cannot be read: {one_line(error).rstrip('.')}. {remedy}")
 
 
 def package_missing(base_model: str, error: ImportError) -> ModelError:
