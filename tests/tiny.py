@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV4Config,
     DeepseekV32Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GlmMoeDsaConfig,
@@ -141,6 +142,7 @@ WITHOUT_KEYWORDS: dict[str, PretrainedConfig] = {"stablelm": StableLmConfig(**SH
 _GPT: dict[str, Any] = {"vocab_size": 131, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 TRANSPOSED: dict[str, PretrainedConfig] = {"gpt2": GPT2Config(**_GPT)}
 """`Conv1D`s in the place of linears."""
+_FALCON: dict[str, Any] = {**SHAPE, "ffn_hidden_size": 96}
 ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "qwen4-exp": Qwen4ExpTextConfig(
         **{**SHAPE, **LINEAR, "layer_types": ["linear_attention", "indexed_attention"]},
@@ -174,9 +176,13 @@ ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "jamba": JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1),
     "mpt": MptConfig(d_model=64, n_heads=4, n_layers=2, max_seq_len=256, vocab_size=131, expansion_ratio=2),
     "gpt": OpenAIGPTConfig(**_GPT),
+    "falcon": FalconConfig(**_FALCON, multi_query=True, parallel_attn=True, bias=True),
+    "falcon-40b": FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-rw": FalconConfig(**_FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
 }
 """Samples of these cannot share a pass: an indexer over pooled keys and embeddings of several tokens, compressed keys, state-space layers
-that get no lengths, positions counted in the batch, masks of its own over `Conv1D`s.
+that get no lengths, positions counted in the batch, masks of its own over `Conv1D`s,
+attention that no other can replace.
 """
 
 

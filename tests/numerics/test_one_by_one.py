@@ -1,4 +1,4 @@
-"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT, GPT): together = alone = PEFT; what is refused."""
+"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT, GPT, Falcon): together = alone = PEFT; what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BertConfig, XLNetConfig, ZayaConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
-from tests.engine.tiny_runs import CHATML, job, make_tokenizer, run_spec, same_bytes, train, write_rows
+from tests.engine.tiny_runs import CHATML, job, make_tokenizer, run_spec, same_bytes, train, train_killed, write_rows
 from tests.numerics import checks, poisons
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.test_chunked_attention import in_attention
@@ -35,21 +35,23 @@ from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
 
+FALCONS = ("falcon", "falcon-40b", "falcon-rw")
 TARGETS = {
     "qwen4-exp": ["in_proj_qkv", "q_proj", "o_proj", "key_proj", "input_mix_weight_down"],
     "deepseek-v4": ["q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"],
     "jamba": ["in_proj", "x_proj", "q_proj", "down_proj"],
     "mpt": ["Wqkv", "out_proj", "down_proj"],
+    **{name: ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"] for name in FALCONS},
     "gpt": ["c_attn", "c_fc", "mlp.c_proj"],
 }
 DTYPES = {"qwen4-exp": torch.float32, "deepseek-v4": torch.float32}  # products of experts take no fp64
-WIDER = {"mpt": (("d_model", 256),), "gpt": (("n_embd", 256),)}
-EVERY_RUN = "jamba"
+WIDER = {"mpt": (("d_model", 256),), "gpt": (("n_embd", 256),), **dict.fromkeys(FALCONS, (("hidden_size", 256),))}
+EVERY_RUN = ("jamba", "falcon-40b")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of PEFT, which looks for experts too
 
 
 def each() -> list[Any]:
-    return [pytest.param(name, marks=[] if name == EVERY_RUN else [pytest.mark.slow]) for name in ONE_BY_ONE]
+    return [pytest.param(name, marks=[] if name in EVERY_RUN else [pytest.mark.slow]) for name in ONE_BY_ONE]
 
 
 @lru_cache
@@ -131,17 +133,22 @@ def test_a_pair_that_runs_as_one_sequence_is_seen() -> None:
         assert_close(*both_ways(), 1e-9)
 
 
-def test_a_run_over_files(tmp_path: Path) -> None:
-    """`check` sees it, jobs have the bytes that each has alone, and `generate` answers."""
+@pytest.mark.parametrize("family", EVERY_RUN)
+def test_a_run_over_files(family: str, tmp_path: Path) -> None:
+    """`check` sees it, jobs have the bytes that each has alone, also when killed and resumed, and `generate` answers."""
     tokenizer = make_tokenizer(CHATML)
     tokenizer.save_pretrained(tmp_path / "base")
     base = tmp_path / "base"
-    make_model("jamba", vocab_size=len(tokenizer) + 3, max_position_embeddings=2048).save_pretrained(base)
+    make_model(family, vocab_size=len(tokenizer) + 3, max_position_embeddings=2048).save_pretrained(base)
     data = str(write_rows(tmp_path / "d.jsonl", 8))
-    orders = [job("a", data, target_modules=TARGETS["jamba"], lora_dropout=0.1), job("b", data, r=9, target_modules=["q_proj"])]
+    orders = [
+        job("a", data, target_modules=TARGETS[family], lora_dropout=0.1, save_steps=1),
+        job("b", data, r=9, save_steps=2, target_modules=TARGETS[family][2:]),
+    ]
     found = check(run_spec(base, tmp_path / "out", orders), device="cpu")
     assert not found.problems and not any(each.problems for each in found.jobs)
-    train(base, tmp_path / "out", orders, deterministic=True)
+    train_killed(base, tmp_path / "out", orders, deterministic=True)
+    train(base, tmp_path / "out", orders, deterministic=True, resume=True)
     for order in orders:
         train(base, tmp_path / order["name"], [order], deterministic=True)
         same_bytes(tmp_path / "out", tmp_path / order["name"], (order["name"],))

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from peft.tuners.tuners_utils import check_target_module_exists
-from torch import nn
+from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 from tests.tiny import SHAPE, make_model
 from tlora.adapters.peft import adapter_config, read_config, save_adapter
@@ -20,6 +21,7 @@ from tlora.adapters.targets import find_matches
 from tlora.errors import ModelError
 from tlora.job import JobSpec, LoraConfig
 from tlora.planning.start import adopt_adapter_config
+from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -134,3 +136,18 @@ def test_a_pattern_that_takes_for_ever_is_stopped() -> None:
 def test_what_is_refused_before_the_base_is_known(order: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LoraConfig(r=2, **order)
+
+
+class Doubled(FalconLinear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+class Grouped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.unflatten(-1, (self.groups, -1)))
+
+
+def test_a_linear_layer_is_known_by_what_it_computes() -> None:
+    kinds = (FalconLinear, Doubled, Grouped, nn.Linear)
+    assert list(find_linears(nn.ModuleList(kind(4, 4) for kind in kinds))) == ["0", "3"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tlora.adapter_shape import ExpertSize
@@ -18,8 +21,9 @@ from tlora.supermodel.text_model import output_embeddings
 
 
 def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
-    """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them. Those of other modalities
-    than text, which have no weights, are none, nor are those of indexers, which get no gradients (`indexers.py`).
+    """Every `nn.Linear` of the model but the output head, by dotted name, as PEFT's `all-linear` takes them, also of a class of its own
+    that computes the same (Falcon's). Those of other modalities than text, which have no weights, are none, nor are those of indexers,
+    which get no gradients (`indexers.py`). Raises ModelError: there are none.
     """
     head = output_embeddings(model) if hasattr(model, "get_output_embeddings") else None
     linears: dict[str, BaseLinear] = {}
@@ -27,11 +31,29 @@ def find_linears(model: nn.Module) -> dict[str, BaseLinear]:
     for name, m in model.named_modules():
         if name.startswith(indexers):
             continue
-        if ((type(m) is nn.Linear and m.weight is not None) or type(m) is HeldLinear or type(m) is StreamedLinear) and m is not head:
-            linears[name] = m
+        is_plain = isinstance(m, nn.Linear) and m.weight is not None and _is_linear(type(m))
+        if (is_plain or type(m) is HeldLinear or type(m) is StreamedLinear) and m is not head:
+            linears[name] = m  # type: ignore[assignment]
     if not linears:
         raise ModelError(f"{type(model).__name__} has no nn.Linear layer to adapt. Use a base model that is made of linear layers")
     return linears
+
+
+@lru_cache
+def _is_linear(kind: type[nn.Linear]) -> bool:
+    """Whether a small layer of the class `kind` gives what an `nn.Linear` of its weight and bias gives."""
+    if kind is nn.Linear:
+        return True
+    weight, bias, rows = torch.arange(1.0, 16).sin().view(3, 5), torch.arange(1.0, 4).sin(), torch.arange(20.0).cos().view(1, 4, 5)
+    expected = F.linear(rows, weight, bias)
+    small = torch.nn.utils.skip_init(nn.Linear, 5, 3, device="cpu").requires_grad_(False)
+    small.load_state_dict({"weight": weight, "bias": bias})
+    small.__class__ = kind
+    try:
+        found = small(rows)
+    except (TypeError, ValueError, AttributeError, RuntimeError, LookupError):  # of a class with more than a weight and a bias
+        return False
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
 
 
 def expert_modules(model: nn.Module) -> list[str]:
