@@ -33,16 +33,29 @@ if "tlora.engine.ranks.rank" not in sys.orig_argv:
 
 _HOLD = """
 import os, sys, time
-if "tlora.engine.ranks.rank" in sys.orig_argv:
+if {"tlora.engine.ranks.rank", "train"} & set(sys.orig_argv):
     from tlora.group.job_run import JobRun
     batch_row = JobRun.batch_row
+    calls = 0
     def most_steps():
         try:
             with open(os.environ["HELD"]) as file:
                 return int(file.read())
         except FileNotFoundError:
             return float("inf")
+    def signal_itself():
+        global calls
+        calls += 1
+        try:
+            with open(os.environ["HELD"] + ".signal") as file:
+                process, at, number = map(int, file.read().split())
+        except FileNotFoundError:
+            return
+        if process == os.getpid() and calls >= at:
+            os.unlink(os.environ["HELD"] + ".signal")
+            os.kill(process, number)
     def held(run, row):
+        signal_itself()
         while run.progress.step >= most_steps():
             time.sleep(0.01)
         try:
@@ -54,6 +67,30 @@ if "tlora.engine.ranks.rank" in sys.orig_argv:
     JobRun.batch_row = held
 """
 
+_HOLD_ROWS = """
+import itertools, os, sys, time
+if "tlora.data.worker" in sys.orig_argv:
+    from tlora.data.scratch import Scratch
+    time.monotonic = itertools.count().__next__
+    write_progress, begun = Scratch.write_progress, set()
+    def write_once(scratch, *arguments):
+        while scratch.path in begun and os.path.exists(os.environ["HELD_ROWS"]):
+            time.sleep(0.01)
+        write_progress(scratch, *arguments)
+        begun.add(scratch.path)
+    Scratch.write_progress = write_once
+"""
+
+
+def hold_rows(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Callable[[], None]:
+    """A process that tokenizes saves and tells what it has done as often as it can. Of each set it saves some rows, and no more before the
+    function that is returned is called.
+    """
+    run_in_each_process(monkeypatch, directory, _HOLD_ROWS)
+    monkeypatch.setenv("HELD_ROWS", str(directory / "held-rows"))
+    (directory / "held-rows").touch()
+    return partial((directory / "held-rows").unlink, missing_ok=True)
+
 
 def run_in_each_process(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:
     """In all that are started from now on, also in those that are forked. It is kept in `directory`."""
@@ -63,7 +100,7 @@ def run_in_each_process(monkeypatch: pytest.MonkeyPatch, directory: Path, code: 
 
 
 def let_hold(monkeypatch: pytest.MonkeyPatch, directory: Path, code: str) -> None:
-    """As `run_in_each_process`, and `hold` and `slow_down` work for ranks."""
+    """As `run_in_each_process`, and `hold`, `slow_down` and `signal_at` work for ranks, and for `tlora train` on one GPU."""
     run_in_each_process(monkeypatch, directory, code + _HOLD)
     monkeypatch.setenv("HELD", str(directory / "held"))
 
@@ -86,11 +123,26 @@ def slow_down(step: int) -> Iterator[Callable[[], None]]:
         yield go_on
 
 
+def signal_at(process: int, calls: int, number: int) -> None:
+    """The rank with this pid gets the signal `number` from itself, once, in the midst of its work: as it takes the row number `calls`."""
+    _write(Path(os.environ["HELD"] + ".signal"), f"{process} {calls} {number}")
+
+
+def was_signalled() -> bool:
+    """Whether the last `signal_at` has come about."""
+    return not Path(os.environ["HELD"] + ".signal").exists()
+
+
 @contextmanager
 def _kept(file: Path, step: int) -> Iterator[Callable[[], None]]:
-    file.with_suffix(".new").write_text(str(step))
-    file.with_suffix(".new").replace(file)
+    _write(file, str(step))
     try:
         yield partial(file.unlink, missing_ok=True)
     finally:
         file.unlink(missing_ok=True)
+
+
+def _write(file: Path, text: str) -> None:
+    """At once, for those that read it meanwhile."""
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").replace(file)

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from chat_templates import LLAMA3
 
+from tests.process_hooks import hold_rows
 from tlora.data import build as build_module
 from tlora.data import prepare as prepare_module
 from tlora.data import worker as worker_module
@@ -32,7 +33,6 @@ from tlora.link.lines import Line
 
 pytestmark = pytest.mark.usefixtures("forked_children")
 ROWS = [{"instruction": f"What is {i}?", "output": f"It is {i * 7}."} for i in range(40)]
-SLOW = LLAMA3 + "{% for a in range(8000) %}{% endfor %}"  # a row takes about a millisecond, a file of 4,000 some seconds
 HANGS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -190,8 +190,8 @@ def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
 ) -> None:
     write(tmp_path / "x.jsonl", ROWS)
     write(tmp_path / "large.jsonl", ROWS * 100)
-    (tmp_path / "slow.jinja").write_text(SLOW)
-    cache, slow = tmp_path / "cache", {"path": "large.jsonl", "chat_template": "slow.jinja"}
+    go_on = hold_rows(monkeypatch, tmp_path)
+    cache, large = tmp_path / "cache", {"path": "large.jsonl"}
     run_worker, workers, killed = prepare_module.run_worker, list[prepare_module.DataWorker](), list[int]()
 
     def noted(worker: prepare_module.DataWorker, *arguments: Any) -> Any:
@@ -202,9 +202,10 @@ def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
         if progress.key == "killed" and any(cache.glob("tmp-set-*/progress.json")) and not killed:
             killed.append(workers[-1].process.pid)
             os.kill(killed[0], signal.SIGKILL)
+            go_on()
 
     monkeypatch.setattr(prepare_module, "run_worker", noted)
-    keys: dict[str, dict[str, Any]] = {"first": {}, "killed": slow, "last": {}}
+    keys: dict[str, dict[str, Any]] = {"first": {}, "killed": large, "last": {}}
     results = prepare([request(key, tmp_path, tokenizer_path, data) for key, data in keys.items()], kill)
     assert len(workers) == 2 and killed == [workers[0].process.pid]
     assert "large.jsonl: the data worker was killed by signal 9" in bad(results["killed"])
@@ -212,21 +213,20 @@ def test_a_job_that_kills_its_worker_fails_alone_and_keeps_what_is_done(
     (kept,) = cache.glob("tmp-*")
     done = json.loads((kept / "progress.json").read_text().partition("\n")[2])["counts"]["report"]["report"]["rows"]
     seen: list[int] = []
-    again = good(prepare([request("killed", tmp_path, tokenizer_path, slow)], lambda told: seen.append(told.rows))["killed"])
+    again = good(prepare([request("killed", tmp_path, tokenizer_path, large)], lambda told: seen.append(told.rows))["killed"])
     assert 0 < done <= min(rows for rows in seen if rows) and len(again.train) == len(ROWS) * 100
     assert len(sets_in(tmp_path)) == 2
 
 
-def test_ctrl_c_says_how_many_rows_are_kept(tmp_path: Path, tokenizer_path: Path) -> None:
+def test_ctrl_c_says_how_many_rows_are_kept(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "x.jsonl", ROWS)
     write(tmp_path / "large.jsonl", ROWS * 100)
-    (tmp_path / "slow.jinja").write_text(SLOW)
-    slow = {"path": "large.jsonl", "chat_template": "slow.jinja"}
-    jobs = [request("first", tmp_path, tokenizer_path), request("slow", tmp_path, tokenizer_path, slow)]
+    hold_rows(monkeypatch, tmp_path)
+    jobs = [request("first", tmp_path, tokenizer_path), request("large", tmp_path, tokenizer_path, {"path": "large.jsonl"})]
 
     def interrupt_once(saved: bool) -> str:
         def tell(progress: PrepareProgress) -> None:
-            if progress.rows and progress.key == "slow" and (not saved or any((tmp_path / "cache").glob("tmp-set-*/progress.json"))):
+            if progress.rows and progress.key == "large" and (not saved or any((tmp_path / "cache").glob("tmp-set-*/progress.json"))):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt) as stop:
@@ -310,10 +310,11 @@ def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokeni
     with subprocess.Popen([sys.executable, "-c", probe], stdin=theirs) as process:
         theirs.close()
         line.send(PREPARE_MESSAGES.encode(PrepareBatch(tuple(jobs))))
-        told: list[Any] = [PREPARE_MESSAGES.decode(line.read_line(600.0) or b"") for _ in range(5)]
-        assert told[1] == PrepareProgress("job", 0, 0.0)
-        told = [event for event in told if not isinstance(event, PrepareProgress)]
-        assert [type(event) for event in told[:3]] == [PrepareFailed, SetsMade, PrepareFailed]
+        told: list[Any] = []
+        while len(told) < 3:
+            event = PREPARE_MESSAGES.decode(line.read_line(600.0) or b"")
+            told += [] if isinstance(event, PrepareProgress) else [event]
+        assert [type(event) for event in told] == [PrepareFailed, SetsMade, PrepareFailed]
         assert told[0] == told[2] == PrepareFailed("torch", "")  # the second report comes after tokenizing
         line.close()
         assert process.wait(timeout=600) == 1

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.data.chat_templates import CHATML
 from tests.engine.tiny_runs import job, train
+from tests.process_hooks import hold, hold_rows, let_hold, run_in_each_process
 from tests.small_disks import mounted
 from tlora import durable
 from tlora.data.prepare import Prepared, prepare
@@ -55,16 +55,19 @@ def check_nothing_happened(process: subprocess.Popen[str], out: Path, why: str) 
 def test_a_full_disk_under_stdout(base: Path, data: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=64k") as disk, (disk / "log").open("w") as log:
         (disk / "ballast").write_bytes(bytes(60 << 10))
-        process = start(jobs_file(base, data, tmp_path, logging_steps=1), stdout=log, stderr=subprocess.PIPE)
         (disk / "more").write_bytes(b"x")
+        process = start(jobs_file(base, data, tmp_path, logging_steps=1), stdout=log, stderr=subprocess.PIPE)
         check_nothing_happened(process, tmp_path / "out", "No space left on device")
 
 
-def test_a_reader_of_stdout_that_goes_away(base: Path, data: Path, tmp_path: Path) -> None:
-    process = start(jobs_file(base, data, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline()
-    process.stdout.close()
-    process.stdout = None
+def test_a_reader_of_stdout_that_goes_away(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step: else all may have been written by then."""
+    let_hold(monkeypatch, tmp_path, "")
+    with hold(0):
+        process = start(jobs_file(base, data, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()
+        process.stdout.close()
+        process.stdout = None
     check_nothing_happened(process, tmp_path / "out", "stdout was closed by its reader")
 
 
@@ -87,13 +90,14 @@ def test_ctrl_c_is_answered_and_says_how_to_resume(base: Path, data: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_end_while_rows_are_tokenized_keeps_what_is_done(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     """The signal goes to all processes, as that of a terminal does."""
     rows, cache = 1500, tmp_path / "cache"
     talk = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "green"}]
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * rows)
-    (tmp_path / "slow.jinja").write_text(CHATML + "{% for a in range(8000) %}{% endfor %}")
-    data = {"path": str(tmp_path / "a.jsonl"), "chat_template": str(tmp_path / "slow.jinja")}
+    data, go_on = {"path": str(tmp_path / "a.jsonl")}, hold_rows(monkeypatch, tmp_path)
     file = tmp_path / "jobs.yaml"
     order = {"base_model": str(base), "output_dir": str(tmp_path / "out"), "jobs": [job("a", data, max_steps=1)]}
     file.write_text(json.dumps(order))
@@ -111,6 +115,7 @@ def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path
     line = f"Interrupted: {done:,} tokenized rows are kept; the next launch with the same data goes on behind them\n"
     assert errors == (line if number == signal.SIGINT else "")
 
+    go_on()
     process = start(file, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     told, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, (told, errors)
@@ -124,13 +129,21 @@ def test_an_end_while_rows_are_tokenized_keeps_what_is_done(base: Path, tmp_path
     assert not list(cache.glob("tmp-*"))
 
 
+INTERRUPT = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torch.nn":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
 @pytest.mark.usefixtures("real_start")
-def test_ctrl_c_while_libraries_are_loaded(base: Path, data: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_libraries_are_loaded(base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the midst of torch, whose own are loaded by then."""
+    run_in_each_process(monkeypatch, tmp_path, INTERRUPT)
     process = start(jobs_file(base, data, tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
     told, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130 and "Traceback" not in errors and not (tmp_path / "out").exists(), (told, errors)
 
