@@ -18,15 +18,17 @@ import pytest
 
 import tlora
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, save_base, write_rows
-from tests.process_hooks import REPORT_EACH_STEP, hold, let_hold
+from tests.process_hooks import REPORT_EACH_STEP, let_hold, slow_down
 from tlora.engine.heartbeat import Heartbeat
 from tlora.engine.messages import SetGpus, SetPlan, Stop
-from tlora.engine.ranks import worker_group
+from tlora.engine.ranks import rank_group, worker_group
 from tlora.engine.ranks.worker_group import WorkerGroup
 from tlora.job import JobSpec
+from tlora.link.supervisor import SupervisedProcess, start_process
 from tlora.worker_protocol import Finished, GpusChanged, Join, Joined, Left, Load, Loaded, Memory, Report, Stepped
 
 PATIENCE_SECONDS = 600.0
+STEPS = 60
 
 
 class Worker:
@@ -134,14 +136,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         let_hold(monkeypatch, directory, REPORT_EACH_STEP)
-        yield World(directory, lambda place: make_orders(place, 60))
+        yield World(directory, lambda place: make_orders(place, STEPS))
 
 
 def test_a_group_grows_by_a_gpu(world: World, tmp_path: Path) -> None:
     """From one GPU to two, where one job begins to span them and another moves."""
-    worker = world.worker(tmp_path, 0)
-    worker.until(all_joined)
-    with hold(25):
+    with slow_down(STEPS):
+        worker = world.worker(tmp_path, 0)
+        worker.until(all_joined)
         assert worker.change(0, 1) == GpusChanged((0, 1))
         spans = [job.then or job.span for job in worker.group._jobs.values()]
         assert {rank for span in spans for rank in span.ranks} == {0, 1}
@@ -152,32 +154,35 @@ def test_a_group_grows_by_a_gpu(world: World, tmp_path: Path) -> None:
 def test_what_grows_takes_a_process_that_was_there_ahead(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a worker that has one GPU and sees others. What is started ahead after that ends with the worker."""
     monkeypatch.setattr(worker_group, "visible_gpus", lambda device, gpus: [0, 1, 2])
-    worker = world.worker(tmp_path, 0)
-    ranks = worker.group._rank_group
-    worker.until(lambda told: ranks._ahead is not None)
-    assert ranks._ahead is not None
-    ahead = ranks._ahead.pid
-    assert worker.change(0, 1) == GpusChanged((0, 1))
-    assert ranks.hellos[1].pid == ahead
+    with slow_down(STEPS):
+        worker = world.worker(tmp_path, 0)
+        ranks = worker.group._rank_group
+        worker.until(lambda told: ranks._ahead is not None)
+        assert ranks._ahead is not None
+        ahead = ranks._ahead.pid
+        assert worker.change(0, 1) == GpusChanged((0, 1))
+        assert ranks.hellos[1].pid == ahead
     world.finish(worker, tmp_path)
     assert ranks._ahead is None
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_it_joins_changes_nothing(world: World, tmp_path: Path) -> None:
-    worker = world.worker(tmp_path, 0)
-    worker.until(all_joined)
-    ranks = worker.group._rank_group
-    before = len(worker.told)
-    worker.inbox.put(SetGpus((0, 1)))
-    while len(ranks._processes) < 2:
-        time.sleep(0.01)
-    os.kill(ranks._processes[1].pid, signal.SIGKILL)
-    told = worker.until(lambda told: any(isinstance(report, GpusChanged) for report in told[before:]))
-    refused = next(report for report in told[before:] if isinstance(report, GpusChanged))
-    assert refused.gpus == (0,) and "was killed by signal 9" in refused.refused
-    assert {type(report) for report in told[before:]} <= {GpusChanged, Stepped}, "no job has left or joined"
-    assert worker.change(0, 2) == GpusChanged((0, 2)), "another GPU may be better"
+def test_a_rank_that_dies_while_it_joins_changes_nothing(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_kill(*given: Any, **options: Any) -> SupervisedProcess:
+        process = start_process(*given, **options)
+        os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    with slow_down(STEPS):
+        worker = world.worker(tmp_path, 0)
+        worker.until(all_joined)
+        before = len(worker.told)
+        with monkeypatch.context() as of_the_second:
+            of_the_second.setattr(rank_group, "start_process", start_and_kill)
+            refused = worker.change(0, 1)
+        assert refused.gpus == (0,) and "was killed by signal 9" in refused.refused
+        assert {type(report) for report in worker.told[before:]} <= {GpusChanged, Stepped}, "no job has left or joined"
+        assert worker.change(0, 2) == GpusChanged((0, 2)), "another GPU may be better"
     world.finish(worker, tmp_path)
 
 
@@ -186,18 +191,21 @@ def test_a_rank_that_dies_while_it_joins_changes_nothing(world: World, tmp_path:
 def test_any_walk_over_gpus_has_the_bytes_of_one_process(world: World, tmp_path: Path, seed: int) -> None:
     """Also where a change is taken back before it is through."""
     chance = random.Random(seed)
-    worker = world.worker(tmp_path, 0)
-    worker.until(all_joined)
     gpus, changes = (0,), 0
-    for order in range(1, 31):
-        gpus = tuple(sorted({gpus[-1], *chance.sample(range(3), chance.randint(1, 2))} if chance.random() < 0.7 else {gpus[0]}))
-        worker.inbox.put(SetGpus(gpus, order))
-        if chance.random() < 0.7:
-            done = GpusChanged(gpus, order=order)
-            worker.until(lambda told, done=done: done in told or len(worker.group._jobs) < 2)
-            changes += 1
-        if len(worker.group._jobs) < 2:
-            break
+    with slow_down(STEPS) as go_on:
+        worker = world.worker(tmp_path, 0)
+        worker.until(all_joined)
+        for order in range(1, 31):
+            gpus = tuple(sorted({gpus[-1], *chance.sample(range(3), chance.randint(1, 2))} if chance.random() < 0.7 else {gpus[0]}))
+            worker.inbox.put(SetGpus(gpus, order))
+            if chance.random() < 0.7:
+                done = GpusChanged(gpus, order=order)
+                told = worker.until(lambda told, done=done: done in told or len(worker.group._jobs) < 2)
+                changes += done in told
+            if changes == 6:
+                go_on()
+            if len(worker.group._jobs) < 2:
+                break
     assert changes > 2
     world.finish(worker, tmp_path)
 
@@ -209,14 +217,15 @@ def all_joined(told: list[Report]) -> bool:
 @pytest.mark.slow
 def test_a_group_grows_by_a_gpu_and_shrinks_to_the_other(world: World, tmp_path: Path) -> None:
     """From one GPU to two, where one job begins to span them and another moves; then the first is taken back."""
-    worker = world.worker(tmp_path, 0)
-    worker.until(all_joined)
-    grown = worker.change(0, 1)
-    assert grown == GpusChanged((0, 1))
-    worker.until(lambda told: Memory in map(type, told[told.index(grown) :]))
-    ranks = {name: job.span.ranks for name, job in worker.group._jobs.items() if job.then is None}
-    assert set(ranks.get("two", (0, 1))) == {0, 1}
-    assert worker.change(1) == GpusChanged((1,))
-    assert worker.group._rank_group.living == [1]
+    with slow_down(STEPS):
+        worker = world.worker(tmp_path, 0)
+        worker.until(all_joined)
+        grown = worker.change(0, 1)
+        assert grown == GpusChanged((0, 1))
+        worker.until(lambda told: Memory in map(type, told[told.index(grown) :]))
+        ranks = {name: job.span.ranks for name, job in worker.group._jobs.items() if job.then is None}
+        assert set(ranks.get("two", (0, 1))) == {0, 1}
+        assert worker.change(1) == GpusChanged((1,))
+        assert worker.group._rank_group.living == [1]
     world.finish(worker, tmp_path)
     assert sum(isinstance(report, Loaded) for report in worker.told) == 1, "the base is loaded once for those above"

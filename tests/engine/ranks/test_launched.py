@@ -15,6 +15,8 @@ import pytest
 from tests import forked
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, sha256, train, write_rows
+from tests.process_hooks import hold, let_hold
+from tests.service.served import until
 from tlora.engine.ranks.devices import rank_devices
 from tlora.engine.ranks.external import Launched, launched
 from tlora.engine.ranks.link import Meeting, connect
@@ -82,15 +84,16 @@ def test_ranks_with_another_jobs_file_are_refused(jobs_file: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_lost_rank_of_a_launcher_ends_the_run_and_a_resume_goes_on(jobs_file: Path, tmp_path: Path) -> None:
+def test_a_lost_rank_of_a_launcher_ends_the_run_and_a_resume_goes_on(
+    jobs_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     longer = [f"--set=jobs.{name}.{key}" for name in ("one", "two", "three") for key in ("max_steps=400", "save_steps=1")]
-    processes = launch(jobs_file, out, 2, *longer)
-    assert processes[0].stdout is not None
-    for line in processes[0].stdout:
-        if "training" in line:
-            break
-    os.kill(processes[1].pid, signal.SIGKILL)
+    let_hold(monkeypatch, tmp_path, "")
+    with hold(3):
+        processes = launch(jobs_file, out, 2, *longer)
+        until(lambda: any(out.glob("*/checkpoint-*/MANIFEST.json")))
+        os.kill(processes[1].pid, signal.SIGKILL)
     rest, _ = [process.communicate()[0] for process in processes]
     assert processes[0].returncode == 1
     assert "a rank is lost" in rest

@@ -18,7 +18,7 @@ import pytest
 
 from tests.engine.ranks.test_group_changes import PATIENCE_SECONDS, Worker, World
 from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
-from tests.process_hooks import REPORT_EACH_STEP, hold, let_hold
+from tests.process_hooks import REPORT_EACH_STEP, hold, let_hold, slow_down
 from tlora.engine.messages import Listen, SetGpus, SetPlan, Stop
 from tlora.engine.ranks import lending, lent_ranks
 from tlora.engine.ranks.lending import Lender
@@ -28,6 +28,7 @@ from tlora.engine.ranks.rank_group import RankGroup
 from tlora.errors import ConfigError
 from tlora.link.keyed_listener import KeyedListener, dial_keyed
 from tlora.link.lines import LONGEST_LINE, Line
+from tlora.link.supervisor import SupervisedProcess, start_process
 from tlora.worker_protocol import GpusChanged, Joined, Lending, Listening, Load
 
 LENT = 1000
@@ -103,17 +104,18 @@ def spanning(world: World, out: Path) -> tuple[Worker, Host]:
 
 def test_a_job_spans_hosts_and_comes_back_with_the_bytes_of_one_process(world: World, tmp_path: Path) -> None:
     """It begins on both and goes on on one while it trains. The lender is let go with its GPU."""
-    with hold(25):
+    with slow_down(60):
         worker, host = spanning(world, tmp_path)
-    lending = listen(worker)
-    for wrong in (dataclasses.replace(lending, key="0" * 64), dataclasses.replace(lending, fingerprint="sha256:" + "0" * 64)):
-        stranger = Host(world.base, tmp_path, wrong)
-        stranger.thread.join(PATIENCE_SECONDS)
-        assert isinstance(stranger.ended, ConfigError), "it says nothing to who has another certificate, and lets in no other key"
-    assert host.brought == ["two"] and not (tmp_path / "elsewhere" / "two").exists()
-    worker.inbox.put(SetGpus((0,)))
-    host.thread.join(PATIENCE_SECONDS)
-    assert host.ended == "its GPUs are needed by the other host no more, or that one is gone"
+        lending = listen(worker)
+        for wrong in (dataclasses.replace(lending, key="0" * 64), dataclasses.replace(lending, fingerprint="sha256:" + "0" * 64)):
+            stranger = Host(world.base, tmp_path, wrong)
+            stranger.thread.join(PATIENCE_SECONDS)
+            assert isinstance(stranger.ended, ConfigError), "it says nothing to who has another certificate, and lets in no other key"
+        assert host.brought == ["two"] and not (tmp_path / "elsewhere" / "two").exists()
+        worker.inbox.put(SetGpus((0,)))
+        host.thread.join(PATIENCE_SECONDS)
+        assert host.ended == "its GPUs are needed by the other host no more, or that one is gone"
+        assert "two" in worker.group._jobs, "it goes on here"
     world.finish(worker, tmp_path)
 
 
@@ -135,7 +137,15 @@ def test_a_host_that_is_lost_costs_what_followed_the_checkpoint(world: World, tm
 
 
 @pytest.mark.slow
-def test_a_host_that_stops_while_it_joins_changes_nothing(world: World, tmp_path: Path) -> None:
+def test_a_host_that_stops_while_it_joins_changes_nothing(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank has begun, and gets no further."""
+
+    def start_and_suspend(*given: Any, **options: Any) -> SupervisedProcess:
+        process = start_process(*given, **options)
+        os.kill(process.pid, signal.SIGSTOP)
+        return process
+
+    monkeypatch.setattr(lending, "start_process", start_and_suspend)
     worker = world.worker(tmp_path, 0)
     host = Host(world.base, tmp_path, listen(worker))
     worker.inbox.put(SetGpus((0, LENT), lent=(LENT,)))

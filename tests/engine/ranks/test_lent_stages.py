@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.engine.ranks.test_group_changes import PATIENCE_SECONDS, Worker, Worl
 from tests.engine.ranks.test_group_changes import ended as ended
 from tests.engine.ranks.test_lent_gpus import LENT, Host, listen
 from tests.engine.tiny_runs import TWO_LINEARS, job, write_rows
-from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
+from tests.process_hooks import REPORT_EACH_STEP, let_hold, slow_down
 from tlora.engine.messages import SetGpus, SetPlan, Stop
 from tlora.engine.ranks.lending_line import LENDING, Lent
 from tlora.engine.ranks.lent_ranks import LostLenderError
@@ -39,13 +38,15 @@ from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import gib
 from tlora.worker_protocol import Failed, GpusChanged, Join, Joined, Load, Loaded, Report
 
+STEPS = 40
 
-def orders(directory: Path, steps: int) -> list[dict[str, Any]]:
+
+def orders(directory: Path) -> list[dict[str, Any]]:
     data = str(write_rows(directory / "a.jsonl", 26, 1, high=20))
     pairs = directory / "pairs.jsonl"
     pairs.write_text("".join(f'{{"prompt": "red boat {n}", "chosen": "sings {n % 3}", "rejected": "falls never"}}\n' for n in range(12)))
     return [
-        job("dropout", data, gpus=2, lora_dropout=0.1, max_steps=steps, save_steps=10, target_modules=TWO_LINEARS),
+        job("dropout", data, gpus=2, lora_dropout=0.1, max_steps=STEPS, save_steps=10, target_modules=TWO_LINEARS),
         job("evaluated", data, max_steps=6, batch_size=2, r=7, seed=3, eval_size=4, eval_steps=5, target_modules=["down_proj"]),
         job("preferred", str(pairs), objective="dpo", max_steps=4, batch_size=2, target_modules=TWO_LINEARS),
     ]
@@ -92,37 +93,23 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        run_in_each_process(monkeypatch, directory, REPORT_EACH_STEP)
+        let_hold(monkeypatch, directory, REPORT_EACH_STEP)
         yield directory
 
 
 @pytest.fixture(scope="module")
 def world(environment: Path) -> Apart:
-    return Apart(environment, partial(orders, steps=40))
-
-
-@pytest.fixture(scope="module")
-def long_world(environment: Path) -> Apart:
-    """Whose job is in its midst when a host is lost or stopped, however late that is."""
-    (environment / "long").mkdir()
-    return Apart(environment / "long", partial(orders, steps=200))
-
-
-@pytest.fixture(autouse=True)
-def long_ended(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    workers = request.getfixturevalue("long_world").workers if "long_world" in request.fixturenames else []
-    while workers:
-        workers.pop().stop()
+    return Apart(environment, orders)
 
 
 def test_each_host_loads_its_layers_and_jobs_have_the_bytes_of_one_process(world: Apart, tmp_path: Path) -> None:
     """SFT with dropout and two replicas in turn, evaluations, and DPO."""
-    worker, host = world.spanning(tmp_path)
-    told = worker.until(lambda told: GpusChanged((0, LENT)) in told)
-    assert Loaded(whole=False) in told
-    worker.inbox.put(SetGpus((0,)))
-    told = worker.until(lambda told: any(isinstance(report, GpusChanged) and report.fixed for report in told))
+    with slow_down(STEPS):
+        worker, host = world.spanning(tmp_path)
+        told = worker.until(lambda told: GpusChanged((0, LENT)) in told)
+        assert Loaded(whole=False) in told
+        worker.inbox.put(SetGpus((0,)))
+        told = worker.until(lambda told: any(isinstance(report, GpusChanged) and report.fixed for report in told))
     assert told[-1] != GpusChanged((0,)), "its stages stay where they are"
     world.finish(worker, tmp_path)
     host.thread.join(PATIENCE_SECONDS)
@@ -180,21 +167,22 @@ def test_a_job_that_fits_with_few_layers_on_the_small_host_trains_there(environm
 
 
 @pytest.mark.slow
-def test_a_lost_host_costs_what_followed_the_checkpoint(long_world: Apart, tmp_path: Path) -> None:
-    worker, host = long_world.spanning(tmp_path)
-    worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 10 for path in tmp_path.glob("dropout/checkpoint-*")))
-    os.kill(host.lender._processes[1].pid, signal.SIGKILL)
+def test_a_lost_host_costs_what_followed_the_checkpoint(world: Apart, tmp_path: Path) -> None:
+    with slow_down(STEPS):
+        worker, host = world.spanning(tmp_path)
+        worker.until(lambda _: any(int(path.name.removeprefix("checkpoint-")) >= 10 for path in tmp_path.glob("dropout/checkpoint-*")))
+        os.kill(host.lender._processes[1].pid, signal.SIGKILL)
     worker._thread.join(PATIENCE_SECONDS)
     assert isinstance(worker.error, LostLenderError) and "was killed by signal 9" in str(worker.error)
     host.thread.join(PATIENCE_SECONDS)
     assert host.ended, "nor does a lender stay alone"
-    again, _ = long_world.spanning(tmp_path)
+    again, _ = world.spanning(tmp_path)
 
     def joined(told: list[Report]) -> list[int]:
         return [report.steps for report in told if isinstance(report, Joined) and report.job_id == "dropout"]
 
     assert joined(again.until(lambda told: bool(joined(told)))) >= [10]
-    long_world.finish(again, tmp_path)
+    world.finish(again, tmp_path)
 
 
 def test_a_leader_that_waits_for_its_hosts_can_be_stopped(world: Apart, tmp_path: Path) -> None:
@@ -211,15 +199,16 @@ def test_a_leader_that_waits_for_its_hosts_can_be_stopped(world: Apart, tmp_path
 
 
 @pytest.mark.slow
-def test_stages_that_are_stopped_save_all_jobs(long_world: Apart, tmp_path: Path) -> None:
+def test_stages_that_are_stopped_save_all_jobs(world: Apart, tmp_path: Path) -> None:
     """The parts of the first stage too, whose host is stopped at the same time."""
-    worker, host = long_world.spanning(tmp_path)
-    worker.until(lambda _: worker.steps("dropout")[-1:] > [5])
-    host.commands.put(Stop())
-    worker.stop()
+    with slow_down(STEPS):
+        worker, host = world.spanning(tmp_path)
+        worker.until(lambda _: worker.steps("dropout")[-1:] > [5])
+        host.commands.put(Stop())
+        worker.stop()
     assert worker.error is None
     saved = [int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("dropout/checkpoint-*")]
-    assert max(saved) >= worker.steps("dropout")[-1] > 5
+    assert STEPS > max(saved) >= worker.steps("dropout")[-1] > 5
     host.thread.join(PATIENCE_SECONDS)
-    again, _ = long_world.spanning(tmp_path)
-    long_world.finish(again, tmp_path)
+    again, _ = world.spanning(tmp_path)
+    world.finish(again, tmp_path)

@@ -68,12 +68,8 @@ def test_a_lost_rank_costs_the_others_nothing_and_its_jobs_go_on(world: World, t
     rng = random.Random(seed)
     number = [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM][seed % 4]
     victim, gpus = rng.randrange(2), rng.choice([2, 3])
-    told = Told(rng.randint(1, 60), lambda: os.kill(world.processes[victim].pid, number))
-    results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
-    assert told.acted
-    assert results.status == "done"
-    world.same_bytes(tmp_path / "out")
-    assert told.said(f"CPU process {victim} is lost") or world.processes[victim].has_ended
+    told = world.train_with_a_lost_rank(tmp_path / "out", gpus, victim, number, rng.randint(1, 40))
+    assert told.said(f"CPU process {victim} is lost"), told.lines
 
 
 @pytest.mark.slow

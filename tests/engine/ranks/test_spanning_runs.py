@@ -64,11 +64,8 @@ def test_a_lost_rank_ends_no_job_that_spans(world: World, tmp_path: Path, seed: 
     number = [signal.SIGKILL, signal.SIGTERM][seed % 2]
     gpus = rng.choice([2, 3])
     victim = rng.randrange(gpus)
-    told = Told(rng.randint(1, 50), lambda: os.kill(world.processes[victim].pid, number))
-    results = world.train(tmp_path / "out", gpus, watcher=told.watcher)
-    assert told.acted
-    assert results.status == "done", told.lines
-    world.same_bytes(tmp_path / "out")
+    told = world.train_with_a_lost_rank(tmp_path / "out", gpus, victim, number, rng.randint(1, 20))
+    assert told.said(f"CPU process {victim} is lost"), told.lines
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import tlora
 from tests import forked
 from tests.engine.tiny_runs import run_spec, same_bytes, save_base, train
-from tests.process_hooks import hold, let_hold
+from tests.process_hooks import hold, let_hold, signal_at, was_signalled
 from tlora.engine import run_monitor
 from tlora.engine.ranks import coordinator, rank_group
 from tlora.engine.results import Results
@@ -48,6 +48,17 @@ class World:
         self.processes.clear()
         spec = run_spec(self.base, out, orders or self.orders, deterministic=options.pop("deterministic", True))
         return tlora.train(spec, device="cpu", gpus=gpus, **options)
+
+    def train_with_a_lost_rank(self, out: Path, gpus: int, rank: int, number: int, calls: int) -> Told:
+        """All jobs to their end, while that rank gets the signal as it takes its row number `calls`: no other moment is so sure to be one
+        at which it trains.
+        """
+        told = Told(0, lambda: signal_at(self.processes[rank].pid, calls, number))
+        results = self.train(out, gpus, watcher=told.watcher)
+        assert told.acted and was_signalled(), "the rank has had fewer rows"
+        assert results.status == "done", told.lines
+        self.same_bytes(out)
+        return told
 
     def same_bytes(self, out: Path) -> None:
         same_bytes(out, self.whole, self.names)
