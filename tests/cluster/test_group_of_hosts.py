@@ -196,7 +196,8 @@ def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str, layout: Lay
     """A controller without GPUs, and two hosts. With either the job waits; it goes on at a checkpoint, in stages with a new host, and with
     its replicas in turn where none is there yet.
     """
-    with cluster(tmp_path, 2 * STEPS if layout == "auto" else STEPS, (), True, layout) as there:
+    steps = 2 * STEPS if layout == "auto" else STEPS
+    with cluster(tmp_path, steps, (), True, layout) as there, slow_down(steps) as go_on:
         first: list[str] = []
 
         def act(item: Event | Action) -> None:
@@ -205,6 +206,7 @@ def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str, layout: Lay
             is_whole = any(isinstance(item, GroupReady) for item in there.told)  # both hosts compute it
             if isinstance(item, StepsDone) and item.steps >= 40 and is_whole and "d" not in there.hosts:
                 kill_host(there.hosts[first[0] if killed == "leader" else first[1]])
+                go_on()
                 there.start("d")
 
         there.act, there.lease_seconds = act, LEASE

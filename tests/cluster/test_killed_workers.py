@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from tests.cluster.memory_group import MemoryGroup, memory_group
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
-from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
+from tests.process_hooks import REPORT_EACH_STEP, let_hold, slow_down
 from tlora.cluster.controller import run
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.event_log import EventLog
@@ -51,7 +52,7 @@ class Killer:
     A job fails whose worker dies three times in a row without a new step of it: where the next death would be the third, it waits.
     """
 
-    def __init__(self, backend: LocalBackend, starving: MemoryGroup, kills: int) -> None:
+    def __init__(self, backend: LocalBackend, starving: MemoryGroup, kills: int, go_on: Callable[[], None]) -> None:
         self.backend, self.starving = backend, starving
         self.random = random.Random(kills)
         self.kinds = [KINDS[number % len(KINDS)] for number in range(kills)]
@@ -62,6 +63,7 @@ class Killer:
         self.dying = False
         self.left = self._draw()
         self.others: set[int] = set()  # processes that trained the other job
+        self.go_on = go_on  # all jobs to their ends
 
     def _draw(self) -> int:
         """Reports until the next kill; 0: before the worker has taken anybody in."""
@@ -107,6 +109,8 @@ class Killer:
         self.early += not worker.residents
         kind, self.dying = self.kinds.pop(), True
         self.killed[kind] += 1
+        if not self.kinds:
+            self.go_on()
         if kind == "killed":
             os.kill(worker.process.pid, self.random.choice((signal.SIGKILL, signal.SIGSEGV)))
         elif kind == "stopped":
@@ -131,7 +135,7 @@ def test_a_worker_that_is_killed_again_and_again_costs_no_bytes(tmp_path: Path, 
     train(base, tmp_path / "alone", orders, deterministic=True)
     spec = run_spec(base, tmp_path / "out", orders)
     made = profile_jobs(spec)
-    run_in_each_process(monkeypatch, tmp_path, REPORT_EACH_STEP)
+    let_hold(monkeypatch, tmp_path, REPORT_EACH_STEP)
     machine = LocalMachine((0, 1), "cpu", {"tiny": str(base)}, tmp_path / "out", True, 0.5, limits=Limits(stopped=0.5))
     told: list[Event | Action] = []
     with memory_group() as starving, LocalBackend(machine) as backend, closing(EventLog(tmp_path / "events.jsonl")) as log:
@@ -143,8 +147,9 @@ def test_a_worker_that_is_killed_again_and_again_costs_no_bytes(tmp_path: Path, 
             arrivals.append((0.0, JobSubmitted(order.name, "tiny", 1, profiled.profile)))
             jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
         submit_all(backend, jobs, arrivals)
-        killer = Killer(backend, starving, kills)
-        run(killer, backend, lambda seconds, item: (told.append(item), log.write(seconds, item)))
+        with slow_down(steps) as go_on:
+            killer = Killer(backend, starving, kills, go_on)
+            run(killer, backend, lambda seconds, item: (told.append(item), log.write(seconds, item)))
     assert killer.killed.total() == kills and set(killer.killed) == set(KINDS), killer.killed
     assert sum(isinstance(item, GroupLost) for item in told) == kills
     assert Counter(item.job_id for item in told if isinstance(item, JobFinished)) == Counter([*VICTIMS, OTHER])

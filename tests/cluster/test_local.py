@@ -379,11 +379,12 @@ def test_a_base_that_kills_its_workers_costs_no_more_of_them(backend: LocalBacke
 
 
 def test_cancelled_and_rejected_jobs_end_the_day(tmp_path: Path) -> None:
-    arrivals = [(0.2, JobRequest("a", "cancel")), (0.0, submitted("a")), (0.0, submitted("b"))]
-    with local_backend(tmp_path) as backend:
+    arrivals = [(1000.0, JobRequest("a", "cancel")), (0.0, submitted("a")), (0.0, submitted("b"))]
+    with local_backend(tmp_path, tick_seconds=1e6) as backend:
         submit_all(backend, {name: job(name) for name in "ab"}, arrivals)
         assert backend.poll() + backend.poll() == [NodeAdded("local", (0, 1)), submitted("a"), submitted("b")]
         backend.execute(RejectJob("b", "too large"))
+        backend._start -= 1000.0
         assert backend.poll() == [JobRequest("a", "cancel")]
         assert backend.poll() == [] and backend.poll() == []
 
@@ -429,7 +430,7 @@ def test_what_is_asked_of_an_unknown_job_or_too_late_is_refused(tmp_path: Path) 
 
 def test_jobs_come_and_go_at_any_time_from_any_thread(tmp_path: Path) -> None:
     """The back end waits for what users ask; a cancellation asked for before its job arrives is told after it."""
-    with local_backend(tmp_path) as backend:
+    with local_backend(tmp_path, tick_seconds=1e6) as backend:
         backend.poll()
         asking = threading.Thread(target=lambda: backend.submit(submitted("a"), job("a")))
         asking.start()
@@ -437,7 +438,7 @@ def test_jobs_come_and_go_at_any_time_from_any_thread(tmp_path: Path) -> None:
         asking.join()
         (worker,) = running(backend, group("g0", 0, "a"))
         backend.ask(JobRequest("a", "hold"))
-        backend.submit(submitted("b"), job("b"), at_seconds=backend.now() + 0.2)
+        backend.submit(submitted("b"), job("b"), at_seconds=1000.0)
         backend.ask(JobRequest("b", "cancel"))
         assert backend.poll() == [JobRequest("a", "hold")]
         backend.execute(StopGroup("g0"))
@@ -450,6 +451,7 @@ def test_jobs_come_and_go_at_any_time_from_any_thread(tmp_path: Path) -> None:
         worker.obey()
         assert backend.poll() == [GroupReady("g1")]
         backend.seal()
+        backend._start -= 1000.0
         assert backend.poll() == [submitted("b"), JobRequest("b", "cancel")]
         worker.say(Finished("a", {}))
         assert backend.poll() == [JobFinished("a")] and backend.poll() == []

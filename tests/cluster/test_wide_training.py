@@ -17,7 +17,7 @@ import pytest
 import tlora
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, steps_taken, write_rows
-from tests.process_hooks import REPORT_EACH_STEP, run_in_each_process
+from tests.process_hooks import REPORT_EACH_STEP, let_hold, slow_down
 from tlora.cluster.controller import run
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.listeners import TlsListener
@@ -83,7 +83,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("wide")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TLORA_CACHE", str(directory / "cache"))
-        run_in_each_process(monkeypatch, directory, REPORT_EACH_STEP)
+        let_hold(monkeypatch, directory, REPORT_EACH_STEP)
         yield make_world(directory, "cpu", 1)
 
 
@@ -193,22 +193,24 @@ def worker_pid(script: Script) -> int:
 @pytest.mark.slow
 def test_jobs_go_on_on_other_gpus(world: World, tmp_path: Path) -> None:
     """From one GPU to two, to the second of them, and back to both, in one worker that loads its base once."""
-    stops = [(0,), (0, 1), (1,), (0, 1)]
-    seen: list[int] = []  # steps of the first job when its group moved
+    stops = [(0, 1), (1,), (0, 1)]
+    ready: list[tuple[int, ...]] = []  # where the group was, while the first job trained
 
     def act(event: Event, script: Script) -> tuple[int, ...]:
-        steps = script.steps("two")
-        is_new = isinstance(event, StepsDone) and event.job_id == "two" and len(stops) > 1
-        if is_new and steps[-1] >= (seen[-1] if seen else 0) + 6 and "two" in script.jobs:
-            seen.append(steps[-1])
-            stops.pop(0)
-            return stops[0]
+        if isinstance(event, GroupReady) and "two" in script.jobs:
+            ready.append(script.gpus)
+            if not stops:
+                go_on()
+        if isinstance(event, StepsDone) and event.job_id == "two" and stops and ready[-1:] == [script.gpus]:
+            return stops.pop(0)
         return script.gpus
 
     script = Script((0,), act)
-    run_script(world, tmp_path, script)
+    with slow_down(world.orders[0]["max_steps"]) as go_on:
+        run_script(world, tmp_path, script)
     world.same_bytes(tmp_path)
-    assert len(seen) == 3 and not any(isinstance(event, GroupLost) for event in script.told)
+    moves = [gpus for gpus, before in zip(ready, [(), *ready], strict=False) if gpus != before]
+    assert moves == [(0,), (0, 1), (1,), (0, 1)] and not any(isinstance(event, GroupLost) for event in script.told)
     logs = {path.name for path in (tmp_path / "workers").glob("*.log")}
     assert logs == {"gpu0.log"}
 
@@ -228,6 +230,7 @@ def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -
                 ended.append(worker_pid(script))
                 ranks.extend(home(tmp_path, name) for name in ("two", "evaluated"))
                 os.kill(ended[-1], signal.SIGKILL)
+                go_on()
         if isinstance(event, GroupLost):
             gone.append(not any(Path(f"/proc/{pid}").exists() for pid in ranks))
         return script.gpus
@@ -235,7 +238,8 @@ def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -
     ranks: list[int] = []
     gone: list[bool] = []
     script = Script((0, 1), act)
-    run_script(world, tmp_path, script)
+    with slow_down(world.orders[1]["max_steps"]) as go_on:
+        run_script(world, tmp_path, script)
     world.same_bytes(tmp_path)
     lost = [event.reason for event in script.told if isinstance(event, GroupLost)]
     assert len(lost) == 2 and "is lost: was " + rank in lost[0] and "was killed by signal 9" in lost[1], lost
@@ -263,13 +267,16 @@ def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -
 
     first = LocalBackend(machine)
     submit_all(first, {"two": LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set)}, [(0.0, submitted)])
-    with pytest.raises(KilledError):
-        run(script, first, until_killed)
-    script.backend = first
-    pid = worker_pid(script)
-    first.abandon()
     found: list[Event] = []
-    with LocalBackend(machine) as second:
+    with slow_down(world.orders[0]["max_steps"]) as go_on:
+        with pytest.raises(KilledError):
+            run(script, first, until_killed)
+        script.backend = first
+        pid = worker_pid(script)
+        first.abandon()
+        second = LocalBackend(machine)
+        go_on()
+    with second:
         second.submit(submitted, LocalJob(spec.jobs[0], profiled.train_set, profiled.eval_set), at_seconds=-1.0)
         second.seal()
         while events := second.poll():

@@ -22,7 +22,7 @@ import yaml
 
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, same_bytes, sha256, steps_taken, train, write_rows
-from tests.process_hooks import run_in_each_process
+from tests.process_hooks import let_hold, run_in_each_process, slow_down
 from tlora.cluster.epochs import lock_store
 from tlora.engine.interrupts import recorded_end
 from tlora.engine.ranks.devices import rank_devices
@@ -241,15 +241,19 @@ class Cluster:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))])
-def test_a_cluster_that_is_killed_with_its_workers_goes_on(world: World, tmp_path: Path, seed: int) -> None:
+def test_a_cluster_that_is_killed_with_its_workers_goes_on(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     cluster = Cluster(world, tmp_path)
-    with cluster.start() as process:
+    let_hold(monkeypatch, tmp_path, "")
+    with slow_down(world.orders[0]["max_steps"]), cluster.start() as process:
         cluster.wait_for_rows(5 + 8 * seed, process)
         workers = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         for worker in workers:
             with suppress(psutil.NoSuchProcess):
                 worker.kill()
+    assert process.returncode == -signal.SIGKILL
     assert cluster.start().wait() == 0
     world.same_bytes(cluster.out)
 

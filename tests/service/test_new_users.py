@@ -16,6 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.engine.tiny_runs import write_rows
+from tests.process_hooks import let_hold, slow_down
 from tests.service.test_real_server import BASE, Server, running, until
 
 _ORDER = {"batch_size": 4, "learning_rate": 1e-3}
@@ -59,10 +60,11 @@ class User:
 
 @pytest.mark.parametrize("count", [3, pytest.param(6, marks=pytest.mark.soak)])
 @pytest.mark.slow
-def test_users_with_a_key_each(tmp_path: Path, count: int) -> None:
+def test_users_with_a_key_each(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "server"
     directory.mkdir()
-    with running(directory) as servers:
+    let_hold(monkeypatch, tmp_path, "")
+    with running(directory) as servers, slow_down(_STEPS[0]) as go_on:
         servers.append(Server(directory))
         users: list[User] = []
         for number in range(count):
@@ -83,6 +85,7 @@ def test_users_with_a_key_each(tmp_path: Path, count: int) -> None:
         server = servers[1]
         assert pauses.job(server, "job0")["status"] == "paused", "who has paused has paused"
         assert "queued" in pauses.run(server, "resume", "job0")
+        go_on()
         wanted = [(user, f"job{number}") for number, user in enumerate(users) if user is not cancels] + [(clones, "job2-lr5e-4")]
         for user, name in wanted:
             user.run(server, "show", name, "--follow")
