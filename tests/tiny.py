@@ -139,7 +139,9 @@ INDEXED: dict[str, PretrainedConfig] = {
 
 WITHOUT_KEYWORDS: dict[str, PretrainedConfig] = {"stablelm": StableLmConfig(**SHAPE), "nemotron": NemotronConfig(**SHAPE)}
 """Layers take keywords, and hand their attention none."""
-_GPT: dict[str, Any] = {"vocab_size": 131, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_GPT: dict[str, Any] = {
+    "vocab_size": 131, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 TRANSPOSED: dict[str, PretrainedConfig] = {"gpt2": GPT2Config(**_GPT)}
 """`Conv1D`s in the place of linears."""
 _FALCON: dict[str, Any] = {**SHAPE, "ffn_hidden_size": 96}

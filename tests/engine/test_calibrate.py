@@ -78,6 +78,23 @@ def test_layers_in_fewer_bits_are_timed_too() -> None:
     assert found.flops > 1e6 and len(found.seconds) == 2
 
 
+def test_jobs_of_several_ranks_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[tuple[int, int]]] = []
+
+    def note(model: SuperModel, runs: Sequence[JobRun]) -> Generator[None, None, Timed]:
+        seen.append([(run.spec.r, run.spec.batch_size) for run in runs])
+        yield
+        tokens = SAMPLE_TOKENS * sum(run.spec.batch_size for run in runs)
+        return Timed(len(runs), tokens, 1e-6 * tokens * (1 + model.base.model.config.num_hidden_layers))
+
+    monkeypatch.setattr(layer_speed, "probe", note)
+    found = measure_layers(CPU, torch.float32, replace(TINY, samples=(2, 6), ranks=(8, 32)))
+    assert seen == [[(8, 1), (32, 1)], [(8, 3), (32, 3)]] * 2
+    assert sorted(found.seconds) == [2 * SAMPLE_TOKENS, 6 * SAMPLE_TOKENS]
+    with pytest.raises(AssertionError, match="samples of 2 jobs"):
+        replace(TINY, samples=(3,), ranks=(8, 32))
+
+
 def test_seconds_that_follow_the_formula_give_its_constants() -> None:
     """A layer takes 300 us, and each token its multiply-adds at 500 TFLOP/s."""
     token = 2 * (2 * LAYERS.layer_weights + 3 * 4096 * SAMPLE_TOKENS) / 500e12

@@ -111,8 +111,8 @@ class MadeUpJobs:
         self._length = min([SAMPLE_TOKENS, *(limit.tokens for limit in model.limits)])
         self._vocab_size, self._directory, self._made = model.base.vocab_size, directory, 0
 
-    def job(self, tokens: int) -> JobRun:
-        """A job whose global batches have about so many tokens."""
+    def job(self, tokens: int, rank: int = 16) -> JobRun:
+        """A job whose global batches have about so many tokens, and whose adapters have that `rank`."""
         self._made += 1
         batch_size, directory = max(1, round(tokens / self._length)), self._directory / str(self._made)
         rng, writer = np.random.default_rng(self._made), Writer(directory)
@@ -120,7 +120,7 @@ class MadeUpJobs:
             writer.add(Sample(rng.integers(0, self._vocab_size, self._length).astype(np.int32), np.ones(self._length, np.float32)))
         writer.finish({})
         data = DataConfig(path="-", max_length=self._length)
-        spec = JobSpec(name="made-up", data=data, batch_size=batch_size, max_steps=_ENDLESS, learning_rate=1e-5)
+        spec = JobSpec(name="made-up", data=data, r=rank, batch_size=batch_size, max_steps=_ENDLESS, learning_rate=1e-5)
         return JobRun(spec.model_copy(update={"name": f"(made up {self._made})"}), Dataset(directory), None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +29,7 @@ _Value = TypeVar("_Value")
 @dataclass(frozen=True)
 class MadeUpBase:
     """Layers of Llama-3-8B's shape. `depths`: of the two bases. `samples`: of the micro-batches, the fewest first: 2,032 and 8,128 tokens
-    are computed as 2,048 and 8,192, from which on training becomes no faster.
+    are computed as 2,048 and 8,192, from which on training becomes no faster. `ranks`: of the jobs that share them, each with as many.
     """
 
     hidden_size: int = 4096
@@ -39,6 +39,10 @@ class MadeUpBase:
     vocab_size: int = 32000
     depths: tuple[int, int] = (2, 6)
     samples: tuple[int, ...] = (16, 64)
+    ranks: tuple[int, ...] = (16,)
+
+    def __post_init__(self) -> None:
+        assert not any(count % len(self.ranks) for count in self.samples), f"{self.samples} samples of {len(self.ranks)} jobs"
 
     @property
     def layer_weights(self) -> int:
@@ -74,7 +78,7 @@ class LayerSpeed:
 def measure_layers(device: torch.device, dtype: torch.dtype, base: MadeUpBase, precision: BasePrecision | None = None) -> LayerSpeed:
     """Of layers held in `precision`. Raises CalibrationError where not even the smallest micro-batch can be timed."""
     shallow, deep = base.depths
-    timed = {depth: _timed(_make(device, dtype, base, depth, precision), base.samples) for depth in (deep, shallow)}
+    timed = {depth: _timed(_make(device, dtype, base, depth, precision), base) for depth in (deep, shallow)}
     both = sorted(timed[deep].keys() & timed[shallow].keys())
     per_layer = {tokens: (timed[deep][tokens] - timed[shallow][tokens]) / (deep - shallow) for tokens in both}
     return speed_of(per_layer, base)
@@ -107,18 +111,19 @@ def _make(
     return make
 
 
-def _timed(make: Callable[[], SuperModel], samples: Sequence[int]) -> dict[int, float]:
+def _timed(make: Callable[[], SuperModel], base: MadeUpBase) -> dict[int, float]:
     """Seconds by tokens of the micro-batch, of those that fit and end in time; the first does, or CalibrationError is raised."""
     found: dict[int, float] = {}
     model = make()
     last: Timed | None = None
     with tempfile.TemporaryDirectory(prefix="tlora-speed-") as directory:
         jobs = MadeUpJobs(model, Path(directory))
-        for count in samples:
+        for count in base.samples:
             if last is not None and not worth_trying(count * SAMPLE_TOKENS, last, model.device.type):
                 break
             try:
-                last = _result(probe(model, [jobs.job(count * SAMPLE_TOKENS)]))
+                tokens = count // len(base.ranks) * SAMPLE_TOKENS
+                last = _result(probe(model, [jobs.job(tokens, rank) for rank in base.ranks]))
             except CalibrationError:  # it takes more memory than there is
                 if last is None:
                     raise
