@@ -34,7 +34,7 @@ from tlora.service.database.writer import Writer
 from tlora.service.intake import Answer, IntakeRequest, request_line
 from tlora.service.job_status_writer import JobStatusWriter, Recorded
 from tlora.service.live_state import LiveState
-from tlora.service.order_reader import Accepted, Feeder, OrderReader, StorePatience, submit, try_later
+from tlora.service.order_reader import Accepted, Feeder, OrderReader, StorePatience, submit, try_later, warn_of_lost_bases, warn_of_waiting
 from tlora.service.problems import RefusedError
 from tlora.service.storage import Storage
 from tlora.service.usage import Usage
@@ -63,6 +63,7 @@ class Controller:
         self._problems: dict[str, str] = {}  # of bases
         self._known: dict[str, str] = {}  # jobs that the cluster has -> their base
         self._early: dict[str, list[Row[Any]]] = {}  # jobs whose data is read, by the base that is not known yet
+        self._homeless: dict[str, list[Accepted]] = {}  # jobs by their base, which no longer is served
         self._expected: dict[str, list[JobSpec]] = {}  # jobs whose data is being read, by the base that is not known yet
         self._cluster: Cluster | None = None
         self.scheduler: Scheduler | None = None
@@ -93,6 +94,7 @@ class Controller:
             there = set[str]()
             for row in rows:
                 self._take_up(Accepted(row), there)
+            warn_of_lost_bases({name: len(jobs) for name, jobs in self._homeless.items()})
         self._feeder.start()
         self._thread.start()
 
@@ -144,6 +146,7 @@ class Controller:
     def base_added(self, name: str, path: str) -> None:
         with self._lock:
             self._bases[name] = path
+            self._feeder.put(self._homeless.pop(name, []))
         self._look_at_base(name)
 
     def _look_at_base(self, name: str) -> None:
@@ -161,6 +164,10 @@ class Controller:
         """Through intake, or, where its data has been read before, to the cluster. `there`: paths that need not be looked for."""
         row = job.row
         with self._lock:
+            if row.base_model not in self._bases:
+                self._homeless.setdefault(row.base_model, []).append(job)
+                self._outcomes.wait_for(row.id, f"its base model {row.base_model}, which is not served any more: its operator must add it")
+                return
             if self._reader.has_tokens(row):
                 self._admit(row)
                 return
@@ -320,7 +327,7 @@ class Controller:
         try:
             cluster = self._backend_factory.make(self._bases)
             cluster.more_to_come = self._has_open_jobs
-            on_wait = _warn_of_waiting if self._config.hosts_may_come or self._config.backend == "ray" else None
+            on_wait = warn_of_waiting if self._config.hosts_may_come or self._config.backend == "ray" else None
             begins = CostModel({}, speed=self._backend_factory.places.speed)
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._live.see_policy_fault, self._usage.tenants, on_wait)
             cluster.follow(scheduler.state)
@@ -389,7 +396,3 @@ class Controller:
             self._known.pop(job_id, None)
             if self._cluster is not None:
                 self._cluster.forget(job_id)
-
-
-def _warn_of_waiting(job_id: str, reason: str) -> None:
-    logging.getLogger(__name__).warning("%s waits for workers of other hosts: %s", job_id, reason)

@@ -80,6 +80,7 @@ class LiveJobs:
                     self._queued.pop(after.name, None)
                 else:
                     self._queued.setdefault(after.name)
+                    self.reading.pop(after.name, None)
         match item:
             case JobFinished(job_id):
                 effects.append(EndJob(job_id, "succeeded"))

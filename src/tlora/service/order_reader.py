@@ -25,6 +25,7 @@ from tlora.protocol import JobProfile, JobSubmitted
 from tlora.service.backend_factory import Cluster
 from tlora.service.database import file_rows, job_rows
 from tlora.service.database.writer import Operation, StoreError, Writer
+from tlora.wording.numbers import quantity
 
 T = TypeVar("T")
 _MOST_PATHS = 10_000
@@ -203,3 +204,16 @@ def try_later(what: Callable[[T], object], argument: T) -> None:
     again = threading.Timer(_ROOM_SECONDS, what, (argument,))
     again.daemon = True
     again.start()
+
+
+def warn_of_waiting(job_id: str, reason: str) -> None:
+    logging.getLogger(__name__).warning("%s waits for workers of other hosts: %s", job_id, reason)
+
+
+def warn_of_lost_bases(jobs_by_base: Mapping[str, int]) -> None:
+    """How many jobs were accepted for bases that the server is not started with any more."""
+    for name, count in jobs_by_base.items():
+        waits = quantity(count, "job waits", "jobs wait")
+        logging.getLogger(__name__).warning(
+            "%s for base model %s, which is not served any more: `tlora bases add %s=...`, or start with it", waits, name, name
+        )
