@@ -1,4 +1,5 @@
-"""Every family that the README names, through `tlora.train` on tiny bases: an SFT and a DPO job beside one with dropout.
+"""Families that people train, through `tlora.train` on tiny bases: an SFT and a DPO job beside one with dropout. The last two go one sample
+at a time.
 
 In bf16 they train; in fp32 the first two equal PEFT with `torch.optim.AdamW` in fp64. The same on a CPU for some of them.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 import tlora
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.tiny_runs import sentence
-from tests.numerics.peft_oracle import make_peft, peft_modules, scheduler
+from tests.numerics.peft_oracle import delta_weight, make_peft, peft_modules, scheduler
 from tests.tolerances import TRAINED, assert_close
 from tlora.adapters.peft import load_params
 from tlora.adapters.state import init_state
@@ -42,6 +43,7 @@ LAST_TWO_SHARE = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 7, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
 }  # fmt: skip
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4}
+MAMBA = {"num_experts": 1, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {}),
@@ -62,6 +64,9 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (transformers.Qwen3MoeConfig, {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}),
     "gpt-oss": (transformers.GptOssConfig, {**ALTERNATING, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": (transformers.GPT2Config, {}),
+    "jamba": (transformers.JambaConfig, MAMBA),
+    "mpt": (transformers.MptConfig, {"d_model": 128, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "expansion_ratio": 2}),
 }
 ON_A_CPU = ("llama", "gemma4", "gemma4-shared", "qwen3-moe", "deepseek-v3", "gpt-oss")  # in every run; all of them in `make soak`
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -165,7 +170,7 @@ def peft_train(base: str, spec: JobSpec, data: Dataset) -> dict[str, Tensor]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return {name: module.get_delta_weight("default").detach() for name, module in peft_modules(adapted).items()}
+    return {name: delta_weight(module) for name, module in peft_modules(adapted).items()}
 
 
 def our_change(run: RunSpec, spec: JobSpec) -> dict[str, Tensor]:
