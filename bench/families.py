@@ -67,7 +67,19 @@ handed keywords, one by one), and with experts as targets by tests/supermodel/te
 """
 OPTIONAL = ("head_dim", "num_key_value_heads")  # without which some families make no model
 LAYER_TYPES = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types")
+DECODERS_IF_TOLD = (
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "roberta",
+    "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+)  # fmt: skip
+"""Encoders whose config says whether they are decoders."""
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_SCALED_ROPE = _PLAIN_ROPE | {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,  # beyond which queries are scaled
+    "partial_rotary_factor": 0.5,
+    "llama_4_scaling_beta": 0.5,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -77,7 +89,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     **{family: {"rotary_dim": 8} for family in ("gptj", "codegen")},
     "step3p5": {"sliding_window": 7},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
     "qwen4_exp_text": {
@@ -96,6 +108,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "4/8"},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    **{family: {"is_decoder": True} for family in DECODERS_IF_TOLD},
+    "rembert": {"is_decoder": True, "output_embedding_size": 64, "input_embedding_size": 64},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "mistral4": {"head_dim": 16, "rope_parameters": _SCALED_ROPE},
+    **{family: {"vocabulary_map": {"<image>": 3, "IMGIMGBZ": 7}} for family in ("chameleon", "emu3")},
+    "inkling_text": {"unpadded_vocab_size": VOCABULARY - 7},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"num_hidden_layers": 4, **dict.fromkeys(("layer_types", "layers_block_type"), ["mamba", "hybrid"] * 2)},
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 0]}},
@@ -140,9 +158,10 @@ def tiny(kind: Any) -> Any:
     whole = kind()
     text = whole.get_text_config()
     changes = {key: value for key, value in TINY.items() if _takes(text, key)} | _layers(text)
-    changes |= (_rope(text) if text is not whole else {}) | SPECIAL.get(text.model_type, {})
+    changes |= _rope(text) if text is not whole else {}
     if "kv_lora_rank" in changes and "num_key_value_heads" in changes:  # latent attention has as many, and heads for positions apart
         changes["num_key_value_heads"], changes["head_dim"] = changes["num_attention_heads"], changes["qk_rope_head_dim"]
+    changes |= SPECIAL.get(text.model_type, {})
     if text is whole:
         return kind(**changes)
     parts = {name: value for name, value in vars(whole).items() if isinstance(value, PretrainedConfig)}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     DeepseekV4Config,
     DeepseekV32Config,
     FalconConfig,
@@ -16,6 +17,7 @@ from transformers import (
     GlmMoeDsaConfig,
     GPT2Config,
     GraniteMoeHybridConfig,
+    InklingTextConfig,
     JambaConfig,
     KimiLinearConfig,
     Lfm2Config,
@@ -23,6 +25,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxM3VLTextConfig,
     MistralConfig,
+    ModernBertDecoderConfig,
     MptConfig,
     NemotronConfig,
     OpenAIGPTConfig,
@@ -144,6 +147,13 @@ _GPT: dict[str, Any] = {
 }  # fmt: skip
 TRANSPOSED: dict[str, PretrainedConfig] = {"gpt2": GPT2Config(**_GPT)}
 """`Conv1D`s in the place of linears."""
+BEFORE_HEAD: dict[str, PretrainedConfig] = {
+    "modernbert-decoder": ModernBertDecoderConfig(
+        **SHAPE, local_attention=14, layer_types=["sliding_attention", "full_attention"], decoder_bias=True, cls_token_id=1, sep_token_id=2
+    ),
+    "bert": BertConfig(**SHAPE, is_decoder=True),
+}
+"""Between decoder and head there is a dense layer with a norm."""
 _FALCON: dict[str, Any] = {**SHAPE, "ffn_hidden_size": 96}
 ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "qwen4-exp": Qwen4ExpTextConfig(
@@ -178,6 +188,15 @@ ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "jamba": JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1),
     "mpt": MptConfig(d_model=64, n_heads=4, n_layers=2, max_seq_len=256, vocab_size=131, expansion_ratio=2),
     "gpt": OpenAIGPTConfig(**_GPT),
+    "inkling": InklingTextConfig(
+        **{**SHAPE, "vocab_size": 137},
+        unpadded_vocab_size=131,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_layer_types=["dense", "sparse"],
+    ),
     "falcon": FalconConfig(**_FALCON, multi_query=True, parallel_attn=True, bias=True),
     "falcon-40b": FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
     "falcon-rw": FalconConfig(**_FALCON, alibi=True, multi_query=False, parallel_attn=False, bias=True),
@@ -190,7 +209,7 @@ attention that no other can replace.
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random causal LM of `family`; `changes` override its config."""
-    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED, **WITHOUT_KEYWORDS, **TRANSPOSED, **ONE_BY_ONE}[family]
+    kind = {**FAMILIES, **HYBRIDS, **CHUNKED, **INDEXED, **WITHOUT_KEYWORDS, **TRANSPOSED, **BEFORE_HEAD, **ONE_BY_ONE}[family]
     config = type(kind)(**{**kind.to_dict(), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

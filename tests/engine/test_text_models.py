@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nVisionConfig
 
 from bench.families import families, look, tiny
 from tests.data.chat_templates import CHATML, make_tokenizer
@@ -17,7 +18,7 @@ from tests.engine.test_train import our_logits
 from tests.engine.tiny_runs import job, train, write_rows
 from tests.tiny import SHAPE
 from tlora.errors import ModelError
-from tlora.supermodel.load import load_base, load_config, outline
+from tlora.supermodel.load import hidden_states, load_base, load_config, outline
 from tlora.supermodel.text_model import other_parameters
 from tlora.supermodel.weight_files import check_unused
 
@@ -47,10 +48,47 @@ FAMILIES: dict[str, Any] = {
     "qwen3-vl": lambda text: transformers.Qwen3VLConfig(
         text_config={**text, "rope_parameters": ROPE}, vision_config={**SMALL_TOWER, "deepstack_visual_indexes": [0]}
     ),
+    "gemma3n": lambda text: transformers.Gemma3nConfig(
+        text_config={
+            **text,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "vocab_size_per_layer_input": text["vocab_size"] - 8,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        },
+        vision_config={"hidden_size": 32, "vocab_size": 4, "vocab_offset": text["vocab_size"] - 8},
+        audio_config={"hidden_size": 32, "vocab_size": 4, "vocab_offset": text["vocab_size"] - 4, "conf_num_hidden_layers": 1},
+    ),
     "qwen2.5-vl": lambda text: transformers.Qwen2_5_VLConfig(text_config={**text, "rope_parameters": ROPE}, vision_config=SMALL_TOWER),
 }
-IN_EVERY_RUN = ("gemma3", "mistral3")
-PREFIXES = ("base_model.model.model.language_model.", "base_model.model.language_model.model.")  # the latter is Llama 4's
+IN_EVERY_RUN = ("gemma3", "gemma3n", "mistral3")
+PARTS = ("model.language_model", "language_model.model", "model.embed_vision", "model.embed_audio")
+PREFIXES = tuple(f"base_model.model.{part}." for part in PARTS)
+"""The second is Llama 4's, the last two Gemma 3n's, whose own forward looks up all tokens there too."""
+
+
+class TimmTower(transformers.PreTrainedModel):
+    """In the place of a tower by the package timm, which is not needed here."""
+
+    config_class = Gemma3nVisionConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.proj = torch.nn.Linear(3, 3)
+        self.post_init()
+
+
+@pytest.fixture(autouse=True)
+def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_config: Any = transformers.AutoModel.from_config
+    monkeypatch.setattr(
+        transformers.AutoModel,
+        "from_config",
+        lambda config, **rest: (TimmTower if isinstance(config, Gemma3nVisionConfig) else from_config)(config, **rest),
+    )
 
 
 def save_base(directory: Path, family: str) -> Path:
@@ -97,6 +135,18 @@ def test_weights_of_other_modalities_are_let_go_and_said(tmp_path: Path) -> None
         assert {name for name, _ in model.named_modules()} == {name for name, _ in whole.named_modules()}, "names that PEFT would match"
     [line] = check_unused(str(base), load_config(str(base)), "refuse")
     assert f"{len(other_parameters(whole))} tensors of" in line and "model.multi_modal_projector." in line
+
+
+def test_what_a_pass_over_text_runs_besides_is_kept_and_run(tmp_path: Path) -> None:
+    """Gemma 3n looks tokens up in embeddings of images and sound: also rows that have such tokens see its own."""
+    base = load_base(str(save_base(tmp_path, "gemma3n")))
+    assert base.whole_model and outline(str(tmp_path)).whole_model
+    left = {name for name, _ in base.model.named_parameters()}
+    assert "model.embed_vision.embedding.weight" in left and not any("tower" in name for name in left)
+    whole, ids = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path), torch.arange(base.vocab_size - 12, base.vocab_size)
+    with torch.no_grad():
+        hidden_TH = hidden_states(base, ids, torch.arange(12), (12,))
+        torch.testing.assert_close(base.head.logits(hidden_TH), whole(input_ids=ids[None]).logits[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_wrapper_of_a_text_encoder_is_refused_and_not_broken_off(tmp_path: Path) -> None:

@@ -57,6 +57,16 @@ def check_l0(model: SuperModel, job: Job) -> None:
         assert first == second, f"{job.name}: two runs alone differ (deterministic={deterministic})"
 
 
+def check_in_fp32(model: SuperModel, jobs: Sequence[Job], poisons: Sequence[Poison]) -> None:
+    """All promises but equality with PEFT, beside each of the poisons."""
+    check_l0(model, jobs[0])
+    check_l3(model, jobs, packing_seed=13)
+    alone = all_alone(model, jobs)
+    check_l1(model, jobs, 14, alone)
+    for poison in poisons:
+        check_l2(model, jobs, poison, alone)
+
+
 def all_alone(model: SuperModel, jobs: Sequence[Job]) -> dict[str, Trained]:
     """Each job by itself, in deterministic mode."""
     return {job.name: train_alone(model, job) for job in jobs}

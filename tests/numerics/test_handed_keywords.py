@@ -49,13 +49,7 @@ def test_fp64_equals_peft_and_alone(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
 def test_fp32_equals_alone_beside_every_poison(family: str) -> None:
-    model, found = super_model(family, torch.float32, WIDER), jobs()
-    checks.check_l0(model, found[0])
-    checks.check_l3(model, found, packing_seed=13)
-    alone = checks.all_alone(model, found)
-    checks.check_l1(model, found, 14, alone)
-    for poison in poisons.POISONS:
-        checks.check_l2(model, found, poison, alone)
+    checks.check_in_fp32(super_model(family, torch.float32, WIDER), jobs(), poisons.POISONS)
 
 
 @pytest.mark.slow

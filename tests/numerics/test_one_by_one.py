@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BertConfig, XLNetConfig, ZayaConfig
+from transformers import AutoModelForCausalLM, ProphetNetConfig, XLNetConfig, ZayaConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
 from tests.engine.tiny_runs import CHATML, job, make_tokenizer, run_spec, same_bytes, train, train_killed, write_rows
@@ -41,10 +41,11 @@ TARGETS = {
     "deepseek-v4": ["q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"],
     "jamba": ["in_proj", "x_proj", "q_proj", "down_proj"],
     "mpt": ["Wqkv", "out_proj", "down_proj"],
+    "inkling": ["q_proj", "r_proj", "o_proj", "mlp.down_proj"],
     **{name: ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"] for name in FALCONS},
     "gpt": ["c_attn", "c_fc", "mlp.c_proj"],
 }
-DTYPES = {"qwen4-exp": torch.float32, "deepseek-v4": torch.float32}  # products of experts take no fp64
+DTYPES = dict.fromkeys(("qwen4-exp", "deepseek-v4", "inkling"), torch.float32)  # products of experts take no fp64
 WIDER = {"mpt": (("d_model", 256),), "gpt": (("n_embd", 256),), **dict.fromkeys(FALCONS, (("hidden_size", 256),))}
 EVERY_RUN = ("jamba", "falcon-40b")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of PEFT, which looks for experts too
@@ -177,7 +178,7 @@ def test_others_are_packed(family: str, tmp_path: Path) -> None:
 ZAYA = ZayaConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32)
 REFUSED = {
     "later tokens": (XLNetConfig(vocab_size=131, d_model=64, n_layer=2, n_head=4, d_inner=96), "lets tokens see those behind them"),
-    "another head": (BertConfig(**SHAPE, is_decoder=True), "gives other logits than its decoder and head"),
+    "another head": (ProphetNetConfig(vocab_size=131, hidden_size=64), "gives other logits than its decoder and head"),
     "other rows": (ZAYA, r"v_proj_delayed sees 1 rows of a sample of 19 tokens, and so has no adapter"),
 }
 

@@ -100,9 +100,8 @@ def test_a_processor_whose_products_mix_rows_is_said(monkeypatch: pytest.MonkeyP
 
 
 def test_layers_that_are_not_linear_are_refused() -> None:
-    gpt2 = transformers.GPT2Config(vocab_size=131, n_embd=64, n_layer=1, n_head=4, n_positions=64)
-    with pytest.raises(ModelError, match=r"GPT2LMHeadModel .*nn\.Linear"):
-        SuperModel(make_base(build(gpt2), "gpt2"))
+    with pytest.raises(ModelError, match=r"Sequential has no nn\.Linear layer to adapt"):
+        find_linears(nn.Sequential(nn.Embedding(131, 64), nn.LayerNorm(64)))
 
 
 def test_a_head_that_is_not_linear_is_refused() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tlora.kernels.frozen import FrozenLinear
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.gemm import linear
 
 GPU_CHUNK_BYTES = 1 << 28  # of logits: 1,024 rows of Llama-3's vocabulary in bf16, 128 output tiles of the gradient's GEMM for 132 SMs
@@ -33,6 +33,14 @@ class Head:
     @property
     def bias_V(self) -> Tensor | None:  # noqa: N802
         return self.base().bias_N
+
+    def first(self, count: int) -> Head:
+        """The head of the first `count` rows, without copies."""
+
+        def rows() -> FrozenLinear:
+            return FrozenLinear(PlainWeight(self.weight_VH[:count]), None if self.bias_V is None else self.bias_V[:count])
+
+        return replace(self, base=rows)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """[T, V] in at least fp32."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from tlora.supermodel.base_config import one_line, package_missing, refuse_stran
 from tlora.supermodel.failed_proof import UnpackedError, why_not_finite, why_not_packed
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.handed_keywords import hand_on_keywords
+from tlora.supermodel.head_input import as_seen, input_of_head, look_at_head
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.indexers import at_their_limit, choose_all
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.move import move_model
-from tlora.supermodel.one_by_one import OF_FAMILIES, hidden_of, prove_one_by_one, why_not_together
+from tlora.supermodel.one_by_one import OF_FAMILIES, prove_one_by_one, why_not_together
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
@@ -52,7 +53,8 @@ class Base:
     `layers`: what brings the weights of the decoder's layers, where several ranks share them (`shared_base.py`). `stage`: which of them
     are here, where other processes have the rest (`stage.py`), and `outlined` the whole of it on the meta device, by which all of them
     decide alike. `recurrent`: names of layers that carry something along a sample. `why_one_by_one`: why no two samples share a pass;
-    "": they do.
+    "": they do. `whole_model`: whether there is more before the decoder, or between it and the head, so that
+    a pass is the model's own, as far as its head.
     """
 
     model: Any
@@ -64,10 +66,17 @@ class Base:
     outlined: Base | None = None
     recurrent: tuple[str, ...] = ()
     why_one_by_one: str = ""
+    whole_model: bool = False
 
     @property
     def vocab_size(self) -> int:
         return self.head.weight_VH.shape[0]
+
+    def hidden(self, **inputs: Any) -> Tensor:
+        """What the head gets, [T, H], of a pass over `inputs` of one row."""
+        if self.whole_model:
+            return input_of_head(self.model, **inputs)[0]
+        return self.decoder(**inputs).last_hidden_state[0]
 
     @property
     def num_bytes(self) -> int:
@@ -206,7 +215,7 @@ def make_base(model: Any, name: str, layers: LayerStream | None = None, stage: S
     _fit_to_packed(base.decoder)
     try:
         with shown_in_short_samples(base.decoder), at_their_limit(model, max(_LENGTHS)):
-            _check_packing(base)
+            base = _check_packing(base)
         _check_reach(base)
     except UnpackedError as error:
         if layers is None and stage is None:
@@ -222,10 +231,9 @@ def make_any_base(model: Any, name: str) -> Base:
     except UnpackedError as error:
         base, why = Base(model, decoder_of(model, name), find_head(model, name), name), str(error).removeprefix(f"base_model {name}: ")
         try:
-            prove_one_by_one(base, _sample_ids(base), _TOLERANCE[base.head.weight_VH.dtype])
+            return replace(prove_one_by_one(base, _sample_ids(base), _TOLERANCE[base.head.weight_VH.dtype]), why_one_by_one=why)
         except OF_FAMILIES as also:
             raise ModelError(f"{error}. Nor do samples one by one: {first_line(also)}") from None
-        return replace(base, why_one_by_one=why)
 
 
 def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> Base:
@@ -255,7 +263,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     stand_in(model.requires_grad_(False).eval())
     _fit_to_packed(decoder := decoder_of(model, base_model))
     base = Base(model, decoder, find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
-    return replace(base, why_one_by_one=why_not_together(base, _run_two_tokens))
+    return _with_outlined_head(replace(base, why_one_by_one=why_not_together(base, _run_two_tokens)))
 
 
 def _fit_to_packed(decoder: Any) -> None:
@@ -286,7 +294,8 @@ def find_head(model: Any, name: str) -> Head:
         is_one = f"is {type(embeddings).__name__}, and must be a linear layer"
         raise ModelError(f"base_model {name}: its output head {is_one}. Use a causal language model")
     config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
+    scale = next((scale for scale in scales if scale), 1.0 / (getattr(config, "logits_scaling", None) or 1.0))
     return Head(
         lambda: FrozenLinear(PlainWeight(embeddings.weight), embeddings.bias),
         scale,
@@ -301,26 +310,35 @@ def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengt
     wait for the device. Packed attention does not look at it.
     """
     with OutlinedExperts() if input_ids_T.is_meta else nullcontext():
-        if base.why_one_by_one:
-            return hidden_of(base, input_ids_T)
-        return base.decoder(
-            input_ids=input_ids_T[None],
-            position_ids=position_ids_T[None],
-            attention_mask=input_ids_T.new_ones(1, 1, 1, 1),
-            use_cache=False,
-            **({"pass_number": lengths} if isinstance(lengths, Tensor) else {"sequence_lengths": lengths}),
-        ).last_hidden_state[0]
+        return base.hidden(**_inputs(base, input_ids_T, position_ids_T, lengths))
+
+
+def _inputs(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | SampleLayout | Tensor) -> dict[str, Any]:
+    """What a pass of `hidden_states` hands the family's code."""
+    if base.why_one_by_one:
+        return {"input_ids": input_ids_T[None], "use_cache": False}
+    return {
+        "input_ids": input_ids_T[None],
+        "position_ids": position_ids_T[None],
+        "attention_mask": input_ids_T.new_ones(1, 1, 1, 1),
+        "use_cache": False,
+        ("pass_number" if isinstance(lengths, Tensor) else "sequence_lengths"): lengths,
+    }
 
 
 @torch.no_grad()
-def _check_packing(base: Base) -> None:
-    """The family's own eager attention on each sample alone is the oracle; any family that packs wrongly is refused here."""
+def _check_packing(base: Base) -> Base:
+    """The family's own eager attention on each sample alone is the oracle; any family that packs wrongly is refused here. The base, with
+    what it shows of its head.
+    """
     model, lengths, device, dtype = base.model, _LENGTHS, base.head.weight_VH.device, base.head.weight_VH.dtype
     ids = _sample_ids(base)
     model.set_attn_implementation("eager")
     try:
         ends = base.stage is None or base.stage.layers.is_last
-        outputs = [(model if ends else base.decoder)(input_ids=i[None], use_cache=False) for i in ids]
+        with look_at_head(model, base.decoder) as look:
+            outputs = [(model if ends else base.decoder)(input_ids=i[None], use_cache=False) for i in ids]
+        base = as_seen(base, look)
         alone = torch.cat([(output.logits if ends else output.last_hidden_state)[0].float() for output in outputs])
         model.set_attn_implementation(attention.NAME)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
@@ -335,6 +353,7 @@ def _check_packing(base: Base) -> None:
     difference = float((packed - alone).norm() / alone.norm())
     if leaks or not difference <= _TOLERANCE[dtype]:
         raise why_not_packed(base, packed, alone, leaks, _TOLERANCE[dtype])
+    return base
 
 
 @torch.no_grad()
@@ -358,6 +377,14 @@ def _run_two_tokens(base: Base) -> None:
     device = base.head.weight_VH.device
     with nullcontext() if base.why_one_by_one else all_cut():
         hidden_states(base, torch.zeros(2, dtype=torch.long, device=device), torch.arange(2, device=device), (2,))
+
+
+def _with_outlined_head(base: Base) -> Base:
+    """Of a base on the meta device, with what its own code shows of its head: where that does not run there, nothing."""
+    tokens = torch.zeros(2, dtype=torch.long, device=base.head.weight_VH.device)
+    with look_at_head(base.model, base.decoder) as look, OutlinedExperts(), suppress(*OF_FAMILIES), torch.no_grad():
+        base.model(**_inputs(base, tokens, tokens, (2,)))
+    return as_seen(base, look)
 
 
 def _sample_ids(base: Base) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tlora.errors import ModelError, first_line
 from tlora.supermodel.failed_proof import why_not_finite
+from tlora.supermodel.head_input import as_seen, look_at_head
 from tlora.supermodel.inject import expert_modules, find_linears
 
 OF_FAMILIES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError)
@@ -24,15 +25,17 @@ _IMPLEMENTATIONS = ("sdpa", "eager")  # the first that gives the eager one's log
 
 
 @torch.no_grad()
-def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> None:
+def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> Any:
     """Let `base.model` run each of the samples `ids` [L] by itself: with an attention that gives its eager one's logits through our head,
-    the same bits whatever ran before, and tokens that see none behind them.
+    the same bits whatever ran before, and tokens that see none behind them. The base, with what it shows of its head.
 
     Raises ModelError, and what the family's code raises.
     """
     kind = type(base.model).__name__
     base.model.set_attn_implementation("eager")
-    expected = [base.model(input_ids=i[None], use_cache=False).logits[0].float() for i in ids]
+    with look_at_head(base.model, base.decoder) as look:
+        expected = [base.model(input_ids=i[None], use_cache=False).logits[0].float() for i in ids]
+    base = as_seen(base, look)
     if not all(bool(logits.isfinite().all()) for logits in expected):
         raise ModelError(why_not_finite(base))
     difference, found = float("inf"), list[Tensor]()
@@ -54,6 +57,7 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> None
     if float((seen - found[0][:half].float()).norm() / seen.norm()) > tolerance:
         raise ModelError(f"{kind} lets tokens see those behind them, so it is no decoder. Use a causal language model")
     _check_rows(base, whole)
+    return base
 
 
 def _check_rows(base: Any, ids_T: Tensor) -> None:
@@ -95,7 +99,8 @@ def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
 
 def hidden_of(base: Any, ids_T: Tensor) -> Tensor:
     """Hidden states [T, H] of one sample, as the family's own code has them."""
-    return base.decoder(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
+    hidden_TH: Tensor = base.hidden(input_ids=ids_T[None], use_cache=False)
+    return hidden_TH
 
 
 def takes(model: Any, implementation: str) -> bool:

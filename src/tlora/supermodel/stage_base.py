@@ -79,7 +79,7 @@ def why_no_stages(base: Base, device: torch.device) -> str:
         return why
     if sum(isinstance(module, nn.Embedding) for module in base.decoder.modules()) != 1:
         return "it has more embeddings than that of its tokens"
-    if len(_norms(base.decoder)) != 1:
+    if len(_norms(base.decoder)) != 1 or base.whole_model:
         return "behind its layers there is more than a norm"
     strange = list[str]()
 

@@ -1,0 +1,84 @@
+"""What a family's own forward does between its decoder and its output head, or before its decoder: nothing in most, a dense layer and a
+norm in ModernBERT's decoder, a division in Inkling, more embeddings in Gemma 3n. Where there is anything, passes run it as far as the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from tlora.supermodel.text_model import output_embeddings, runs_more
+
+
+@dataclass
+class Look:
+    """What passes of a whole model show. `whole_model`: it does more than its decoder and its head; `columns`: of the last logits, None
+    where no head ran.
+    """
+
+    whole_model: bool = False
+    columns: int | None = None
+
+
+@contextmanager
+def look_at_head(model: Any, decoder: nn.Module) -> Iterator[Look]:
+    """Watches the passes of `model` within it."""
+    found, given = Look(runs_more(model)), list[Tensor]()
+
+    def from_decoder(_decoder: nn.Module, _args: object, output: Any) -> None:
+        given[:] = [output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]]
+
+    def into_head(_head: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.whole_model |= bool(given) and _storage(args[0]) != _storage(given[0])
+
+    def out_of_model(_model: nn.Module, _args: object, output: Any) -> None:
+        found.columns = output.logits.shape[-1]
+
+    hooks = [
+        decoder.register_forward_hook(from_decoder),
+        output_embeddings(model).register_forward_pre_hook(into_head),
+        model.register_forward_hook(out_of_model),
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def as_seen(base: Any, look: Look) -> Any:
+    """`base` with what passes have shown of its head: of one with more rows than the model gives logits, the first are its own (Inkling's
+    vocabulary is padded).
+    """
+    head, count = base.head, look.columns
+    if count is not None and count < len(head.weight_VH):
+        head = head.first(count)
+    return replace(base, head=head, whole_model=look.whole_model)
+
+
+def input_of_head(model: Any, **inputs: Any) -> Tensor:
+    """Hidden states [1, T, H] that the head of `model` gets in a pass over `inputs`. The head itself is not run: what the model does with
+    logits, it does with none.
+    """
+    head, got = output_embeddings(model), list[Tensor]()
+
+    def take(hidden_1TH: Tensor) -> Tensor:
+        got.append(hidden_1TH)
+        return hidden_1TH[..., :0]
+
+    assert "forward" not in vars(head), f"the head of {type(model).__name__} has a forward of its own"
+    head.forward = take
+    try:
+        model(**inputs)
+    finally:
+        del head.forward
+    return got[0]
+
+
+def _storage(x: Tensor) -> object:
+    """The same for a tensor and its views."""
+    return x.untyped_storage()._cdata
