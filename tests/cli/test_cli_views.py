@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tlora.api import JobView, OrderedData, OrderSpec
-from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, progress_view
+from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, plain_line, progress_view
 from tlora.cli.result_view import exit_code, print_results, resume_line
 from tlora.cli.service_view import print_job, print_jobs
 from tlora.cli.terminal import open_console, path_text, printable, shows_live
@@ -148,6 +148,7 @@ def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():
         "[1 min 40 s] a: done, step 400/20, train loss 1.2500, eval loss 0.5000, 5,000 tokens",
         "[1 min 40 s] b: failed, step 5/20, train loss 1.2500, 0 tokens",
     ]
+    assert plain_line(2.0, JobProgress("b", "failed", 16)) == "[2.0 s] b: failed", "it did not come to know its steps"
 
 
 def result(name: str, status: Any = "done", **fields: Any) -> JobResult:

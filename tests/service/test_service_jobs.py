@@ -53,6 +53,15 @@ def test_a_running_job_has_its_losses(served_slowly: Served) -> None:
         assert (shown["train_loss"], shown["eval_loss"]) == (1.5, 1.5)
     served_slowly.cluster.finish(job)
     assert served_slowly.wait("alice", job, "succeeded")["train_loss"] == 0.5
+    stopped = served_slowly.submit("alice")["id"]
+    until(lambda: stopped in served_slowly.cluster.placed)
+    served_slowly.cluster.step(stopped, 3)
+    served_slowly.wait("alice", stopped, "running")
+    metrics = metrics.parent.with_name(stopped) / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    served_slowly.ask("alice", "POST", f"/v1/jobs/{stopped}/cancel", 200)
+    assert served_slowly.wait("alice", stopped, "cancelled")["train_loss"] == 2.0, "it leaves no result"
 
 
 def test_pause_resume_and_cancel(served_slowly: Served) -> None:
@@ -64,6 +73,7 @@ def test_pause_resume_and_cancel(served_slowly: Served) -> None:
     paused = served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)
     assert (paused["status"], paused["waiting_for"]) == ("paused", "paused by its owner")
     assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)["status"] == "paused"
+    started = paused["started_at"]
     assert ("hold", ids[0]) in served_slowly.cluster.asked
     assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/resume", 200)["status"] == "queued"
     assert ("release", ids[0]) in served_slowly.cluster.asked
@@ -74,7 +84,7 @@ def test_pause_resume_and_cancel(served_slowly: Served) -> None:
         assert refused["error"]["code"] == "wrong_state"
     until(lambda: ids[0] in served_slowly.cluster.placed)
     served_slowly.cluster.step(ids[0], 4)
-    served_slowly.wait("alice", ids[0], "running")
+    assert served_slowly.wait("alice", ids[0], "running")["started_at"] == started, "it began but once"
     served_slowly.cluster.finish(ids[0])
     assert served_slowly.wait("alice", ids[0], "succeeded")["steps"] == 10
     assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/cancel", 409)["error"]["code"] == "wrong_state"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tlora.wording.numbers import are, count_text, duration_text, loss_text, quantity, setting_text, shorten, time_unit
+from tlora.wording.numbers import are, count_text, duration_text, field_text, loss_text, quantity, setting_text, shorten, time_unit
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,11 @@ def test_duration_text(seconds: float | None, text: str) -> None:
 
 def test_setting_text_writes_what_one_would_write() -> None:
     assert [setting_text(value) for value in (1e-5, 0.0003, 8, True, "cosine")] == ["1e-05", "0.0003", "8", "True", "cosine"]
+
+
+def test_field_text_writes_whole_numbers_as_such() -> None:
+    found = [field_text(value) for value in (50.0, 0.004, 16, "all-linear", None, ["q_proj"], True)]
+    assert found == ["50", "0.004", "16", "all-linear", "null", '["q_proj"]', "true"]
 
 
 def test_shorten_keeps_both_ends_and_the_length() -> None:

@@ -148,11 +148,15 @@ def summary_line(state: RunProgress) -> str:
 def plain_line(seconds: float, job: JobProgress, device: str = "cuda") -> str:
     """One job in one line: time, name, where it is of the places of `device`, step, losses, speed."""
     where = f" on {place_names(device)[bool(job.parts_on)]} {job.gpus_text}" if job.gpus_text else ""
-    parts = [f"{job.name}: {job.status}{where}", f"step {job.step}/{job.total_steps}"]
+    parts = [f"{job.name}: {job.status}{where}"]
+    if job.total_steps:  # else nothing is known of its length: it failed before
+        parts += [f"step {job.step}/{job.total_steps}"]
     parts += [f"train loss {loss_text(job.loss)}"] if job.loss is not None else []
     parts += [f"eval loss {loss_text(job.eval_loss)}"] if job.eval_loss is not None else []
     if job.has_ended:
-        parts += [f"{count_text(job.num_tokens)} tokens"]  # the reason of a failure is printed as a note and with the results
+        parts += (
+            [f"{count_text(job.num_tokens)} tokens"] if job.total_steps else []
+        )  # the reason of a failure is printed as a note and with the results
     else:
         parts += [f"{count_text(job.tokens_per_second)} tokens/s", f"share {job.share:.0%}"]
         parts += [f"ETA {duration_text(job.eta_seconds)}"] if job.eta_seconds is not None else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -18,7 +17,7 @@ from tlora.cli.terminal import bytes_text, open_table, printable, shows_live
 from tlora.client.jobs import Sight
 from tlora.cluster_api import ClusterView, HostView
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
-from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, place_names, quantity, ranges_text, shorten
+from tlora.wording.numbers import DASH, count_text, duration_text, field_text, loss_text, place_names, quantity, ranges_text, shorten
 
 STYLES = {"running": "cyan", "succeeded": "green", "failed": "bold red", "cancelled": "yellow", "paused": "yellow"}  # others are dim
 _SHOWN_EVENTS = 12
@@ -116,12 +115,7 @@ def _defaults() -> dict[str, Any]:
 
 def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     """The settings that differ from the defaults."""
-    shown = {
-        key: value if isinstance(value, str) else json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
-        for key, value in values.items()
-        if key not in defaults or defaults[key] != value
-    }
-    return ", ".join(f"{key} {value}" for key, value in shown.items())
+    return ", ".join(f"{key} {field_text(value)}" for key, value in values.items() if key not in defaults or defaults[key] != value)
 
 
 def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, JobView]) -> None:

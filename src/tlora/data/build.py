@@ -34,6 +34,7 @@ from tlora.file_identity import identity_of
 from tlora.job import Rows
 from tlora.processes import LostProcessError
 from tlora.version import __version__
+from tlora.wording.numbers import quantity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -285,7 +286,7 @@ def _fill_source(writer: Writer, order: SetSpec, encoder: Encoder, done: _Progre
         )
     if not samples:
         raise DataError(
-            f"{order.display_name}: none of {rows} rows has a token to train on within max_length {order.max_length}; "
+            f"{order.display_name}: none of {quantity(rows, 'row')} has a token to train on within max_length {order.max_length}; "
             "raise max_length, or check that the rows hold assistant turns or completions (train_on: all trains everything)"
         )
 

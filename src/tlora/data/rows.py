@@ -25,6 +25,7 @@ from tlora.data.sources import SUFFIXES, list_files
 from tlora.data_directory import data_suffix
 from tlora.errors import DataError, shown
 from tlora.json_file import DECODER, KeyTwiceError
+from tlora.wording.numbers import quantity
 
 MAX_ROW_BYTES = 16 << 20  # a row beyond it is no training sample but a broken file: the longest context holds some 4 MB of text
 CHUNK_BYTES = 1 << 16
@@ -276,7 +277,7 @@ def _read_csv(file: Path, delimiter: str, refuse: Refuse) -> Iterator[Row]:
             if len(cells) == len(header):
                 yield Row(f"{file}, line {lines.number}", dict(zip(header, cells, strict=True)), lines.share)
                 continue
-            why = f"{len(cells)} cells where the header has {len(header)}; quote cells that hold {mark}s"
+            why = f"{quantity(len(cells), 'cell')} where the header has {len(header)}; quote cells that hold {mark}s"
             refuse(DataError(f"{file}, line {lines.number}: {why}"))
     except csv.Error as error:
         raise DataError(f'{file}, line {lines.number}: broken CSV ({error}); expected {mark}-separated cells, quoted with "') from error

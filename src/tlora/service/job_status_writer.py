@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, func, update
 
 from tlora import durable
 from tlora.api import OPEN
@@ -181,7 +181,7 @@ class JobStatusWriter:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case ChangeStatus(job_id, before, status, message, starts):
-                self._change(job_id, before, status, message, **({"started": time.time()} if starts else {}))
+                self._change(job_id, before, status, message, **({"started": func.coalesce(jobs.c.started, time.time())} if starts else {}))
             case ShowSteps(job_id, steps):
                 self._live.see_steps(job_id, steps)
             case EndJob(job_id, "succeeded"):

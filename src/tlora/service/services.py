@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import Request
 from sqlalchemy import Engine, Row
 
-from tlora.api import ENDED, EventView, FileView, JobView, KeyView, NewKeyView, OrderSpec, Scope
+from tlora.api import EventView, FileView, JobView, KeyView, NewKeyView, OrderSpec, Scope
 from tlora.progress.view import logged_values
 from tlora.report.rows import read_rows
 from tlora.service.config import ServerConfig
@@ -180,9 +180,9 @@ class Services:
         return job_view(row, live.steps(row.id), live.waiting_for(row.id, row.status), order, live.queue_place(row.id, row.status))
 
     def trained_view(self, row: Row[Any]) -> JobView:
-        """`view` with the job's losses: its result's, or while it trains those in the last `_METRIC_BYTES` of its metrics."""
+        """`view` with the job's losses: its result's, or without one those in the last `_METRIC_BYTES` of its metrics."""
         found = row.result or {}
-        if not found and row.started is not None and row.status not in ENDED:
+        if not found and row.started is not None:
             logged = logged_values(read_rows(self.config.directory / "jobs" / row.id / "metrics.jsonl", _METRIC_BYTES))
             found = {"train_loss": logged.get("loss"), "eval_loss": logged.get("eval_loss")}
         return self.view(row).model_copy(update={key: found.get(key) for key in ("train_loss", "eval_loss")})

@@ -6,7 +6,6 @@ All HTML is made here, with autoescape; the script replaces what has changed and
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import time
 from functools import cache
@@ -30,7 +29,7 @@ from tlora.service.routes.jobs import REFUSALS, JobId
 from tlora.service.services import Services, services_of
 from tlora.service.signed import COOKIE_SECONDS, LINK_SECONDS
 from tlora.version import __version__
-from tlora.wording.numbers import DASH, count_text, duration_text, loss_text, place_names, ranges_text
+from tlora.wording.numbers import DASH, count_text, duration_text, field_text, loss_text, place_names, ranges_text
 
 _TEXT: dict[str, Any] = {"content": {"text/html": {"schema": {"type": "string"}}}}
 # refusals are pages for browsers, and JSON for all others
@@ -190,7 +189,7 @@ def _metrics(services: Services, job_id: str) -> Any:
 def _settings(order: dict[str, Any]) -> dict[str, str]:
     """What was ordered, each value as it is written."""
     found = {key: value for key, value in order.items() if key not in ("name", "base_model", "data")} | order["data"]
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}
+    return {key: field_text(value) for key, value in found.items()}
 
 
 def _page(template: str, root: str, status: int = 200, **values: Any) -> HTMLResponse:
