@@ -1,6 +1,7 @@
 """Training under `tlora serve` against `tlora train`, and how soon a submitted job trains: on a GPU, through the commands that users run.
 
     python -m bench.service_training --shape qwen3-1.7b [--rows warm-up,cold,first-steps,speed] [--repeats 3] [--steps 100] [--json FILE]
+    python -m bench.service_training --backend ray --rows warm-up,speed
     python -m bench.service_training --shape tiny --device cpu --steps 6 --repeats 1 --submissions 3
 
 warm-up: a short `tlora train`, whose kernels are then compiled and tuned for all that follow. first-steps: while a job trains, others
@@ -45,7 +46,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         base = make_base(options.shape, options.base_dir or place / "bases", options.device)
         found: dict[str, Any] = {"benchmark": "service_training", **machine.facts(torch.device("cpu"), options.commit)}
         found["device"] = base.pop("device") or found["device"]
-        found |= {"shape": options.shape, "steps": options.steps, "samples": _SAMPLES, "policy": options.policy}
+        found |= {"shape": options.shape, "steps": options.steps, "samples": _SAMPLES, "policy": options.policy, "backend": options.backend}
         base_path = Path(base["base"])
         if "warm-up" in options.rows:
             train(options, base_path, place / "warm-up", _WARM_UP_STEPS)
@@ -86,7 +87,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def start_server(options: argparse.Namespace, base: Path, directory: Path, environment: Mapping[str, str]) -> Server:
     """Ready, without a worker."""
     directory.mkdir()
-    command = ["serve", "--data-dir", str(directory), "--port", "0", "--device", options.device, "--gpus", "0", "--policy", options.policy]
+    command = ["serve", "--data-dir", str(directory), "--port", "0", "--device", options.device, "--policy", options.policy]
+    command += ["--backend", "ray"] if options.backend == "ray" else ["--gpus", "0"]
     server = start(directory, "tlora", *command, "--base-model", f"base={base.resolve()}", environment=environment)
     server.wait()
     return server
@@ -261,6 +263,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each job of the row speed")
     parser.add_argument("--policy", default="residual_capacity", help="of the server")
+    parser.add_argument("--backend", choices=("local", "ray"), default="local", help="what starts the server's workers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--base-dir", type=Path, help="where bases are kept, one directory per shape; default: a temporary one")
     parser.add_argument("--logs", type=Path, help="a file for the servers' and their workers' logs")
