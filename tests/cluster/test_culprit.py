@@ -57,7 +57,6 @@ class OneGroup:
         return StartGroup(JobGroup(f"g{self.groups}", "tiny", (0,), ParallelPlan(1, 256), jobs, tuple(1.0 for _ in jobs)))
 
 
-@pytest.mark.timeout(300)
 def test_the_culprit_fails_by_itself_and_all_others_are_as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "hook").mkdir()

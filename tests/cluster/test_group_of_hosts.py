@@ -146,7 +146,6 @@ def lent_trees(host: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("namespace", [False, pytest.param(True, marks=needs_namespaces)], ids=["process", "namespace"])
 def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace: bool) -> None:
     with cluster(tmp_path, STEPS, (0,), namespace) as there, slow_down(STEPS) as go_on:
@@ -165,7 +164,6 @@ def test_a_job_spans_the_controllers_host_and_another(tmp_path: Path, namespace:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["auto", "stages"])
 def test_a_job_spans_gpus_of_one_host_that_have_a_worker_each(tmp_path: Path, layout: LayoutSetting) -> None:
     """As an engine, and a person, starts them. A worker sees no GPU but its own, so that they lend as those of two hosts do."""
@@ -178,7 +176,6 @@ def test_a_job_spans_gpus_of_one_host_that_have_a_worker_each(tmp_path: Path, la
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @needs_namespaces
 def test_a_base_in_stages_spans_hosts(tmp_path: Path) -> None:
     with cluster(tmp_path, STEPS // 2, (0,), True, "stages") as there:
@@ -189,7 +186,6 @@ def test_a_base_in_stages_spans_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @needs_namespaces
 @pytest.mark.parametrize(("killed", "layout"), [("lender", "auto"), ("leader", "auto"), ("lender", "stages"), ("leader", "stages")])
 def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str, layout: LayoutSetting) -> None:

@@ -59,7 +59,6 @@ def make_world(root: Path) -> World:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("real_start")
 def test_the_next_version_goes_on_where_old_workers_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of an old controller are refused, save their jobs and end; those of the new version go on at that step. Nothing but
@@ -80,7 +79,6 @@ def test_the_next_version_goes_on_where_old_workers_were(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("real_start")
 def test_workers_of_other_hosts_save_their_jobs_before_an_update_refuses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they save arrives, though nothing is shared but the line, and no job waits for the end of a lease."""
@@ -122,7 +120,6 @@ def a_host(options: list[str], token: str, home: Path) -> Iterator[subprocess.Po
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_no_job_is_blamed_for_a_refused_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_base(tmp_path / "base")
     write_rows(tmp_path / "a.jsonl", 12, 0, high=20)

@@ -149,7 +149,6 @@ def run_script(
     assert {event.job_id for event in script.told if isinstance(event, JobFinished)} == set(jobs)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_wide_group_has_the_bytes_of_a_run(world: World, tmp_path: Path) -> None:
     script = Script((0, 1), lambda event, script: script.gpus)
@@ -159,7 +158,6 @@ def test_a_wide_group_has_the_bytes_of_a_run(world: World, tmp_path: Path) -> No
     assert sum(isinstance(event, GroupReady) for event in script.told) >= 1
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_base_that_does_not_fit_on_a_gpu_lies_in_parts_on_those_of_a_group(world: World, tmp_path: Path) -> None:
     """Each of its two ranks has half of every layer, and trains a job to the bytes of a run over a whole base, beside which the limit
@@ -189,7 +187,6 @@ def worker_pid(script: Script) -> int:
     return script.backend.reconciler.workers[script.gpus[0]].process.pid
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_jobs_go_on_on_other_gpus(world: World, tmp_path: Path) -> None:
     """From one GPU to two, to the second of them, and back to both, in one worker that loads its base once."""
@@ -215,7 +212,6 @@ def test_jobs_go_on_on_other_gpus(world: World, tmp_path: Path) -> None:
     assert logs == {"gpu0.log"}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [pytest.param("killed", marks=pytest.mark.slow), pytest.param("stopped", marks=pytest.mark.soak)])
 def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -> None:
     """With a rank all of its worker is lost, as with the worker's own process; of neither a process is left, and all goes on."""
@@ -246,7 +242,6 @@ def test_a_rank_or_the_worker_is_lost(world: World, tmp_path: Path, rank: str) -
     assert all(gone), "a rank has outlived its worker"
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -> None:
     """Its jobs train on while there is none: no step is taken twice."""
@@ -289,7 +284,6 @@ def test_the_next_controller_finds_a_wide_worker(world: World, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_idle_gpus_are_lent(world: World, tmp_path: Path) -> None:
     """A job that asks for one GPU, of which the scheduler hears that its steps are long, gets both."""
     spec = run_spec(world.base, tmp_path, world.orders[2:])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -118,7 +119,8 @@ class Cluster:
         assert isinstance(worker.process, LeasedProcess)
         worker.process.lease_seconds = LEASE
         hear(self.pool, None)
-        assert "its lease of 8 s has ended" in worker.process.how_it_ended()
+        silent = re.search(r"was not heard for (\d+) s, and its lease of 8 s has ended", worker.process.how_it_ended())
+        assert silent is not None and int(silent[1]) >= LEASE
         del self.pool.workers[STRIDE]  # as the reconciler does
 
     def state(self) -> dict[str, bytes]:
@@ -169,9 +171,7 @@ def test_a_job_goes_on_where_a_killed_host_left_it_and_no_bit_differs(
     there.train(first)
     there.wait_for_checkpoint(f"checkpoint-{steps}")
     kill_host(host)
-    killed = time.monotonic()
     there.lose(first)
-    assert time.monotonic() - killed >= LEASE - 5.0, "its last sign of life may have been 5 s before"
     assert not (there.job / "result.json").exists()
     there.start()
     second = there.came()

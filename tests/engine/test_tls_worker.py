@@ -18,6 +18,7 @@ from tests.engine.test_worker import Orders
 from tests.engine.test_worker_process import GROUP, PATIENCE_SECONDS, crew_of, hear, shorten_lease
 from tests.engine.test_worker_process import crews as crews
 from tests.engine.test_worker_process import long as long
+from tests.process_hooks import run_in_each_process
 from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.hosts import STRIDE
 from tlora.cluster.listeners import TlsListener
@@ -27,6 +28,18 @@ from tlora.link.address import tcp_place
 from tlora.worker_protocol import Join, Left, Stepped
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
+STAND_STILL = """
+import os, sys
+if "worker" in sys.orig_argv:
+    from tlora.link import dialer
+    now, stood = dialer._now, []
+    def stand_still():
+        if not os.path.exists(os.environ["STANDS_STILL"]):
+            return now()
+        stood.append(now())
+        return stood[0]
+    dialer._now = stand_still
+"""
 
 
 @pytest.fixture
@@ -117,9 +130,13 @@ def test_a_worker_that_is_not_let_in_says_why_once(
 
 @pytest.mark.slow
 def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
-    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
+    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever listens on the port next has another certificate: it hears nothing. The lease ends the worker, with its jobs saved."""
+    """Whoever listens on the port next has another certificate: it hears nothing. The lease ends the worker, with its jobs saved; its clock
+    stands still until it has dialled.
+    """
+    run_in_each_process(monkeypatch, tmp_path, STAND_STILL)
+    monkeypatch.setenv("STANDS_STILL", str(tmp_path / "stands-still"))
     load = made.load(tmp_path / "out")
     crew = crew_of(crews, store, load)
     listener = TlsListener(store, ("127.0.0.1", 0))
@@ -129,13 +146,20 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
     worker.give(load)
     worker.want(GROUP, (long,), False)
     assert hear(crew, Stepped).steps > 0
+    (tmp_path / "stands-still").touch()
     shorten_lease(crew, worker, 2.0)
     crew.abandon()
     crew.workers.clear()
     (tmp_path / "other").mkdir()
     stranger = crew_of(crews, tmp_path / "other", load)
     stranger.listen_on(TlsListener(tmp_path / "other", tcp_place(listener.address)))
-    said = process.communicate(timeout=PATIENCE_SECONDS)[1].decode()
+    assert process.stderr is not None
+    lines = list[bytes]()
+    while not lines or b"Nothing was sent" not in lines[-1]:
+        lines.append(process.stderr.readline())
+        assert lines[-1], lines
+    (tmp_path / "stands-still").unlink()
+    said = (b"".join(lines) + process.communicate(timeout=PATIENCE_SECONDS)[1]).decode()
     assert process.returncode == 0 and said.count("trains on, and dials again") == 1 and "Nothing was sent" in said, said
     assert "the lease is 2 s" in said and not stranger.workers
     assert list((tmp_path / "out" / "long").glob("checkpoint-*"))

@@ -28,7 +28,7 @@ from tlora.store.checkpoint import read_progress
 from tlora.worker_protocol import Ending, JobEnd, Join, Joined, Left, Load, Report, Settled, Stepped
 
 BACKLOG: WeakKeyDictionary[WorkerPool, list[Report | None]] = WeakKeyDictionary()  # heard by a crew and not asked for yet
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0
 GROUP = JobGroup("g0", "base", (0,), ParallelPlan(1, 90), ("long",), (1.0,))
 
 

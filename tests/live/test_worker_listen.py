@@ -28,7 +28,6 @@ from tlora.live.cluster_run import _Run, train_on_cluster
 from tlora.shape.memory import BaseMemory
 
 
-@pytest.mark.timeout(900)
 def test_a_worker_comes_to_a_cluster_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the GPU that the cluster does not need itself. Ctrl-C ends all, and the command to go on listens again."""
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "cache"))

@@ -60,7 +60,6 @@ def listed() -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_listed_functions_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_start: None) -> None:
     functions, file = listed(), tmp_path / "trace.jsonl"
     assert 10 <= len(functions) <= MOST_FUNCTIONS and len(set(functions)) == len(functions)

@@ -19,8 +19,6 @@ from tlora.engine.ranks import rank_group
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.json_file import read_object
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, fork_servers: object) -> Iterator[World]:
