@@ -54,15 +54,21 @@ if {"tlora.engine.ranks.rank", "train"} & set(sys.orig_argv):
         if process == os.getpid() and calls >= at:
             os.unlink(os.environ["HELD"] + ".signal")
             os.kill(process, number)
+    def slowed(step):
+        try:
+            with open(os.environ["HELD"] + ".slow") as file:
+                left = max(1, int(file.read()) - step)
+        except FileNotFoundError:
+            return
+        for _ in range(6000 // left**2):
+            if not os.path.exists(os.environ["HELD"] + ".slow"):
+                return
+            time.sleep(0.01)
     def held(run, row):
         signal_itself()
         while run.progress.step >= most_steps():
             time.sleep(0.01)
-        try:
-            with open(os.environ["HELD"] + ".slow") as file:
-                time.sleep(2.0 / max(1, int(file.read()) - run.progress.step))
-        except FileNotFoundError:
-            pass
+        slowed(run.progress.step)
         return batch_row(run, row)
     JobRun.batch_row = held
 """
@@ -116,8 +122,8 @@ def hold(step: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def slow_down(step: int) -> Iterator[Callable[[], None]]:
-    """Likewise, but a job comes ever more slowly to that step, and a rank hears what it is told on the way: the sum of its waits has no
-    bound that a machine could be too slow for.
+    """Likewise, but a job comes ever more slowly to that step, and a rank hears what it is told on the way: a row takes 60 s, divided by
+    the square of the steps that are left. Of 60 steps the first 50 take some seconds for each row of a batch, the last ones minutes.
     """
     with _kept(Path(os.environ["HELD"] + ".slow"), step) as go_on:
         yield go_on

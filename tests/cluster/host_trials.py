@@ -18,14 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.engine.tiny_runs import job, same_bytes, save_base, write_rows
 from tests.hosts import Network, kill_host, network, start_worker
+from tests.process_hooks import let_hold, slow_down
 
 LEASE_SECONDS, LONGEST_SECONDS, TRIAL_SECONDS = 6.0, 12.0, 600.0
 HOSTS = ("b", "c")
 FAULTS_OF_A_TRIAL = 3
+STEPS = 100
 _CONTROLLER = f"""
 import sys
 from tlora.cluster.limits import Limits
@@ -42,22 +45,27 @@ class Material:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         base, data = save_base(directory / "base"), write_rows(directory / "rows.jsonl", 60)
-        often = {"logging_steps": 1, "save_steps": 25, "max_steps": 100, "lora_dropout": 0.1}
+        often = {"logging_steps": 1, "save_steps": 25, "max_steps": STEPS, "lora_dropout": 0.1}
         jobs = [job(f"job{index}", str(data), seed=index, r=2 + 2 * index, **often) for index in range(3)]
         self.names = [fields["name"] for fields in jobs]
         self.file = directory / "jobs.yaml"
         self.file.write_text(yaml.safe_dump({"base_model": str(base), "output_dir": "out", "deterministic": True, "jobs": jobs}))
-        self.environment = os.environ | {"TLORA_CACHE": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+        self._own = {"TLORA_CACHE": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": ""}
         self.whole = directory / "whole"
         command = ["train", str(self.file), "--output-dir", str(self.whole), "--device", "cpu", "--quiet"]
         subprocess.run([sys.executable, "-m", "tlora", *command], env=self.environment, check=True)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | self._own
 
 
 class Trial:
     """One cluster on a network of its own, and what befalls it."""
 
-    def __init__(self, material: Material, directory: Path, apart: Network, seed: int) -> None:
-        self.material, self.directory, self.apart = material, directory, apart
+    def __init__(self, material: Material, directory: Path, apart: Network, seed: int, go_on: Callable[[], None]) -> None:
+        """`go_on` lets the jobs come to their ends."""
+        self.material, self.directory, self.apart, self._go_on = material, directory, apart, go_on
         self.out, self.log = directory / "out", directory / "log"
         self.random, self.said = random.Random(seed), list[str]()
         with socket.create_server((apart.here, 0)) as free:
@@ -128,7 +136,9 @@ class Trial:
         for strike in self.random.sample([*lines, *kills], FAULTS_OF_A_TRIAL):
             self._wait(4.0)
             self.said.append(strike.__name__)
+            assert self._controller.poll() is None, self._report("the jobs have ended before it struck")
             strike()
+        self._go_on()
         self._until(lambda: self._controller.poll() is not None, "the jobs do not end")
         assert self._controller.returncode == 0, self._report("the controller failed")
         results = {name: json.loads((self.out / "jobs" / name / "result.json").read_text()) for name in self.material.names}
@@ -205,13 +215,16 @@ class Trial:
 
 @contextlib.contextmanager
 def open_trial(material: Material, directory: Path, seed: int) -> Iterator[Trial]:
+    """One whose jobs do not end before all has struck."""
     directory.mkdir(parents=True)
-    with network(len(HOSTS)) as apart:
-        trial = Trial(material, directory, apart, seed)
-        try:
-            yield trial
-        finally:
-            trial.close()
+    with network(len(HOSTS)) as apart, pytest.MonkeyPatch.context() as monkeypatch:
+        let_hold(monkeypatch, directory, "")
+        with slow_down(STEPS) as go_on:
+            trial = Trial(material, directory, apart, seed, go_on)
+            try:
+                yield trial
+            finally:
+                trial.close()
 
 
 def main() -> None:

@@ -199,15 +199,16 @@ def test_a_job_may_be_at_its_end_when_it_joins(made: Orders, tmp_path: Path, mon
 
 def test_a_worker_that_breaks_ends_its_writes(made: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that is lost takes what was on it, and not what had left it. The process exits at once when `go_on` returns."""
-    save, begun = checkpoint.save, threading.Event()
+    save, begun, broken = checkpoint.save, threading.Event(), threading.Event()
 
     def slowly(*args: Any) -> None:
         begun.set()
-        time.sleep(0.3)
+        assert broken.wait(PATIENCE_SECONDS)
         save(*args)
 
     def lost(engine: Engine) -> None:
         if begun.is_set():
+            broken.set()
             raise RuntimeError("the device is gone")
         settle(engine)
 

@@ -27,11 +27,11 @@ hangs(lambda: print("ready", flush=True))
 OTHERS = """
 import os, subprocess, sys, time
 from tlora.link.log import show_stacks_when_asked
-code = "import time; from tlora.link.log import show_stacks_when_asked as show; show(); print('ready', flush=True); time.sleep(99)"
+code = "import time; from tlora.link.log import show_stacks_when_asked as show; show(); print('ready', flush=True); time.sleep(3600)"
 show_stacks_when_asked()
 other = subprocess.Popen([sys.executable, "-c", code])
 show_stacks_when_asked(lambda: [other.pid])
-time.sleep(99)
+time.sleep(3600)
 """
 
 
