@@ -211,6 +211,20 @@ def test_the_jobs_of_a_living_cluster_are_running(tmp_path: Path, hold: Callable
     assert page.table("job", "status")[0][1] == "queued" and "running" in page.text and "killed" not in page.text
 
 
+def test_a_job_that_waits_in_a_resumed_run_is_queued(tmp_path: Path, hold: Callable[[Path], None]) -> None:
+    """Its result of the run that was stopped stays until it begins."""
+    write_run(tmp_path, ["waits"], 10, status="running")
+    write_job(tmp_path, "waits", train_rows(random.Random(4), 12, 0, 1, 100), status="stopped")
+    assert PageReader(report(tmp_path)).table("job", "status")[0][1] == "stopped", "of a killed run"
+    hold(tmp_path)
+    assert PageReader(report(tmp_path)).table("job", "status")[0][1] == "queued"
+
+
+def test_a_clusters_directory_has_its_run_below(tmp_path: Path) -> None:
+    write_run(tmp_path / "jobs", ["waiting"], 10)
+    assert write_report(tmp_path) == tmp_path / "jobs" / "report.html"
+
+
 @pytest.mark.parametrize("content", ["", "{", '{"jobs": 3}', '{"jobs": ["a", {"name": 5}, {}], "versions": [], "started": [1]}'])
 def test_a_broken_run_json_still_gives_a_page(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)

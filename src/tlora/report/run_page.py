@@ -176,10 +176,13 @@ def sweep_heat_map(jobs: Sequence[JobView]) -> Chart | None:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir`/report.html from the rows there are, atomically, and return its path.
+    """Write `run_dir`/report.html from the rows there are, atomically, and return its path. The run of a cluster's output directory is in
+    `jobs/` there.
 
     ConfigError if `run_dir` has no run or cannot be written.
     """
+    if not (run_dir / "run.json").exists() and (run_dir / "jobs" / "run.json").is_file():
+        run_dir /= "jobs"
     page = report_page(read_run(run_dir))
     target = run_dir / "report.html"
     try:

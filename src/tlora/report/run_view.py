@@ -100,7 +100,7 @@ def read_run(run_dir: Path) -> RunView:
     if not names and not spec:
         raise ConfigError(
             f"{run_dir} is not a run directory: one has run.json and a directory with job.json per job; "
-            "give the output_dir of a `tlora train`"
+            "give the output_dir of a `tlora train` or `tlora cluster`"
         )
     if spec.get("status") in _GOING and _is_abandoned(run_dir):
         spec = {**spec, "status": KILLED}
@@ -167,7 +167,7 @@ def _read_job(directory: Path, name: str, specs: Mapping[str, JsonObject], run_s
     settings = result.get("settings")
     return JobView(
         name=name,
-        status=str(result.get("status") or _status_without_result(run_status, bool(rows))),
+        status=_status(result, run_status, bool(rows)),
         reason=str(result.get("reason") or ""),
         rank=_whole(result.get("rank"), spec.get("r")),
         steps=_whole(result.get("steps"), last.get("step")) or 0,
@@ -209,7 +209,12 @@ def _progress(spec: JsonObject, total_steps: int | None, last: JsonObject) -> fl
     return min(share, 1.0) if share >= 0 else None
 
 
-def _status_without_result(run_status: str, has_rows: bool) -> str:
+def _status(result: JsonObject, run_status: str, has_rows: bool) -> str:
+    status = str(result.get("status") or "")
+    if status == "stopped" and run_status in _GOING:
+        return "queued"  # the run was resumed, and this job waits for room
+    if status:
+        return status
     if run_status in ENDED:
         return "unfinished"  # the run ended, this job left no result
     return "training" if has_rows else "queued"
