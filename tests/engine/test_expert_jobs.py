@@ -96,3 +96,28 @@ def test_a_base_in_parts_refuses_experts_by_name(base: Path) -> None:
 
     with pytest.raises(ModelError, match="is a mixture of experts that cannot be shared or streamed: its files have each expert by itself"):
         SuperModel.from_pretrained(str(base), shared=Streaming())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+def test_pefts_all_linear_adapts_routers_and_the_remedy_that_is_named_works(base: Path, tmp_path: Path) -> None:
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    tuned = peft.get_peft_model(whole, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in tuned.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.02)
+    tuned.save_pretrained(tmp_path / "by_peft")
+    data, ids = str(write_rows(tmp_path / "rows.jsonl", 8)), torch.arange(10, 30)[None]
+    found = check(run_spec(base, tmp_path / "out", [job("a", data, adapter_path=str(tmp_path / "by_peft"))]), device="cpu")
+    [problem] = found.jobs[0].problems
+    assert "'gate.weight' is no parameter of experts" in problem and "gate is frozen here, as routers are" in problem
+    assert "merge_and_unload, save_pretrained), set base_model to that, and take adapter_path out" in problem
+    with torch.no_grad():
+        logits = tuned(input_ids=ids).logits
+        merged = tuned.merge_and_unload()
+        torch.testing.assert_close(merged(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "merged")
+    results = train(tmp_path / "merged", tmp_path / "out", [job("a", data, max_steps=2, **EXPERTS)])
+    assert results["a"].status == "done"

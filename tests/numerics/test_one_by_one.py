@@ -158,7 +158,7 @@ def test_a_run_over_files(family: str, tmp_path: Path) -> None:
         load_shared_base(str(base), "auto", torch.device("cpu"), None, Streaming())
 
 
-@pytest.mark.parametrize("family", ["qwen4-exp", "deepseek-v4", "jamba"])
+@pytest.mark.parametrize("family", ["qwen4-exp", "deepseek-v4", "jamba", "mpt", "gpt", "falcon"])
 def test_what_is_counted_of_it_before_it_is_loaded(family: str, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     counted = outline(str(tmp_path))

@@ -23,9 +23,10 @@ from tlora.planning.memory_probe import _storage_bytes
 from tlora.sharing.peers import Sharing
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
+from tlora.supermodel.head_input import find_head
 from tlora.supermodel.held_linear import hold
 from tlora.supermodel.inject import find_linears
-from tlora.supermodel.load import Base, find_head, make_base
+from tlora.supermodel.load import Base, make_base
 from tlora.supermodel.supermodel import SuperModel
 
 pytestmark = INTERPRETED_ALONE

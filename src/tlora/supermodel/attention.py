@@ -5,6 +5,8 @@ Registered with transformers under `NAME`, so that every family's own layer code
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -23,6 +25,22 @@ def register() -> None:
     """Make the name known to transformers, with no mask: lengths come as the keyword `sequence_lengths` of the model's forward."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _no_mask)
+
+
+@contextmanager
+def noticed() -> Iterator[list[str]]:
+    """Within it, the kinds of layers that call packed attention, each time that one does."""
+    calls: list[str] = []
+
+    def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        calls.append(type(module).__name__)
+        return packed_attention(module, *args, **kwargs)
+
+    AttentionInterface.register(NAME, attend)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(NAME, packed_attention)
 
 
 def _no_mask(*_: object, **__: object) -> None:

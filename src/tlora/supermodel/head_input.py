@@ -1,4 +1,4 @@
-"""What a family's own forward does between its decoder and its output head, or before its decoder: nothing in most, a dense layer and a
+"""The output head, and what a family does between its decoder and its head, or before its decoder: nothing in most, a dense layer and a
 norm in ModernBERT's decoder, a division in Inkling, more embeddings in Gemma 3n. Where there is anything, passes run it as far as the head.
 """
 
@@ -11,7 +11,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tlora.errors import ModelError
+from tlora.kernels.frozen import FrozenLinear, PlainWeight
+from tlora.kernels.head import Head
 from tlora.supermodel.text_model import output_embeddings, runs_more
+
+
+def find_head(model: Any, name: str) -> Head:
+    """The output head with what its family does to logits. Raises ModelError when it is no linear layer."""
+    embeddings = output_embeddings(model)
+    if not isinstance(embeddings, nn.Linear):
+        is_one = f"is {type(embeddings).__name__}, and must be a linear layer"
+        raise ModelError(f"base_model {name}: its output head {is_one}. Use a causal language model")
+    config = model.config.get_text_config()
+    scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
+    scale = next((scale for scale in scales if scale), 1.0 / (getattr(config, "logits_scaling", None) or 1.0))
+    return Head(
+        lambda: FrozenLinear(PlainWeight(embeddings.weight), embeddings.bias),
+        scale,
+        getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),  # the latter RecurrentGemma's
+    )
 
 
 @dataclass

@@ -16,7 +16,6 @@ from transformers.utils import cached_file
 from tlora.data.base_files import located, snapshot
 from tlora.errors import ModelError, first_line
 from tlora.job import BasePrecision, split_revision
-from tlora.kernels.frozen import FrozenLinear, PlainWeight
 from tlora.kernels.head import Head
 from tlora.kernels.library_attention import SampleLayout
 from tlora.sharing.layer_stream import LayerStream
@@ -26,7 +25,7 @@ from tlora.supermodel.base_config import one_line, package_missing, refuse_stran
 from tlora.supermodel.failed_proof import UnpackedError, why_not_finite, why_not_packed
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.handed_keywords import hand_on_keywords
-from tlora.supermodel.head_input import as_seen, input_of_head, look_at_head
+from tlora.supermodel.head_input import as_seen, find_head, input_of_head, look_at_head
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.held_linear import HeldLinear, check_precision, hold
 from tlora.supermodel.indexers import at_their_limit, choose_all
@@ -37,7 +36,7 @@ from tlora.supermodel.packed_format import check_unpacked, format_of, without_pa
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
 from tlora.supermodel.stage import Stage
-from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities, output_embeddings
+from tlora.supermodel.text_model import auto_class, decoder_of_text, has_other_modalities, leave_out_other_modalities
 from tlora.supermodel.transposed_linears import stand_up
 from tlora.supermodel.weight_files import check_weights, refuse_incomplete
 
@@ -285,22 +284,6 @@ def decoder_of(model: Any, name: str) -> Any:
 def layers_of(decoder: Any) -> list[nn.Module]:
     """The layers in a decoder's own lists of modules."""
     return [layer for child in decoder.children() if isinstance(child, nn.ModuleList) for layer in child]
-
-
-def find_head(model: Any, name: str) -> Head:
-    """The output head with what its family does to logits. Raises ModelError when it is no linear layer."""
-    embeddings = output_embeddings(model)
-    if not isinstance(embeddings, nn.Linear):
-        is_one = f"is {type(embeddings).__name__}, and must be a linear layer"
-        raise ModelError(f"base_model {name}: its output head {is_one}. Use a causal language model")
-    config = model.config.get_text_config()
-    scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
-    scale = next((scale for scale in scales if scale), 1.0 / (getattr(config, "logits_scaling", None) or 1.0))
-    return Head(
-        lambda: FrozenLinear(PlainWeight(embeddings.weight), embeddings.bias),
-        scale,
-        getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),  # the latter RecurrentGemma's
-    )
 
 
 def hidden_states(base: Base, input_ids_T: Tensor, position_ids_T: Tensor, lengths: tuple[int, ...] | SampleLayout | Tensor) -> Tensor:

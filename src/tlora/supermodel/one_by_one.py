@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora.errors import ModelError, first_line
+from tlora.supermodel import attention
 from tlora.supermodel.failed_proof import why_not_finite
 from tlora.supermodel.head_input import as_seen, look_at_head
 from tlora.supermodel.inject import expert_modules, find_linears
@@ -82,10 +83,15 @@ def _check_rows(base: Any, ids_T: Tensor) -> None:
 
 
 def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
-    """Of a base on the meta device: why `run`, a pass over it, fails where it does not with samples one by one; "": it runs."""
+    """Of a base on the meta device: why `run`, a pass over it, fails where it does not with samples one by one; "": it runs. A pass that
+    never comes to packed attention fails, but for one through recurrent layers alone: nothing would keep its samples apart.
+    """
     before = base.model.config._attn_implementation
     try:
-        run(base)
+        with attention.noticed() as calls:
+            run(base)
+        if not calls and not base.recurrent:
+            raise ModelError("its attention is not called through transformers' AttentionInterface")
     except OF_FAMILIES as error:
         why = first_line(error)
         for name in _IMPLEMENTATIONS:
