@@ -149,6 +149,19 @@ def test_what_a_pass_over_text_runs_besides_is_kept_and_run(tmp_path: Path) -> N
         torch.testing.assert_close(base.head.logits(hidden_TH), whole(input_ids=ids[None]).logits[0], rtol=1e-4, atol=1e-4)
 
 
+def test_the_text_model_of_one_that_leaves_its_scale_out_is_saved_as_the_docs_say(tmp_path: Path) -> None:
+    whole: Any = transformers.AutoModelForImageTextToText.from_config(tiny(transformers.AyaVisionConfig))
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ModelError, match="leaves out the logit_scale 0.0625 .* Save the text model by itself, as Cohere2ForCausalLM"):
+        load_base(str(tmp_path / "whole"))
+    text: Any = transformers.Cohere2ForCausalLM(whole.config.text_config)
+    text.model, text.lm_head = whole.model.language_model, whole.lm_head
+    text.save_pretrained(tmp_path / "text")
+    base = load_base(str(tmp_path / "text"))
+    weight = dict(whole.named_parameters())["model.language_model.layers.0.self_attn.q_proj.weight"]
+    assert base.head.scale == 0.0625 and torch.equal(base.model.model.layers[0].self_attn.q_proj.weight, weight)
+
+
 def test_a_wrapper_of_a_text_encoder_is_refused_and_not_broken_off(tmp_path: Path) -> None:
     tiny(transformers.BlipConfig).save_pretrained(tmp_path)
     transformers.AutoModelForImageTextToText.from_config(load_config(str(tmp_path))).save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, ProphetNetConfig, XLNetConfig, ZayaConfig
+from transformers import AutoModelForCausalLM, BertConfig, ProphetNetConfig, XLNetConfig, ZayaConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
 from tests.engine.tiny_runs import CHATML, job, make_tokenizer, run_spec, same_bytes, train, train_killed, write_rows
@@ -178,6 +178,7 @@ def test_others_are_packed(family: str, tmp_path: Path) -> None:
 ZAYA = ZayaConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32)
 REFUSED = {
     "later tokens": (XLNetConfig(vocab_size=131, d_model=64, n_layer=2, n_head=4, d_inner=96), "lets tokens see those behind them"),
+    "an encoder": (BertConfig(**SHAPE), "is no decoder. Use .* or, if it was trained as one, set is_decoder: true in its config.json"),
     "another head": (ProphetNetConfig(vocab_size=131, hidden_size=64), "gives other logits than its decoder and head"),
     "other rows": (ZAYA, r"v_proj_delayed sees 1 rows of a sample of 19 tokens, and so has no adapter"),
 }

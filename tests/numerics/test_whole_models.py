@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from bench.families import families, tiny
 from tests.engine.tiny_runs import CHATML, job, make_tokenizer, same_bytes, train, train_killed, write_rows
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
@@ -107,6 +108,13 @@ def test_a_padded_head_is_cut_to_the_models_logits(tmp_path: Path) -> None:
     make_model("inkling").save_pretrained(tmp_path)
     for base in (outline(str(tmp_path)), make_any_base(make_model("inkling"), "inkling")):
         assert base.vocab_size == 131 and base.whole_model and base.model.lm_head.weight.shape[0] == 137
+
+
+def test_a_scale_before_the_head_is_one_of_logits() -> None:
+    """MiniCPM3 divides hidden states by what its config calls logits_scaling."""
+    config = tiny(families()["minicpm3"])
+    base = make_base(AutoModelForCausalLM.from_config(config).eval(), "minicpm3")
+    assert not base.whole_model and base.head.scale == 1.0 / config.logits_scaling != 1.0
 
 
 def test_other_models_run_their_decoder_alone() -> None:

@@ -36,17 +36,18 @@ def find_head(model: Any, name: str) -> Head:
 @dataclass
 class Look:
     """What passes of a whole model show. `whole_model`: it does more than its decoder and its head; `columns`: of the last logits, None
-    where no head ran.
+    where no head ran; `untouched`: these are what the head's layer gave.
     """
 
     whole_model: bool = False
     columns: int | None = None
+    untouched: bool = False
 
 
 @contextmanager
 def look_at_head(model: Any, decoder: nn.Module) -> Iterator[Look]:
     """Watches the passes of `model` within it."""
-    found, given = Look(runs_more(model)), list[Tensor]()
+    found, given, made = Look(runs_more(model)), list[Tensor](), list[Tensor]()
 
     def from_decoder(_decoder: nn.Module, _args: object, output: Any) -> None:
         given[:] = [output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]]
@@ -54,12 +55,17 @@ def look_at_head(model: Any, decoder: nn.Module) -> Iterator[Look]:
     def into_head(_head: nn.Module, args: tuple[Tensor, ...]) -> None:
         found.whole_model |= bool(given) and _storage(args[0]) != _storage(given[0])
 
+    def out_of_head(_head: nn.Module, _args: object, logits: Tensor) -> None:
+        made[:] = [logits]
+
     def out_of_model(_model: nn.Module, _args: object, output: Any) -> None:
         found.columns = output.logits.shape[-1]
+        found.untouched = bool(made) and _storage(output.logits) == _storage(made[0])
 
     hooks = [
         decoder.register_forward_hook(from_decoder),
         output_embeddings(model).register_forward_pre_hook(into_head),
+        output_embeddings(model).register_forward_hook(out_of_head),
         model.register_forward_hook(out_of_model),
     ]
     try:
@@ -71,12 +77,13 @@ def look_at_head(model: Any, decoder: nn.Module) -> Iterator[Look]:
 
 def as_seen(base: Any, look: Look) -> Any:
     """`base` with what passes have shown of its head: of one with more rows than the model gives logits, the first are its own (Inkling's
-    vocabulary is padded).
+    vocabulary is padded). One that scales what its head gets, and not its logits (MiniCPM3), is decoder and head: ours scales these.
     """
     head, count = base.head, look.columns
     if count is not None and count < len(head.weight_VH):
         head = head.first(count)
-    return replace(base, head=head, whole_model=look.whole_model)
+    scales_before = look.untouched and head.scale != 1.0
+    return replace(base, head=head, whole_model=look.whole_model and not scales_before)
 
 
 def input_of_head(model: Any, **inputs: Any) -> Tensor:

@@ -56,7 +56,12 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> Any:
     changed = torch.cat([whole[:half], (whole[half:] + 1) % base.vocab_size])
     seen = hidden_of(base, changed)[:half].float()
     if float((seen - found[0][:half].float()).norm() / seen.norm()) > tolerance:
-        raise ModelError(f"{kind} lets tokens see those behind them, so it is no decoder. Use a causal language model")
+        told = (
+            ""
+            if getattr(base.model.config, "is_decoder", True)
+            else ", or, if it was trained as one, set is_decoder: true in its config.json"
+        )
+        raise ModelError(f"{kind} lets tokens see those behind them, so it is no decoder. Use a causal language model{told}")
     _check_rows(base, whole)
     return base
 
