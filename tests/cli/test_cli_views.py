@@ -15,8 +15,9 @@ from rich.console import Console
 from tlora.api import JobView, OrderedData, OrderSpec
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, plain_line, progress_view
 from tlora.cli.result_view import exit_code, print_results, resume_line
-from tlora.cli.service_view import print_job, print_jobs
+from tlora.cli.service_view import follow_table, print_job, print_jobs
 from tlora.cli.terminal import open_console, path_text, printable, shows_live
+from tlora.client.jobs import Sight
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.store.job_result import JobResult
 
@@ -127,6 +128,21 @@ def test_a_servers_jobs_have_their_names_and_whole_ids_on_a_narrow_terminal(widt
     assert rows[0].startswith("sql ") and "succeeded" in rows[0] and "60/60" in rows[0] and "why" in rows[0]
     start, stop = head.index("id"), head.index("status")
     assert "".join(line[start:stop].strip() for line in rows) == identity
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_long_reason_leaves_the_other_columns_of_watched_jobs_whole(width: int):
+    """It gives way to them: names, steps and losses were squeezed out of sight."""
+    order = OrderSpec(base_model="base", name="sql", data=OrderedData(file="file-1"))
+    facts = {"id": "job-1", "base_model": "base", "created_at": 0.0, "order": order, "total_steps": 60}
+    running = JobView.model_validate(facts | {"name": "sql", "status": "running", "steps": 23, "train_loss": 2.5})
+    queued = JobView.model_validate(facts | {"name": "fields", "status": "queued", "waiting_for": "a GPU that it fits on: " * 9})
+    console = Console(file=io.StringIO(), width=width, markup=False)
+    console.print(follow_table(Sight((running, queued)), width, 40))
+    head, first, second, *_ = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert head.split() == ["job", "status", "step", "train", "loss", "why"]
+    assert first.split() == ["sql", "running", "23/60", "2.5000"]
+    assert second.startswith("fields  queued") and "0/60" in second and second.endswith("…") and len(second) <= width
 
 
 def test_plain_lines_come_at_most_every_ten_seconds_for_a_job():

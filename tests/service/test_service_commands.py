@@ -110,6 +110,11 @@ def test_a_jobs_file_is_submitted_as_it_trains(job_controller: Desk) -> None:
     assert "the server has it" in again.output and len(job_controller.asked("/v1/files")["data"]) == 1
 
 
+def test_a_filter_that_finds_none_says_so(job_controller: Desk) -> None:
+    assert job_controller("jobs").output.startswith("no jobs; `tlora submit")
+    assert job_controller("jobs", "--name", "other").output == job_controller("jobs", "--status", "failed").output == "no such jobs\n"
+
+
 def test_a_sweep_over_data_is_sent_job_by_job(job_controller: Desk, place: Path) -> None:
     (place / "other.jsonl").write_bytes(ROW * 9)
     (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: mix, sweep: {data: [data.jsonl, other.jsonl], r: [2, 4]}}]\n")
@@ -282,7 +287,7 @@ def test_login_saves_a_key_that_the_server_accepts(job_controller: Desk, monkeyp
 
 
 def test_drain_refuses_new_jobs_until_it_is_undone(job_controller: Desk) -> None:
-    assert "refuses new jobs; 0 have not ended" in job_controller("drain", "--wait", tenant="operator").output
+    assert "refuses new jobs; 0 jobs left to end" in job_controller("drain", "--wait", tenant="operator").output
     assert "drained" in job_controller("submit", "jobs.yaml", status=2).output and "accepts no new jobs" in job_controller("queue").output
     assert "accepts jobs" in job_controller("drain", "--undo", tenant="operator").output
     job_controller("submit", "jobs.yaml")
@@ -316,7 +321,7 @@ def test_a_drain_that_waits_leaves_anothers_undo_alone(slow_desk: Desk, monkeypa
 
     monkeypatch.setattr(server_commands.time, "sleep", undo)
     ended = job_controller("drain", "--wait", tenant="operator", status=1)
-    assert "accepts jobs again (the drain was undone, or the server was started anew); 6 have not ended" in ended.output
+    assert "accepts jobs again (the drain was undone, or the server was started anew); 6 jobs left to end" in ended.output
     assert not job_controller.asked("/v1/cluster")["draining"]
 
     def end_all(_: float) -> None:
@@ -324,7 +329,7 @@ def test_a_drain_that_waits_leaves_anothers_undo_alone(slow_desk: Desk, monkeypa
             job_controller.served.ask("alice", "POST", f"/v1/jobs/{job['id']}/cancel")
 
     monkeypatch.setattr(server_commands.time, "sleep", end_all)
-    assert "refuses new jobs; 0 have not ended" in job_controller("drain", "--wait", tenant="operator").output
+    assert "refuses new jobs; 0 jobs left to end" in job_controller("drain", "--wait", tenant="operator").output
 
 
 def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:

@@ -299,7 +299,7 @@ def drain(
         undone = not undo and not drained.draining
         again = " again (the drain was undone, or the server was started anew)" if undone else ""
         state = "refuses new jobs" if drained.draining else f"accepts jobs{again}"
-        say(f"the server {state}; {drained.open_jobs} have not ended")
+        say(f"the server {state}; {quantity(drained.open_jobs, 'job')} left to end")
         if undone:
             raise typer.Exit(1)
 

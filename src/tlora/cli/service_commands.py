@@ -79,7 +79,8 @@ def jobs(
         if as_json:
             say_json(listing)
         else:
-            print_jobs(open_console(), listing, "no jobs; `tlora submit jobs.yaml` submits some")
+            empty = "no jobs; `tlora submit jobs.yaml` submits some" if status is None and name is None else "no such jobs"
+            print_jobs(open_console(), listing, empty)
 
 
 def show(

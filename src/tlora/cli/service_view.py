@@ -269,12 +269,12 @@ class PlainFollower:
 def follow_table(sight: Sight, width: int, height: int) -> Group:
     """The table, limited to the terminal's height: running jobs and failures first."""
     shown = _with_room(sight.jobs, height - _AROUND_ROWS)
-    table = open_table()
+    table = open_table(expand=True)
     table.add_column("job", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("train loss", justify="right", no_wrap=True)
-    table.add_column("why", no_wrap=True, overflow="ellipsis")
+    table.add_column("why", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave free
     name_width = max(12, min(40, width - 64))
     for job in shown:
         table.add_row(

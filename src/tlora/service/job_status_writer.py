@@ -113,12 +113,13 @@ class JobStatusWriter:
 
     def reading(self, job_id: str, rows: int, share: float) -> None:
         """Its data is being read."""
+        self._jobs.lacking.pop(job_id, None)
         self._jobs.reading[job_id] = f"its data is being read: {rows:,} rows, {share:.0%}"
         self._show()
 
     def wait_for(self, job_id: str, what: str) -> None:
-        """Its data cannot be read yet."""
-        self._jobs.reading[job_id] = what
+        """It cannot be read, or trained, until the server has that."""
+        self._jobs.lacking[job_id] = what
         self._show()
 
     def read_again(self, job_id: str) -> None:
@@ -128,6 +129,7 @@ class JobStatusWriter:
     def read(self, job_id: str) -> None:
         """Its data has been read."""
         self._jobs.reading.pop(job_id, None)
+        self._jobs.lacking.pop(job_id, None)
         self._show()
 
     def fail(self, job_id: str, reason: str) -> None:

@@ -65,7 +65,8 @@ class LiveJobs:
     """Changed by `see` and `end` alone. Safe in several threads."""
 
     def __init__(self) -> None:
-        self.reading: dict[str, str] = {}  # jobs whose data is being read, or cannot be yet -> how far that has come, or why
+        self.reading: dict[str, str] = {}  # jobs whose data is being read -> how far that has come
+        self.lacking: dict[str, str] = {}  # jobs that wait for what the server has lost, or has no room for -> for what
         self._cluster = ClusterProgress(ProgressView())
         self._queued: dict[str, None] = {}  # jobs that wait for a place, in the order in which they came to
         self._lock = threading.Lock()
@@ -80,7 +81,7 @@ class LiveJobs:
                     self._queued.pop(after.name, None)
                 else:
                     self._queued.setdefault(after.name)
-                    self.reading.pop(after.name, None)
+                    self.lacking.pop(after.name, None)
         match item:
             case JobFinished(job_id):
                 effects.append(EndJob(job_id, "succeeded"))
@@ -96,17 +97,19 @@ class LiveJobs:
         """By its owner or by itself."""
         with self._lock:
             self.reading.pop(job_id, None)
+            self.lacking.pop(job_id, None)
             self._queued.pop(job_id, None)
             self._cluster.forget(job_id)
 
     def snapshot(self, places: Devices, queue: Mapping[str, QueuePlace]) -> ClusterSnapshot:
         """`queue`: as the policy foresaw it last."""
         with self._lock:
-            rows, groups, reading = list(self._cluster.view.rows.values()), list(self._cluster.groups.values()), dict(self.reading)
+            rows, groups, reading = list(self._cluster.view.rows.values()), list(self._cluster.groups.values()), self.reading | self.lacking
+            waiting = dict(self.lacking)
             queued, kinds = list(self._queued), dict(self._cluster.kinds)
             placements = {group.group_id: why for group in groups if (why := self._cluster.why_there(group))}
             hosts = tuple([replace(host, gpus=set(host.gpus)) for host in self._cluster.hosts.values()])
-        waiting, starts = dict[str, str](), dict[str, float]()
+        starts = dict[str, float]()
         behind = len(queue) + 1  # those that the policy has not seen yet
         order = sorted(queued, key=lambda job_id: queue[job_id].number if job_id in queue else behind)
         for index, job_id in enumerate(order):

@@ -98,8 +98,7 @@ class LiveState:
             return None
         snapshot = self._snapshot
         starts = snapshot.starts.get(job_id)
-        otherwise = f"a {place_names(snapshot.device)[0]}" if snapshot.device else "the server to begin"
-        why = snapshot.waiting.get(job_id) or snapshot.reading.get(job_id, otherwise)
+        why = snapshot.waiting.get(job_id, f"a {place_names(snapshot.device)[0]}" if snapshot.device else "the server to begin")
         return why + ("" if starts is None else f"; expected to start {_in_about(starts - time.time())}")
 
     def queue_place(self, job_id: str, status: str) -> tuple[int | None, float | None]:
