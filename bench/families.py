@@ -92,7 +92,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 7},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 32], "rope_parameters": _PLAIN_ROPE | {"mrope_section": [3, 3, 2]}},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
