@@ -32,6 +32,7 @@ from tlora.planning.start import adopt_adapter_config
 from tlora.supermodel.batch import collate
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.numbers import are, quantity
 
 EVERY = [*LATENT, "wk", "wq_b", "weights_proj"]  # of attention; PEFT's all-linear adapts routers too, which stay frozen here
 CASES = {
@@ -80,7 +81,8 @@ def test_it_goes_on_as_in_peft(case: str, tmp_path: Path) -> None:
         start = saved(stepped(made(family, targets, dtype), work), tmp_path / "theirs")
         spec, notes = adopt_adapter_config(ORDER, start)
         inside = {name for name in load_file(start / WEIGHTS_FILE) if in_indexer(name)}
-        assert inside and [f"{len(inside) // 2} layers of {start} are in indexers, and left out" in note for note in notes] == [True]
+        left_out = f"{quantity(len(inside) // 2, 'layer')} of {start} {are(len(inside) // 2)} in indexers, and left out"
+        assert inside and [left_out in note for note in notes] == [True]
         shared = SuperModel(make_base(make_model(family, dtype), family))
         layout = shared.layout(spec)
         shared.join("a", spec, TRAIN, state=fresh_state(layout, load_params(start, layout, dtype)))

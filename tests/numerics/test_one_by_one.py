@@ -214,3 +214,12 @@ def test_one_that_overflows_is_refused_for_that() -> None:
     model.model.embed_tokens.weight.data[:] = torch.nan
     with pytest.raises(ModelError, match="hold NaN or Inf"):
         make_any_base(model, "jamba")
+
+
+def test_a_model_that_gives_logits_of_other_tokens_is_refused_for_that() -> None:
+    """As Florence-2, an encoder-decoder whose decoder begins with a token of its own."""
+    model = make_model("llama")
+    whole = model.forward
+    model.forward = lambda **given: whole(**given, logits_to_keep=1)
+    with pytest.raises(ModelError, match="LlamaForCausalLM gives logits of 3 tokens for 43, so it is no decoder of these. Use a causal"):
+        make_any_base(model, "llama")

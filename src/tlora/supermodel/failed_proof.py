@@ -36,6 +36,12 @@ def why_not_finite(base: Any) -> str:
     return f"its logits of plain tokens are not finite in {name}. Set dtype: float32, or take another base"
 
 
+def why_of_other_tokens(base: Any, given: int, tokens: int) -> str:
+    """Of a model that gives logits of so many tokens for those that it gets, as an encoder-decoder may."""
+    kind = type(base.model).__name__
+    return f"{kind} gives logits of {given} tokens for {tokens}, so it is no decoder of these. Use a causal language model"
+
+
 def why_not_packed(base: Any, packed: Tensor, alone: Tensor, leaks: bool, tolerance: float) -> ModelError:
     """Of packed samples whose logits `packed` are not those that each has `alone`, or where `leaks` says that NaN gets into another: an
     UnpackedError where it is the packing.

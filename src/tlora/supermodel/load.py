@@ -22,7 +22,7 @@ from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
 from tlora.supermodel.base_config import one_line, package_missing, refuse_strange_config, unreadable
-from tlora.supermodel.failed_proof import UnpackedError, why_not_finite, why_not_packed
+from tlora.supermodel.failed_proof import UnpackedError, why_not_finite, why_not_packed, why_of_other_tokens
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.head_input import as_seen, find_head, input_of_head, look_at_head
@@ -333,6 +333,8 @@ def _check_packing(base: Base) -> Base:
         raise UnpackedError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {first_line(error)}") from error
     if not bool(alone.isfinite().all()):
         raise ModelError(f"base_model {base.name}: {why_not_finite(base)}")
+    if alone.shape != packed.shape:
+        raise ModelError(f"base_model {base.name}: {why_of_other_tokens(base, len(alone), len(packed))}")
     difference = float((packed - alone).norm() / alone.norm())
     if leaks or not difference <= _TOLERANCE[dtype]:
         raise why_not_packed(base, packed, alone, leaks, _TOLERANCE[dtype])
