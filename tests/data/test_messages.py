@@ -162,7 +162,7 @@ def test_arguments_that_are_no_object_are_named(tmp_path: Path, tokenizers: Any)
     path = write(tmp_path / "x.jsonl", [{"messages": [USER, called]}])
     report = report_of(make(path, tokenizers(None), template=BY_OBJECT))
     report.files = ["x.jsonl"]
-    said = "arguments of tool calls that are no JSON object are left as text: 1 of 1 rows, such as 'room=attic' (x.jsonl)"
+    said = "arguments of tool calls that are no JSON object are left as text: 1 of 1 row, such as 'room=attic' (x.jsonl)"
     assert report.warnings()[0] == said
     with pytest.raises(DataError, match=r"x.jsonl, line 1: the arguments of a tool call are 'room=attic', which is no JSON object"):
         make(path, tokenizers(None), template=BY_ITEMS)

@@ -22,7 +22,7 @@ from tlora.data.columns import format_of
 from tlora.data.dataset import FORMAT_VERSION, Writer, find_damage
 from tlora.data.encode import Encoder
 from tlora.data.encoded_blocks import EncodedBlock, Recipe, Task, encode_blocks, num_processes
-from tlora.data.formats import Format
+from tlora.data.formats import COLUMNS, Format
 from tlora.data.known_sets import VERSIONS, named
 from tlora.data.report import DataReport
 from tlora.data.request import DataLimits
@@ -208,6 +208,7 @@ class _Progress:
     blocks: int = 0
     rows: int = 0
     only_numbers: bool = True
+    only_empty: bool = True
 
     def as_json(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in _OWN}
@@ -221,6 +222,7 @@ class _Progress:
 
     def add(self, block: EncodedBlock) -> None:
         self.only_numbers = self.only_numbers and block.only_numbers
+        self.only_empty = self.only_empty and block.only_empty
         self.report.add(block.report)
         for error in block.bad:
             self.bad.add(error)
@@ -229,7 +231,8 @@ class _Progress:
     def end_source(self) -> None:
         self.formats.append(self.report.format)
         self.report.sources.append(self.samples)
-        self.source, self.blocks, self.rows, self.only_numbers = self.source + 1, 0, self.report.rows, True
+        self.source, self.blocks, self.rows = self.source + 1, 0, self.report.rows
+        self.only_numbers = self.only_empty = True
 
     @property
     def samples(self) -> int:
@@ -237,7 +240,7 @@ class _Progress:
         return self.report.samples - sum(self.report.sources)
 
 
-_OWN = ("formats", "source", "blocks", "rows", "only_numbers")
+_OWN = ("formats", "source", "blocks", "rows", "only_numbers", "only_empty")
 
 
 def _fill(writer: Writer, order: SetSpec, encoder: Encoder, beat: Beat) -> DataReport:
@@ -288,6 +291,12 @@ def _fill_source(writer: Writer, order: SetSpec, encoder: Encoder, done: _Progre
         raise DataError(
             f"{order.display_name}: none of {quantity(rows, 'row')} has a token to train on within max_length {order.max_length}; "
             "raise max_length, or check that the rows hold assistant turns or completions (train_on: all trains everything)"
+        )
+    if done.only_empty:
+        columns = " + ".join(COLUMNS[cast("Format", report.format)])
+        raise DataError(
+            f"{order.display_name}: all answers of {quantity(samples, 'row')} are empty; expected text to train on. Format {report.format} "
+            f"reads {columns}: fill the answers there, or rename the column that holds them"
         )
 
 

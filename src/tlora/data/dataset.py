@@ -28,7 +28,7 @@ from tlora.data.scratch import PROGRESS, Scratch, private_directory
 from tlora.errors import DataError
 from tlora.file_identity import FileIdentity, identity_of
 
-FORMAT_VERSION = 6  # part of every cache key: raise it when the same input gives other tokens, weights or files
+FORMAT_VERSION = 7  # part of every cache key: raise it when the same input gives other tokens, weights, files or errors
 SAVE_SECONDS = 0.25  # of work are lost at most when a process ends
 _ROW_PARTS = {"lengths.bin": np.int64, "trained.bin": np.float64, "ends.bin": np.int64}  # numbers of each row, while a set is made
 _KEPT_PARTS = ("tokens.bin", "weights.bin")

@@ -6,6 +6,7 @@ tokens. Does not cut to a length and writes nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from tlora.data.chat import Rendered, WeightedRange, open_template, render
 from tlora.data.chat_template import Template
 from tlora.data.dataset import Sample
-from tlora.data.formats import Chat, Example, Labelled, Pair, Segments, Text, Tokens
+from tlora.data.formats import Chat, Example, Labelled, Message, Pair, Segments, Text, Tokens
 from tlora.data.messages import check_roles
 from tlora.data.template_changes import Change, find_changes
 from tlora.errors import DataError, ModelError
@@ -57,6 +58,7 @@ class Encoded:
     changes: tuple[Change, ...] = ()
     unstopped: str | None = None  # what ends a trained turn without a stop token: "" for nothing; None if all turns have one
     unended: bool = False  # a text behind which no end token stands, as the tokenizer has none
+    empty_answers: tuple[bool, ...] = ()  # of each part that is trained, whether it is empty; none for token ids
 
 
 def open_encoder(
@@ -110,7 +112,33 @@ def encode(encoder: Encoder, examples: Sequence[Example], places: Sequence[str])
             encoded_examples[i] = Encoded(_sample(encoder, example.input_ids, np.array(example.weights, dtype=np.float32)))
     for i in chats + texts:
         _check_vocabulary(encoder, cast("Encoded", encoded_examples[i]).sample.input_ids, places[i])
-    return cast("list[Encoded]", encoded_examples)
+    return [
+        replace(encoded, empty_answers=_empty_answers(encoder, example))
+        for encoded, example in zip(cast("list[Encoded]", encoded_examples), examples, strict=True)
+    ]
+
+
+def _empty_answers(encoder: Encoder, example: Example) -> tuple[bool, ...]:
+    """Whether each answer of `example` is empty: white space alone, and no tool call. With `train_all`, all of it is one answer."""
+    if isinstance(example, Tokens):
+        return ()
+    if isinstance(example, Text):
+        empty, weights = [not example.prompt.strip(), not example.completion.strip()], [0.0, 1.0]
+    elif isinstance(example, Segments):
+        empty, weights = [not text.strip() for text in example.texts], example.weights
+        empty, weights = [all(itertools.compress(empty, weights))], [1.0]  # the pieces are one answer
+    else:
+        empty, weights = [_is_empty(message, encoder.template) for message in example.messages], example.weights
+    return (all(empty),) if encoder.train_all else tuple(itertools.compress(empty, weights))
+
+
+def _is_empty(message: Message, template: Template) -> bool:
+    """Whether the template has nothing to render of the message, such as text, reasoning or tool calls."""
+    return not any(
+        str(value or "").strip() and (key in ("content", "tool_calls") or key in template.text())
+        for key, value in message.items()
+        if key not in ("role", "name")
+    )
 
 
 def _last_turn(example: Example, place: str) -> Example:

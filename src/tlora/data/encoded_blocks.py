@@ -48,12 +48,15 @@ class Task:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """`report` counts this block alone; `only_numbers`: each of its rows is a text that is a number."""
+    """`report` counts this block alone; `only_numbers`: each of its rows is a text that is a number; `only_empty`: each of its samples has
+    nothing but empty answers, or is a pair of which one is empty.
+    """
 
     report: DataReport
     samples: PackedSamples
     bad: list[DataError]
     only_numbers: bool
+    only_empty: bool
     share: float
 
 
@@ -98,6 +101,7 @@ def _encode_here(task: Task) -> EncodedBlock:
 def encode_block(recipe: Recipe, task: Task) -> EncodedBlock:
     """Encode one block. Raises DataError if no row after some row can be read; bad rows alone do not raise."""
     report, bad, samples, only_numbers = DataReport(), list[DataError](), list[Sample](), True
+    only_empty = True
     for examples, places in _batches(recipe, task, report, bad):
         only_numbers = only_numbers and all(isinstance(example, Text) and _is_number(example.completion) for example in examples)
         report.has_chats = report.has_chats or any(isinstance(_answer(example), Chat) for example in examples)
@@ -105,9 +109,10 @@ def encode_block(recipe: Recipe, task: Task) -> EncodedBlock:
             sample = _cut(unit, recipe, report)
             if sample is not None:
                 samples.append(sample)
+                only_empty = only_empty and any(encoded.empty_answers and all(encoded.empty_answers) for encoded in unit)
                 if recipe.rows == "labelled":
                     report.count_label(bool(unit[0].sample.loss_weights.min() >= 0))
-    return EncodedBlock(report, pack(samples), bad, only_numbers, task.block.share)
+    return EncodedBlock(report, pack(samples), bad, only_numbers, only_empty, task.block.share)
 
 
 def _batches(recipe: Recipe, task: Task, report: DataReport, bad: list[DataError]) -> Iterator[tuple[_Read, list[str]]]:
@@ -198,6 +203,7 @@ def _cut(unit: Sequence[Encoded], recipe: Recipe, report: DataReport) -> Sample 
         report.equal_pairs += 1
         report.equal_when_cut += not _are_equal(unit[0].sample, unit[1].sample)
     report.samples += 1
+    report.empty += any(itertools.chain.from_iterable(encoded.empty_answers for encoded in unit))
     report.tokens += sum(len(sample.input_ids) for sample in samples)
     report.trained_tokens += sum(trained)
     report.rendered = report.rendered or _show(samples, recipe.encoder)

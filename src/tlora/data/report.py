@@ -19,12 +19,12 @@ _MOST_NAMED = 12
 _EXAMPLE_CHARACTERS = 80
 _SUMMED = (
     *("rows", "samples", "skipped", "truncated", "tokens", "trained_tokens", "trained_tokens_lost", "trained_characters", "unended"),
-    *("pieces", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
+    *("pieces", "equal_pairs", "equal_when_cut", "wanted", "unwanted", "empty"),
 )
 _NEWER = (  # added to meta.json later: earlier versions, which may share the cache, ignore them
     *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
     *("unstopped", "stops", "unended"),
-    *("dropped", "bad_rows"),
+    *("dropped", "bad_rows", "empty"),
 )
 
 
@@ -59,6 +59,7 @@ class DataReport:
     sources: list[int] = field(default_factory=list)  # samples of each source, in their order; none for a set of an earlier version
     unstopped: dict[str, int] = field(default_factory=dict)  # by what ends a trained turn without a stop token ("": nothing): rows
     stops: list[str] = field(default_factory=list)  # the base's stop tokens
+    empty: int = 0  # samples with an answer of white space alone
     unended: int = 0  # rows of plain text without an end token, as the tokenizer has none
     has_chats: bool | None = False  # whether a row goes through the chat template; None for a set of an earlier version
     pieces: int = 0  # samples and skipped ones: more than rows where rows were packed
@@ -158,6 +159,12 @@ class DataReport:
             lines.append(f"{self.truncated:,} of {total} {are(self.truncated)} cut to max_length, {lost} ({place})")
         if self.skipped:
             lines.append(f"{self.skipped:,} of {total} {are(self.skipped)} left out, without a trained token ({place})")
+        if self.empty:
+            kind = "text" if self.format == "text" else "answer"
+            lines.append(
+                f"{self.empty:,} of {total} {'has' if self.empty == 1 else 'have'} an empty {kind}, from which the model learns to say "
+                f"nothing: fill or remove {'it' if self.empty == 1 else 'them'} ({place})"
+            )
         lines += [f"{note.what}: {note.rows:,} of {quantity(self.rows, 'row')}, such as {note.example!r} ({place})" for note in self.notes]
         lines += self._preference_warnings()
         lines += list(self._stop_warnings())
