@@ -13,8 +13,11 @@ from typer.testing import CliRunner, Result
 
 from tests.service.served import ROW, Served, listening, until
 from tlora import manifest
+from tlora.api import JobView
 from tlora.cli import server_commands
 from tlora.cli.commands import app
+from tlora.client.connection import Connection
+from tlora.client.jobs import Sight
 from tlora.jobs_file import read_jobs_file
 
 JOBS = """base_model: base
@@ -258,6 +261,29 @@ def test_ctrl_c_leaves_the_jobs_running_and_says_so(slow_desk: Desk, monkeypatch
     assert f"6 jobs go on at {slow_desk.url}" in found.output
     assert {job["status"] for job in slow_desk.asked("/v1/jobs")["data"]} <= {"preparing", "queued", "running"}
     assert "tlora show job-" in slow_desk("show", "polite", "--follow", status=130).output
+
+
+@pytest.mark.parametrize(
+    ("ended", "said", "status"),
+    [
+        (["succeeded"], "sql goes on at {url}; 1 of 2 ended. See: tlora show job-", 130),
+        (["failed", "succeeded"], None, 1),
+        (["succeeded", "succeeded"], None, 0),
+    ],
+)
+def test_ctrl_c_counts_no_job_that_has_ended(
+    slow_desk: Desk, place: Path, monkeypatch: pytest.MonkeyPatch, ended: list[Any], said: str | None, status: int
+) -> None:
+    (place / "jobs.yaml").write_text("base_model: base\njobs: [{name: polite, data: data.jsonl}, {name: sql, data: data.jsonl}]\n")
+
+    def interrupted(connection: Connection, ids: list[str], **_: object) -> Iterator[Sight]:
+        views = [connection.get(f"/v1/jobs/{job}", JobView) for job in ids]
+        yield Sight((*(view.model_copy(update={"status": end}) for view, end in zip(views, ended, strict=False)), *views[len(ended) :]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tlora.client.jobs.watch", interrupted)
+    found = slow_desk("submit", "jobs.yaml", "--follow", status=status)
+    assert said.format(url=slow_desk.url) in found.output if said else " on at " not in found.output
 
 
 def test_keys_are_made_listed_and_revoked_by_the_server_and_in_its_store(job_controller: Desk) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.terminal import note, open_console, path_text, say, say_error, say_json
+from tlora.cli.terminal import note, open_console, path_text, printable, say, say_error, say_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tlora.api import JobView
     from tlora.client.connection import Connection
+    from tlora.client.jobs import Sight
 
 Json = Annotated[bool, typer.Option("--json", help="Print what the server answered.")]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="Its id or its name.", show_default=False)]
@@ -198,15 +199,26 @@ def _change(names: Sequence[str], verb: str) -> None:
 
 def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -> int:
     """Follow the jobs. Returns the exit status: 0 if all have succeeded, 1 if one has not, 130 after Ctrl-C, which ends no job."""
+    from rich.text import Text
+
     from tlora.cli.service_view import follow
     from tlora.client.jobs import EventStream, watch
 
+    latest = {job.id: job for job in jobs}
+
+    def keep_latest(sights: Iterable[Sight]) -> Iterator[Sight]:
+        for sight in sights:
+            latest.update((job.id, job) for job in sight.jobs)
+            yield sight
+
     try:
         with EventStream(connection) as event_stream:
-            ended = follow(console, watch(connection, [job.id for job in jobs], event_stream=event_stream))
+            follow(console, keep_latest(watch(connection, list(latest), event_stream=event_stream)))
     except KeyboardInterrupt:
-        subject = f"{jobs[0].name} goes" if len(jobs) == 1 else f"{len(jobs)} jobs go"
-        again = f"tlora show {jobs[0].id} --follow" if len(jobs) == 1 else "tlora jobs"
-        console.print(f"\n{subject} on at {connection.access.url}. See: {again}", soft_wrap=True)
-        return 130
-    return 0 if all(job.status == "succeeded" for job in ended) else 1
+        if going := [job for job in latest.values() if not job.has_ended]:
+            subject = f"{printable(going[0].name)} goes" if len(going) == 1 else f"{len(going)} jobs go"
+            again = f"tlora show {going[0].id} --follow" if len(going) == 1 else "tlora jobs"
+            ended = f"; {len(latest) - len(going)} of {len(latest)} ended" if len(going) < len(latest) else ""
+            console.print(Text(f"\n{subject} on at {connection.access.url}{ended}. See: {again}"), soft_wrap=True)
+            return 130
+    return 0 if all(job.status == "succeeded" for job in latest.values()) else 1

@@ -208,21 +208,17 @@ _AROUND_ROWS = 4
 _URGENCY = {"running": 0, "failed": 1, "preparing": 2, "queued": 3, "paused": 4, "cancelled": 5, "succeeded": 6}
 
 
-def follow(console: Console, sights: Iterable[Sight]) -> tuple[JobView, ...]:
-    """Show the sights as they come; returns the jobs of the last one."""
-    jobs: tuple[JobView, ...] = ()
+def follow(console: Console, sights: Iterable[Sight]) -> None:
+    """Show the sights as they come."""
     plain = PlainFollower(console)
     if not shows_live(console):
         for sight in sights:
             plain.show(sight)
-            jobs = sight.jobs
-        return jobs
+        return
     with Live(Text("asking the server", style="dim"), console=console, auto_refresh=False, transient=True) as live:
         for sight in sights:
             plain.show(sight, steps=False)
             live.update(follow_table(sight, *console.size), refresh=True)
-            jobs = sight.jobs
-    return jobs
 
 
 class PlainFollower:
