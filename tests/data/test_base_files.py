@@ -13,8 +13,9 @@ import pytest
 from huggingface_hub import constants
 
 from tlora.data import base_files
-from tlora.data.base_files import located, snapshot
+from tlora.data.base_files import located, refuse_mistyped, snapshot
 from tlora.data.tokenizer import load_tokenizer
+from tlora.errors import ModelError
 from tlora.supermodel.load import find_directory, load_config, load_weights, outline, pin_revision
 
 DEMO = Path(__file__).parents[2] / "demo" / "base"
@@ -120,3 +121,31 @@ def test_what_is_not_whole_in_the_cache_is_left_to_the_library(cached: Path, hub
 def test_a_hub_that_refuses_is_believed(cached: Path, hub: Callable[[int], list[str]]) -> None:
     hub(404)
     assert snapshot("org/name") is None
+
+
+def test_a_mistyped_path_is_refused_at_once_where_the_hub_does_not_answer(
+    cached: Path, hub: Callable[[int], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DEMO, tmp_path / "demo" / "base")
+    (tmp_path / "org").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = hub(503)
+    why = r"^base_model demo/bse: demo has no such directory, and the hub answers 503\. Correct the path \(is it demo/base\?\), or check"
+    for read in (load_config, find_directory, pin_revision):
+        with pytest.raises(ModelError, match=why):
+            read("demo/bse")
+    assert len(asked) == 1  # and nothing by a library, which would ask again and again
+    with pytest.raises(ModelError, match=r"base_model demo/other: demo has no such directory, and .*Correct the path, or"):
+        load_config("demo/other")
+    assert load_config("org/name") and find_directory("org/name") == cached / "snapshots" / OLD  # a hub id, in the cache
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_hub_id_of_which_a_directory_has_the_organization_is_left_to_the_hub(
+    status: int, cached: Path, hub: Callable[[int], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hub(status)
+    refuse_mistyped("org/other")
+    refuse_mistyped("org/name")

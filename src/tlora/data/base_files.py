@@ -4,11 +4,14 @@ complete in its cache is read from there, without a further request.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Container
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from tlora.errors import ModelError
 from tlora.job import split_revision
 from tlora.json_file import read_object
 from tlora.link.log import note
@@ -30,7 +33,8 @@ def snapshot(base_model: str) -> Path | None:
     if revision and _COMMIT.fullmatch(revision):
         commit = revision
     else:  # offline nothing is asked, and the file may change
-        commit = (_known_commit if constants.HF_HUB_OFFLINE else partial(ask_commit, name))(revision or "main", cache_of(name))
+        branch, cached = revision or "main", cache_of(name)
+        commit = _known_commit(branch, cached) if constants.HF_HUB_OFFLINE else ask_commit(name, branch, cached).commit
     directory = cache_of(name) / "snapshots" / (commit or "")
     return directory if commit and (directory / "config.json").is_file() else None
 
@@ -87,23 +91,51 @@ def _known_commit(revision: str, cached: Path) -> str | None:
         return None
 
 
+def refuse_mistyped(base_model: str) -> None:
+    """Raise ModelError for a name that lies in a local directory and is not there while the hub does not answer: it may be a mistyped path,
+    and a library would ask the hub for half a minute. Where the hub answers, `base_model` may be a hub id.
+    """
+    from huggingface_hub import constants
+
+    name, revision = split_revision(base_model)
+    path = Path(name)
+    looks_local = name.count("/") == 1 and path.parent.is_dir() and not path.exists()
+    if not looks_local or constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision or "") or snapshot(base_model) is not None:
+        return
+    if fault := ask_commit(name, revision or "main", cache_of(name)).fault:
+        close = difflib.get_close_matches(path.name, [file.parent.name for file in path.parent.glob("*/config.json")], n=1)
+        meant = f" (is it {path.parent / close[0]}?)" if close else ""
+        raise ModelError(
+            f"base_model {base_model}: {path.parent} has no such directory, and the hub {fault}. Correct the path{meant}, or check the "
+            "connection if it is a hub id"
+        )
+
+
+@dataclass(frozen=True)
+class HubAnswer:
+    """`fault`: why the hub gave no answer, as in "the hub cannot be reached"; "" where it did."""
+
+    commit: str | None
+    fault: str = ""
+
+
 @cache
-def ask_commit(name: str, revision: str, cached: Path) -> str | None:
+def ask_commit(name: str, revision: str, cached: Path) -> HubAnswer:
     """The commit that the hub names, else the one that it named last; None if neither is known, or the hub refuses."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     known = _known_commit(revision, cached)
     try:
-        return str(HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, timeout=_ASK_SECONDS).sha)
+        return HubAnswer(str(HfApi(endpoint=constants.ENDPOINT).model_info(name, revision=revision, timeout=_ASK_SECONDS).sha))
     except (HfHubHTTPError, HFValidationError) as error:
         response = getattr(error, "response", None)
         if response is None or response.status_code < 500:
-            return None  # it is gated, or not there: loading it raises the error
+            return HubAnswer(None)  # it is gated, or not there: loading it raises the error
         why = f"answers {response.status_code}"
     except Exception as error:  # the client, a proxy or the network raise anything
         why = f"cannot be reached ({type(error).__name__})"
     if known is not None and (cached / "snapshots" / known / "config.json").is_file():
         note(f"the hub {why}: {name} is read from its cache, commit {known}, which {revision} named when it was last asked")
-        return known
-    return None
+        return HubAnswer(known, why)
+    return HubAnswer(None, why)

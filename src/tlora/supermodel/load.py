@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
-from tlora.data.base_files import located, snapshot
+from tlora.data.base_files import located, refuse_mistyped, snapshot
 from tlora.errors import ModelError, first_line
 from tlora.job import BasePrecision, split_revision
 from tlora.kernels.head import Head
@@ -91,7 +91,7 @@ class Base:
 
 
 def check_path(base_model: str) -> None:
-    """Raise ModelError early for a local path that holds no model; anything that looks like a hub id is left to transformers."""
+    """Raise ModelError early for a local path that holds no model; what the hub may have is left to transformers."""
     name, _ = split_revision(base_model)
     path = Path(name)
     if path.exists() and not (path / "config.json").is_file():
@@ -99,6 +99,7 @@ def check_path(base_model: str) -> None:
         raise ModelError(f"base_model {base_model}: {wrong}. Give a directory as save_pretrained makes it, or a hub id")
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"base_model {base_model}: no such directory. Give a directory with config.json, or a hub id such as org/name")
+    refuse_mistyped(base_model)
 
 
 def find_directory(base_model: str) -> Path:
