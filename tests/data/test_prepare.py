@@ -26,7 +26,7 @@ from tlora.data import worker as worker_module
 from tlora.data.dataset import find_damage
 from tlora.data.order import split
 from tlora.data.prepare import Prepared, PrepareProgress, prepare
-from tlora.data.request import PREPARE_MESSAGES, PrepareBatch, PrepareEvent, PrepareFailed, PrepareRequest, SetsMade
+from tlora.data.request import PREPARE_MESSAGES, DataLimits, PrepareBatch, PrepareEvent, PrepareFailed, PrepareRequest, SetsMade
 from tlora.errors import DataError, ModelError
 from tlora.job import DataConfig
 from tlora.link.lines import Line
@@ -240,6 +240,19 @@ def test_ctrl_c_says_how_many_rows_are_kept(tmp_path: Path, tokenizer_path: Path
     assert interrupt_once(False).startswith("Interrupted: "), "of the earlier launch, if this one has saved nothing yet"
 
 
+def test_a_job_behind_one_that_took_all_memory_is_prepared(tmp_path: Path, tokenizer_path: Path) -> None:
+    """A small file of rows that are huge when they are unpacked. Arrow keeps what it has taken."""
+    huge = pa.table({"text": pa.array(["x" * (20 << 20)] * 30, pa.large_string())})
+    pq.write_table(huge, tmp_path / "bomb.parquet", compression="zstd", row_group_size=30)
+    write(tmp_path / "x.jsonl", ROWS)
+    limits = DataLimits(1 << 29, 120, 300.0, 100_000, 1000)
+    jobs = [request(path, tmp_path, tokenizer_path, {"path": path}, limits=limits) for path in ("bomb.parquet", "x.jsonl")]
+    found = prepare(jobs)
+    assert len(good(found["x.jsonl"]).train) == len(ROWS)
+    failed = found["bomb.parquet"]
+    assert isinstance(failed, DataError) and "bomb.parquet: preparing takes more than 0.5 GiB of memory" in str(failed), failed
+
+
 def test_tokenizer_that_cannot_be_loaded_is_the_runs_trouble(tmp_path: Path) -> None:
     write(tmp_path / "x.jsonl", ROWS)
     (tmp_path / "empty").mkdir()
@@ -301,7 +314,7 @@ def test_worker_leaves_with_its_parent_and_holds_no_torch(tmp_path: Path, tokeni
         "def told(self, request):\n"
         "    heavy = [m for m, v in sys.modules.items() if m.split('.')[0] in ('torch', 'datasets', 'tensorflow') and v]\n"
         "    self.send(w.PrepareFailed('torch', ' '.join(heavy)))\n"
-        "    run(self, request)\n"
+        "    return run(self, request)\n"
         "w.Worker.run = told; w.main()"
     )
     jobs = [request("job", tmp_path, tokenizer_path), request("hangs", tmp_path, tokenizer_path, {"chat_template": "hangs.jinja"})]

@@ -83,6 +83,8 @@ def read_parquet(file: Path) -> Iterator[tuple[pa.RecordBatch, float]]:
         for batch in _small(parquet.iter_batches(batch_size=BATCH_ROWS)):
             number += batch.num_rows
             yield batch, number / total
+    except MemoryError:  # Arrow's is one of its other errors too
+        raise
     except pa.ArrowException as error:
         raise DataError(f"{file}: not a readable Parquet file ({shown(str(error))}); write it again") from error
 
@@ -94,6 +96,8 @@ def read_arrow(file: Path) -> Iterator[tuple[pa.RecordBatch, float]]:
     try:
         with pa.OSFile(str(file), "rb") as source:  # not mapped: the file may be cut meanwhile
             yield from ((batch, 0.0) for batch in _small(iter(pa.ipc.open_stream(source))))
+    except MemoryError:
+        raise
     except pa.ArrowException as error:
         raise DataError(f"{file}: not a readable Arrow stream ({shown(str(error))}); save the set again with save_to_disk") from error
 

@@ -62,8 +62,11 @@ class Worker:
         self._tell(event)
         self.last_event = time.monotonic()
 
-    def run(self, request: PrepareRequest) -> None:
-        """Prepare one job: its training set and its evaluation set, if that is another file."""
+    def run(self, request: PrepareRequest) -> bool:
+        """Prepare one job: its training set and its evaluation set, if that is another file. Whether this process can take another one.
+
+        It cannot after one that took memory until there was no more: Arrow's pool may keep it, and the next one would be refused for it.
+        """
         key, data, limits = request.key, request.data, request.limits
         self.send(PrepareProgress(key, 0, 0.0))
         if limits is not None:
@@ -78,10 +81,12 @@ class Worker:
             most = MEMORY_LIMIT_BYTES if limits is None else limits.memory_bytes
             reason = f"{data.display_name}: preparing takes more than {most / 2**30:g} GiB of memory; is one row far too long?"
             self.send(PrepareFailed(key, reason))
+            return False
         except BaseException as error:  # a panic of the Rust tokenizer is a BaseException
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             self.send(PrepareFailed(key, f"{data.display_name}: {type(error).__name__}: {error}"))
+        return True
 
     def make(self, request: PrepareRequest, sources: Sequence[DataSource]) -> MadeSet:
         """The set of `sources`, if there are any; jobs of one set share it."""
@@ -197,7 +202,8 @@ def main() -> None:
     for cache_dir in {request.cache_dir for request in order.requests}:
         remove_old(cache_dir)
     for request in order.requests:
-        worker.run(request)
+        if not worker.run(request):
+            break  # the others are for another process
     os._exit(0)  # the thread waits for the parent: a normal exit would wait for its lock
 
 
