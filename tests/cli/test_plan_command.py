@@ -14,9 +14,14 @@ from tests.cli.test_cli_commands import call
 from tests.engine.tiny_runs import save_base
 from tlora.cli import plan_gpus
 from tlora.cli.plan_gpus import asked_gpus
+from tlora.cli.plan_view import described_choice
 from tlora.cluster.gpus import Gpu
 from tlora.errors import ConfigError
+from tlora.planning.layout_choice import choose_form
+from tlora.planning.layout_units import UnitPlan
+from tlora.planning.layouts import LayoutPlan, LayoutPlans
 from tlora.shape.gpu_files import calibration_path, versions
+from tlora.shape.layout import Layout
 from tlora.shape.work import WITH_FEATURES
 
 LIMITS = "base_model: {base}\ndtype: bfloat16\njobs:\n  - {{name: a, data: {data}, r: 4}}\n  - {{name: b, data: {data}, r: 8}}\n"
@@ -75,11 +80,11 @@ def test_json_has_each_layout_and_why(jobs_file: Path, tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 0 and found["gpus"] == ["RTX 9999"] * 2 and found["jobs"] == ["a", "b"]
     rates = [each["tokens_per_second"] for each in found["layouts"]]
-    assert rates == sorted(rates, reverse=True) and {each["form"] for each in found["layouts"]} == {"whole", "shared", "streamed", "stages"}
+    assert rates == sorted(rates, reverse=True) and {each["form"] for each in found["layouts"]} == {"whole", "shared", "stages"}
     for each in found["layouts"]:
         assert 0 < each["predicted_bytes"] <= each["limit_bytes"] and 0 <= each["exposed_seconds"] < each["micro_batch_seconds"]
         assert sum(each["weights"]) == pytest.approx(1) and each["why"]
-    assert found["refused"] == []
+    assert [each["layout"] for each in found["refused"]] == ["streamed on 1 GPU"]
 
 
 def test_no_layout_fits(jobs_file: Path, tmp_path: Path) -> None:
@@ -146,3 +151,24 @@ def test_gpus_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     there.clear()
     with pytest.raises(ConfigError, match="no GPU is here to plan for: name GPUs with --gpu"):
         asked_gpus(None, None, None, lines.append)
+
+
+def test_a_faster_layout_that_no_run_on_all_gpus_has_is_told_of() -> None:
+    """On one GPU, or in several pipelines: why the first of the table is not taken."""
+    unit = UnitPlan(128, 0, 1.0, 0.01, 0.0, 1 << 30, 2 << 30)
+
+    def told(*listed: tuple[Layout, float]) -> str:
+        plans = [LayoutPlan(layout, ("gpu",) * layout.gpus, unit, seconds, 1 / seconds, ()) for layout, seconds in listed]
+        choice = choose_form(plans, 4)
+        assert choice is not None
+        return described_choice(choice, LayoutPlans(tuple(plans), ()), 4)
+
+    whole, shared = (Layout("whole", 4), 1.0), (Layout("shared", 4), 0.95)
+    assert told(whole) == "tlora train takes whole on 4 GPUs"
+    taken = "tlora train takes whole on 4 GPUs: no other on all of these GPUs is 1.1 times as fast, by prediction"
+    assert told(shared, whole) == taken
+    rule = "a run on 4 GPUs uses all of them, stages in one pipeline, and streams to one GPU alone"
+    passed_over = f"streamed on 1 GPU is listed before it, but not for such a run: {rule}"
+    assert told((Layout("streamed"), 0.5), shared, whole) == f"{taken}. {passed_over}"
+    faster = told((Layout("shared", 4), 0.8), whole)
+    assert "1.25 times as fast" in faster and "listed before" not in faster

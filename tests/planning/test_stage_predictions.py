@@ -11,9 +11,8 @@ import pytest
 
 from tests.planning.test_micro_batches import EIGHT_B, real_jobs
 from tlora.planning.job_sketch import AdapterSketch, JobSketch
-from tlora.planning.layout_choice import LEAST_GAIN
 from tlora.planning.layout_units import Device, Pipeline
-from tlora.planning.layouts import plan_layouts
+from tlora.planning.layouts import LEAST_GAIN, plan_layouts
 from tlora.planning.micro_batches import captured_graphs
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import find_gpu

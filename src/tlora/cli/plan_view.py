@@ -13,9 +13,9 @@ from rich.text import Text
 from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import JobSketch
-from tlora.planning.layout_choice import LEAST_GAIN, LayoutChoice, choose_form
+from tlora.planning.layout_choice import LayoutChoice, choose_form
 from tlora.planning.layout_units import Device
-from tlora.planning.layouts import LayoutPlan, LayoutPlans
+from tlora.planning.layouts import LEAST_GAIN, LayoutPlan, LayoutPlans, is_trained
 from tlora.shape.gpu_models import speeds_of
 from tlora.shape.memory import StreamedBytes
 from tlora.wording.numbers import count_text, duration_text, quantity
@@ -48,7 +48,7 @@ def print_plan(
         exposed = "Exposed: seconds of a full micro-batch in which a GPU waits for a link or for work."
         console.print(Text(f"{exposed} {_rated(devices)}"), soft_wrap=True)
     if (taken := choose_form(found.feasible, len(devices))) is not None:
-        console.print(Text(_told(taken, found)), soft_wrap=True)
+        console.print(Text(described_choice(taken, found, len(devices))), soft_wrap=True)
     if not explain:
         return
     for each in found.feasible:
@@ -57,15 +57,16 @@ def print_plan(
         console.print(Text(f"{refused.name}: not feasible: {refused.why}"), soft_wrap=True)
 
 
-def _told(taken: LayoutChoice, found: LayoutPlans) -> str:
+def described_choice(taken: LayoutChoice, found: LayoutPlans, gpus: int) -> str:
     """Which of them `tlora train` takes on these GPUs, and why where that is not the fastest or not the simplest."""
-    if taken.why or taken.plan is found.feasible[0]:
-        return f"tlora train takes {taken.plan.layout}{f': {taken.why}' if taken.why else ''}"
-    return f"tlora train takes {taken.plan.layout}: no other that it can have on all of these GPUs gains {_margins()}"
-
-
-def _margins() -> str:
-    return ", ".join(f"{gain} x ({form})" for form, gain in LEAST_GAIN.items() if form != "whole")
+    able, why = [each for each in found.feasible if is_trained(each.layout, gpus)], taken.why
+    if not why and taken.plan is not able[0]:
+        why = f"no other on all of these GPUs is {LEAST_GAIN[able[0].layout.form]} times as fast, by prediction"
+    told = f"tlora train takes {taken.plan.layout}{f': {why}' if why else ''}"
+    if taken.plan is found.feasible[0] or found.feasible[0] in able:
+        return told
+    rule = f"a run on {gpus} GPUs uses all of them, stages in one pipeline, and streams to one GPU alone"
+    return f"{told}. {found.feasible[0].layout} is listed before it, but not for such a run: {rule}"
 
 
 def explained(each: LayoutPlan, best: LayoutPlan, devices: Sequence[Device]) -> str:

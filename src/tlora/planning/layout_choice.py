@@ -1,20 +1,15 @@
-"""Which of the predicted layouts a run takes: the one rule of `tlora train`, `check` and `plan`, with its margins. No torch."""
+"""Which of the predicted layouts a run takes: the one rule of `tlora train`, `check` and `plan`. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tlora.job import RunSpec
 from tlora.planning.job_sketch import JobSketch
 from tlora.planning.layout_units import Device, OneGpu
-from tlora.planning.layouts import LayoutPlan, is_trained, plan_layouts
+from tlora.planning.layouts import LayoutPlan, is_trained, pays, plan_layouts
 from tlora.shape.layout import FORMS, Form
-
-# How many times as fast, by prediction, a form must be than the one that stands, to be taken in its place. With a shared base, or one in
-# stages, a lost GPU ends the run, and a prediction is off by up to a tenth (docs/reference/layouts.md,
-# docs/adr/067-what-stages-take-besides.md).
-LEAST_GAIN: Mapping[Form, float] = {"whole": 1.1, "shared": 1.1, "streamed": 1.1, "stages": 1.1}
 
 _PREDICTED_FROM = 1024  # tokens of a micro-batch; what stages make of smaller ones is not known (docs/adr/041-nano-batches.md)
 
@@ -47,11 +42,6 @@ def choose_form(found: Collection[LayoutPlan], gpus: int, before: Form | None = 
     if best is stands:
         return LayoutChoice(stands, f"as the run that is resumed: {stands.layout}" if stands.layout.form == before else "")
     return LayoutChoice(best, f"{stands.seconds / best.seconds:.2f} times as fast, by prediction, as {stands.layout}")
-
-
-def pays(form: Form, seconds: float, standing_seconds: float) -> bool:
-    """Whether a run takes `form` in place of what stands, by the predicted times of both."""
-    return seconds * LEAST_GAIN[form] <= standing_seconds
 
 
 def predict_form(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], before: Form | None = None) -> LayoutChoice | None:

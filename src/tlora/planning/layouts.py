@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tlora.batching.placement import Placement, place
@@ -19,7 +19,18 @@ from tlora.wording.numbers import are, gib
 
 _NOT_BY_ROWS = "its layers cannot be cut into rows"
 _BY_ORDER = "a mixture's layers are not compiled there, so that a run orders it: layout: "
+_BY_ROOM = "the whole base leaves room for as large micro-batches, so that a run orders it: layout: streamed"
 _SEEN = 0.005  # shares below it are not told of
+
+# How many times as fast, by prediction, a form must be than the one that stands, to be taken in its place. With a shared base, or one in
+# stages, a lost GPU ends the run, and a prediction is off by up to a tenth (docs/reference/layouts.md,
+# docs/adr/067-what-stages-take-besides.md).
+LEAST_GAIN: Mapping[Form, float] = {"whole": 1.1, "shared": 1.1, "streamed": 1.1, "stages": 1.1}
+
+
+def pays(form: Form, seconds: float, standing_seconds: float) -> bool:
+    """Whether a run takes `form` in place of what stands, by the predicted times of both."""
+    return seconds * LEAST_GAIN[form] <= standing_seconds
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ def _tried(
             continue
         if why_not is None and run.layout not in ("auto", form):
             why_not = f"the jobs file orders layout: {run.layout}"
+        if why_not is None and form == "streamed" and run.layout != form and not _gains_from_room(run, jobs, units[0].devices[0]):
+            why_not = _BY_ROOM
         if why_not is not None:
             yield RefusedLayout(str(layout), why_not)
             continue
@@ -131,6 +144,16 @@ def _why_not_shared(run: RunSpec, devices: tuple[Device, ...]) -> str | None:
 def _why_not_by_itself(run: RunSpec, device: Device, form: Form) -> str | None:
     """Of a base that no run has in that form without an order."""
     return f"{_BY_ORDER}{form}" if device.parts.in_parts is not None and run.layout != form else None
+
+
+def _gains_from_room(run: RunSpec, jobs: Sequence[JobSketch], device: Device) -> bool:
+    """Whether a base that is whole on `device` would be trained faster with more room, without which no run streams it (`streaming.py`)."""
+    whole = OneGpu(device, device.parts.memory.base_bytes)
+    try:
+        cost = whole.plan(run, jobs).cost
+    except DoesNotFitError:
+        return True
+    return pays("streamed", replace(whole, device=replace(device, limit_bytes=1 << 60)).plan(run, jobs).cost, cost)
 
 
 def _why_no_stages(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> str:

@@ -15,7 +15,7 @@ import torch
 from tlora.errors import CapacityError, ModelError
 from tlora.job import DataConfig, JobSpec, LayoutSetting, RunSpec
 from tlora.planning.job_plan import PlannedJob
-from tlora.planning.layout_choice import pays
+from tlora.planning.layouts import pays
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, count_for, fit, fitted_jobs, is_sound, plan_memory, settle
