@@ -5,7 +5,7 @@ const ROWS_SHOWN = {{ rows_shown }};  // of a table; a button under a longer one
 const CHIPS_OPEN = 24;  // of the legend; a longer one is folded
 const PRINT_WIDTH = 640;  // pixels of a chart: A4 and letter without their margins
 const all = (selector, from = document) => [...from.querySelectorAll(selector)];
-const off = new Set();
+const off = new Set(), apart = new Set();
 let drawn = [], axis = 'step', lines = 'mean';
 
 async function unpack(id) {
@@ -70,6 +70,21 @@ async function redraw(which = drawn) {
     prepared(figure);
     await Plotly.react(place, figure.data, themed(figure.layout), {responsive: true, displaylogo: false,
       modeBarButtons: [['zoom2d', 'pan2d', 'resetScale2d', 'toImage']]});
+    if (!apart.has(place)) place.on('plotly_afterplot', () => keepApart(place, figure));
+    apart.add(place);
+    keepApart(place, figure);
+  }
+}
+
+// plotly.js labels 7, 8, 9 and 10 of a logarithmic axis though they overlap: 1, 5 and 2 go before the others, which hide where none fits.
+function keepApart(place, figure) {
+  const isLog = figure.layout.yaxis && figure.layout.yaxis.type === 'log', kept = [];
+  const order = label => '152'.indexOf((label.textContent.match(/[1-9]/) || ['0'])[0]) >>> 0;
+  for (const label of all('.ytick text', place).sort((one, other) => order(one) - order(other))) {
+    const box = label.getBoundingClientRect();
+    const fits = !isLog || kept.every(other => box.bottom <= other.top || box.top >= other.bottom);
+    label.style.visibility = fits ? '' : 'hidden';
+    if (fits) kept.push(box);
   }
 }
 
