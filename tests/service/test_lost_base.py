@@ -26,3 +26,15 @@ def test_jobs_whose_base_is_not_served_any_more_say_so_and_go_on_once_it_is(
         admin = {"Authorization": f"Bearer {after.key('operator', 'admin')}"}
         after.ask("operator", "POST", "/v1/bases", 201, json={"name": "base", "path": "models/base"}, headers=admin)
         after.wait("alice", job, "succeeded")
+
+
+def test_one_that_is_cancelled_meanwhile_does_not_go_on(tmp_path: Path) -> None:
+    with serving(tmp_path, eager=False, held=True) as before:
+        jobs = [before.submit("alice")["id"] for _ in range(2)]
+    with serving(tmp_path, base_models={}) as after:
+        assert after.ask("alice", "POST", f"/v1/jobs/{jobs[0]}/cancel", 200)["status"] == "cancelled"
+        admin = {"Authorization": f"Bearer {after.key('operator', 'admin')}"}
+        after.ask("operator", "POST", "/v1/bases", 201, json={"name": "base", "path": "models/base"}, headers=admin)
+        after.wait("alice", jobs[1], "succeeded")
+        assert after.ask("alice", "GET", f"/v1/jobs/{jobs[0]}")["status"] == "cancelled"
+        assert jobs[0] not in after.cluster.placed

@@ -102,15 +102,6 @@ def test_a_full_store_refuses_and_keeps_nothing_and_outcomes_wait_for_room(tmp_p
     store.close()
 
 
-def test_a_base_that_is_served_no_more_fails_its_jobs_at_the_next_start(tmp_path: Path) -> None:
-    with serving(tmp_path, eager=False, held=True) as served:
-        key, job = served.key("alice"), served.submit("alice")["id"]
-    with serving(tmp_path, base_models={"other": "x"}) as served:
-        served.keys["alice ()"] = key
-        failed = served.wait("alice", job, "failed")
-        assert "is not served here any more" in failed["reason"]
-
-
 def test_a_controller_that_ends_is_told_and_orders_are_kept(tmp_path: Path) -> None:
     with serving(tmp_path, eager=False) as served:
         key = served.key("alice")
