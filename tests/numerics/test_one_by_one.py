@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
-from tlora.supermodel.load import make_any_base, make_base, outline
+from tlora.supermodel.load import Base, _run_two_tokens, make_any_base, make_base, outline
+from tlora.supermodel.one_by_one import why_not_together
 from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
@@ -214,6 +216,24 @@ def test_one_that_overflows_is_refused_for_that() -> None:
     model.model.embed_tokens.weight.data[:] = torch.nan
     with pytest.raises(ModelError, match="hold NaN or Inf"):
         make_any_base(model, "jamba")
+
+
+def test_two_bases_may_be_looked_at_at_once(tmp_path: Path) -> None:
+    """As ranks in threads do: one that ends its look first takes nothing from the other."""
+    make_model("llama").save_pretrained(tmp_path)
+    bases, begun, ended, found = [outline(str(tmp_path)) for _ in range(2)], Event(), Event(), list[str]()
+
+    def late(base: Base) -> None:
+        begun.set()
+        assert ended.wait(600)
+        _run_two_tokens(base)
+
+    other = Thread(target=lambda: found.append(why_not_together(bases[0], late)))
+    other.start()
+    assert begun.wait(600) and why_not_together(bases[1], _run_two_tokens) == ""
+    ended.set()
+    other.join()
+    assert found == [""]
 
 
 def test_a_model_that_gives_logits_of_other_tokens_is_refused_for_that() -> None:

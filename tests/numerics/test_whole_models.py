@@ -30,7 +30,7 @@ from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.kernels.head import Head
 from tlora.supermodel import head_input
-from tlora.supermodel.head_input import Look
+from tlora.supermodel.head_input import HeadObservation
 from tlora.supermodel.load import make_any_base, make_base, outline
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
@@ -121,7 +121,7 @@ def test_other_models_run_their_decoder_alone() -> None:
     assert not make_base(make_model("llama"), "llama").whole_model
 
 
-class Unseeing(Look):
+class Unseeing(HeadObservation):
     """As if passes ran through decoder and head alone."""
 
     whole_model = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
@@ -129,7 +129,10 @@ class Unseeing(Look):
 
 @pytest.mark.parametrize("family", [*BEFORE_HEAD, "inkling"])
 def test_what_is_between_may_not_be_left_out(family: str) -> None:
-    with planted((head_input, "Look", Unseeing)), pytest.raises(ModelError, match="gives other logits than its decoder and head"):
+    with (
+        planted((head_input, "HeadObservation", Unseeing)),
+        pytest.raises(ModelError, match="gives other logits than its decoder and head"),
+    ):
         make_any_base(make_model(family), family)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import groupby
 from typing import Any
 
@@ -19,28 +20,35 @@ from tlora.errors import ModelError
 from tlora.kernels.library_attention import SampleLayout, attend_batch, attend_samples, cut_chunks
 
 NAME = "tlora_packed"
+NOTICED = "tlora_noticed"  # the same, of a model that is looked at; only in `noticed`
+_calls: ContextVar[list[str]] = ContextVar("calls of packed attention")
 
 
 def register() -> None:
     """Make the name known to transformers, with no mask: lengths come as the keyword `sequence_lengths` of the model's forward."""
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    for name, attend in ((NAME, packed_attention), (NOTICED, _noticed_attention)):
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, _no_mask)
 
 
 @contextmanager
-def noticed() -> Iterator[list[str]]:
-    """Within it, the kinds of layers that call packed attention, each time that one does."""
+def noticed(model: Any) -> Iterator[list[str]]:
+    """Within it, the kinds of layers of `model` that call packed attention in this thread, each time that one does. Others may look at
+    models of theirs meanwhile.
+    """
     calls: list[str] = []
-
-    def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        calls.append(type(module).__name__)
-        return packed_attention(module, *args, **kwargs)
-
-    AttentionInterface.register(NAME, attend)
+    before = _calls.set(calls)
+    model.set_attn_implementation(NOTICED)
     try:
         yield calls
     finally:
-        AttentionInterface.register(NAME, packed_attention)
+        model.set_attn_implementation(NAME)
+        _calls.reset(before)
+
+
+def _noticed_attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    _calls.get().append(type(module).__name__)
+    return packed_attention(module, *args, **kwargs)
 
 
 def _no_mask(*_: object, **__: object) -> None:

@@ -20,7 +20,7 @@ from tlora.supermodel.base_config import values_in_layers
 from tlora.supermodel.query_scales import scales_queries
 
 NAME = "tlora_probe"
-PACKED = (attention.NAME, NAME)
+PACKED = (attention.NAME, attention.NOTICED, NAME)
 _MOST_POSITIONS = 1 << 18
 # What layers hand to their attention in addition to tensors, scale, window and cap. None of it changes the attention mask.
 _WITHOUT_EFFECT = {"dropout", "position_ids", "sample_positions", "use_cache", "output_attentions", "is_causal"}

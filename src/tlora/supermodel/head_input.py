@@ -34,7 +34,7 @@ def find_head(model: Any, name: str) -> Head:
 
 
 @dataclass
-class Look:
+class HeadObservation:
     """What passes of a whole model show. `whole_model`: it does more than its decoder and its head; `columns`: of the last logits, None
     where no head ran; `untouched`: these are what the head's layer gave.
     """
@@ -45,9 +45,9 @@ class Look:
 
 
 @contextmanager
-def look_at_head(model: Any, decoder: nn.Module) -> Iterator[Look]:
+def look_at_head(model: Any, decoder: nn.Module) -> Iterator[HeadObservation]:
     """Watches the passes of `model` within it."""
-    found, given, made = Look(runs_more(model)), list[Tensor](), list[Tensor]()
+    found, given, made = HeadObservation(runs_more(model)), list[Tensor](), list[Tensor]()
 
     def from_decoder(_decoder: nn.Module, _args: object, output: Any) -> None:
         given[:] = [output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]]
@@ -75,7 +75,7 @@ def look_at_head(model: Any, decoder: nn.Module) -> Iterator[Look]:
             hook.remove()
 
 
-def as_seen(base: Any, look: Look) -> Any:
+def as_seen(base: Any, look: HeadObservation) -> Any:
     """`base` with what passes have shown of its head: of one with more rows than the model gives logits, the first are its own (Inkling's
     vocabulary is padded). One that scales what its head gets, and not its logits (MiniCPM3), is decoder and head: ours scales these.
     """

@@ -93,7 +93,7 @@ def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
     """
     before = base.model.config._attn_implementation
     try:
-        with attention.noticed() as calls:
+        with attention.noticed(base.model) as calls:
             run(base)
         if not calls and not base.recurrent:
             raise ModelError("its attention is not called through transformers' AttentionInterface")
