@@ -35,6 +35,7 @@ read the embedding too, and linears that are one tensor in files.
 """
 LORA, TRAIN = LoraConfig(r=4), TrainConfig(learning_rate=1e-2, lr_scheduler_type="constant")
 CPU = torch.device("cpu")
+ONE_BY_ONE = "Held whole, its samples may go one by one"
 
 
 def batch_of(vocabulary: int) -> PackedBatch:
@@ -91,13 +92,14 @@ def test_a_load_does_what_the_plan_says(family: str, tmp_path: Path) -> None:
     assert float(expected_P.norm()) > 0
 
     streamed = loaded(lambda: [load(Streaming())])
-    assert isinstance(streamed, str) != cut, streamed
+    late = bool(whole.base.why_one_by_one and not base.why_one_by_one)  # what only logits show, no plan knows (docs/adr/072)
+    assert isinstance(streamed, str) != cut or (late and ONE_BY_ONE in str(streamed)), streamed
     if not isinstance(streamed, str):
         check_gradient(gradient_of(streamed[0], state), expected_P, rounds=bool(whole.experts.sizes))
 
     cuts = [LayerRange(0, 1, count), LayerRange(1, count, count)] if count > 1 else []
     stages = loaded(lambda: [load(each) for each in cuts])
-    assert isinstance(stages, str) == bool(why) or not cuts, (why, stages)
+    assert isinstance(stages, str) == bool(why) or not cuts or (late and ONE_BY_ONE in str(stages)), (why, stages)
     if why or isinstance(stages, str):
         assert isinstance(stages, str) or not cuts
         return

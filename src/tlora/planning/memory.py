@@ -257,9 +257,12 @@ def bytes_when_shared(model: SuperModel, base_bytes: int, world_size: int, slots
 
 def shared_layout(model: SuperModel, world_size: int) -> BaseLayout:
     """Where the decoder layers of `model`, on the meta device, would lie if `world_size` ranks shared them, or one streamed them. Raises
-    ModelError for a base whose weights cannot be cut by rows or are in parts in its files, for experts, and for one without a list of
-    layers.
+    ModelError for a base whose weights cannot be cut by rows or are in parts in its files, for samples that go one by one, for experts,
+    and for one without a list of layers.
     """
+    base = model.base
+    if base.why_one_by_one:
+        raise ModelError(f"base_model {base.name}: its samples go one by one, for which it is held whole: {base.why_one_by_one}")
     refuse_experts(model.model, model.base.name)
     linears = {m.name: m for m in model.model.modules() if isinstance(m, LoraLinear)}
     if why := why_in_parts(model.model, [f"{name}.weight" for name in linears]):
