@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BertConfig, ProphetNetConfig, XLNetConfig, ZayaConfig
+from transformers import AutoModelForCausalLM, BertConfig, ProphetNetConfig, ReformerConfig, XLNetConfig, ZayaConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
+from bench.families import tiny
 from tests.engine.tiny_runs import CHATML, job, make_tokenizer, run_spec, same_bytes, train, train_killed, write_rows
 from tests.numerics import checks, poisons
 from tests.numerics.peft_oracle import fp64_throughout
@@ -182,6 +183,7 @@ REFUSED = {
     "later tokens": (XLNetConfig(vocab_size=131, d_model=64, n_layer=2, n_head=4, d_inner=96), "lets tokens see those behind them"),
     "an encoder": (BertConfig(**SHAPE), "is no decoder. Use .* or, if it was trained as one, set is_decoder: true in its config.json"),
     "another head": (ProphetNetConfig(vocab_size=131, hidden_size=64), "gives other logits than its decoder and head"),
+    "no gradients": (tiny(ReformerConfig), "ReformerModelWithLMHead lets no gradient through to its linear layers"),
     "other rows": (ZAYA, r"v_proj_delayed sees 1 rows of a sample of 19 tokens, and so has no adapter"),
 }
 

@@ -31,7 +31,7 @@ from tlora.supermodel.compressed_tensors_format import open_format
 from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.load import load_base, outline
 from tlora.supermodel.supermodel import SuperModel
-from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.tensor_files import find_tensors
 
 with interpreted():
     from tlora.kernels import compile_ahead
@@ -147,7 +147,7 @@ def test_every_code_with_every_scale(scheme: str, dtype: torch.dtype, tmp_path: 
         given = {name.removeprefix("x."): tensor for name, tensor in tensors.items()}
         expected = BaseCompressor.get_value_from_registry(layout).decompress(given, QuantizationScheme(targets=["Linear"], weights=args))
         form = open_format({"format": layout, "config_groups": {"0": {"targets": ["Linear"], "weights": SCHEMES[scheme]}}}, "x")
-        found = form.find(find_tensors([tmp_path / "x.safetensors"], ANY_DTYPE))[key]
+        found = form.find(find_tensors([tmp_path / "x.safetensors"]))[key]
         assert len(set(words.view(torch.uint8).tolist())) == 8
         for computes in (dtype, torch.float32):
             dense = found.read(computes).dense(computes)
@@ -166,7 +166,7 @@ def test_mxfp4_with_every_code_and_every_scale(tmp_path: Path) -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**MXFP4))
     theirs: Any = BaseCompressor.get_value_from_registry(layout).decompress(given, scheme)["weight"]
     form = open_format({"format": layout, "config_groups": {"0": {"targets": ["Linear"], "weights": MXFP4}}}, "x")
-    found = form.find(find_tensors([tmp_path / "x.safetensors"], ANY_DTYPE))[key].read(torch.bfloat16).dense(torch.bfloat16)
+    found = form.find(find_tensors([tmp_path / "x.safetensors"]))[key].read(torch.bfloat16).dense(torch.bfloat16)
     codes = [code for word in words.tolist() for code in (word & 15, word >> 4)]
     assert set(codes) == set(range(16)) and found.shape == (256, 32)
     sizes = (0, 0.5, 1, 1.5, 2, 3, 4, 6)

@@ -24,7 +24,7 @@ from tlora.errors import ConfigError, ModelError
 from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.load import load_base, load_config, outline
 from tlora.supermodel.packed_format import format_of
-from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.tensor_files import find_tensors
 from tlora.supermodel.weight_files import check_unused
 
 STEM = "model.layers.0.self_attn.q_proj"
@@ -174,7 +174,7 @@ def test_every_code_with_every_zero_point_and_scale(kind: str, tmp_path: Path) -
     save_file({f"x.{name}": tensor for name, tensor in (found | {"scales": torch.from_numpy(scales[None])}).items()}, tmp_path / "x.st")
     form = format_of(type("Config", (), {"quantization_config": settings}), "x")
     assert form is not None
-    dense = form.find(find_tensors([tmp_path / "x.st"], ANY_DTYPE))["x.weight"].read(torch.float16).dense(torch.float16)
+    dense = form.find(find_tensors([tmp_path / "x.st"]))["x.weight"].read(torch.float16).dense(torch.float16)
     with np.errstate(over="ignore"):
         true = (codes.astype(np.float16) - zero.astype(np.float16)) * scales[:, None]
     assert torch.equal(dense, torch.from_numpy(true)) and torch.equal(dense.signbit(), torch.from_numpy(np.signbit(true)))

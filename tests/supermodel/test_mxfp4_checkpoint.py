@@ -38,7 +38,7 @@ from tlora.supermodel.load import load_base, outline
 from tlora.supermodel.packed_format import PackedTensor
 from tlora.supermodel.stage_base import why_no_stages
 from tlora.supermodel.supermodel import SuperModel
-from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.tensor_files import find_tensors
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def check_every_code(directory: Path) -> None:
     codes, scales = torch.arange(256).to(torch.uint8).view(16, 16), torch.arange(255).to(torch.uint8)
     tensors = {"x_blocks": codes[None, :, None].repeat(2, 1, 255, 1), "x_scales": scales.repeat(2, 16, 1)}
     save_file(tensors, directory / "x.safetensors")
-    stored = mxfp4_format.find_experts("x", find_tensors([directory / "x.safetensors"], ANY_DTYPE))
+    stored = mxfp4_format.find_experts("x", find_tensors([directory / "x.safetensors"]))
     theirs = convert_moe_packed_tensors(*tensors.values())
     assert stored.shape == tuple(theirs.shape) == (2, 8160, 16)
     held = HeldExperts(stored.read(torch.bfloat16), stored.shape, transposed=True)

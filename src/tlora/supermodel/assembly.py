@@ -21,7 +21,7 @@ from tlora.supermodel.held_linear import HeldLinear, hold_packed
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.mxfp4_format import packed_form
 from tlora.supermodel.packed_format import Format, PackedTensor, without_packing
-from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.tensor_files import find_tensors
 from tlora.supermodel.text_model import leave_out_other_modalities, model_class
 from tlora.supermodel.transposed_linears import stand_up
 from tlora.supermodel.weight_files import find_safetensors, refuse_incomplete
@@ -59,7 +59,7 @@ def load_packed(base_model: str, config: Any, dtype: torch.dtype, form: Format, 
 
     transformers matches names: stand-ins for the packed weights show which linear or parameter of experts each belongs to.
     """
-    stored = find_tensors(find_safetensors(*split_revision(base_model)), ANY_DTYPE)
+    stored = find_tensors(find_safetensors(*split_revision(base_model)))
     packed = form.find(stored)
     taken = {name for tensor in packed.values() for name in tensor.names}
     stand_ins = {key: stand_in(tensor.shape, dtype) for key, tensor in packed.items() if not in_indexer(key)}

@@ -63,6 +63,7 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> Any:
         )
         raise ModelError(f"{kind} lets tokens see those behind them, so it is no decoder. Use a causal language model{told}")
     _check_rows(base, whole)
+    _check_gradients(base, whole)
     return base
 
 
@@ -85,6 +86,26 @@ def _check_rows(base: Any, ids_T: Tensor) -> None:
             hook.remove()
     if strange:
         raise ModelError(strange[0])
+
+
+def _check_gradients(base: Any, ids_T: Tensor) -> None:
+    """Raise ModelError for code through which no gradient comes to its linears, as Reformer's reversible layers, which compute without
+    autograd where what they get needs none: an adapter there would stay as it was.
+    """
+    zero = torch.zeros((), device=ids_T.device, requires_grad=True)
+
+    def adapt(_linear: nn.Module, _args: object, output: Tensor) -> Tensor:
+        return output + zero
+
+    hooks = [linear.register_forward_hook(adapt) for linear in find_linears(base.model).values()]
+    try:
+        with torch.enable_grad():
+            reached = hidden_of(base, ids_T).requires_grad
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not reached:
+        raise ModelError(f"{type(base.model).__name__} lets no gradient through to its linear layers. Use another base")
 
 
 def why_not_together(base: Any, run: Callable[[Any], object]) -> str:

@@ -37,7 +37,7 @@ from tlora.supermodel.inject import expert_modules, find_linears, sizes
 from tlora.supermodel.load import Base, decoder_of, layers_of, load_config, make_base, pick_dtype
 from tlora.supermodel.lora_linear import StreamedLinear, look_up_streamed
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
-from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
+from tlora.supermodel.tensor_files import StoredTensor, find_tensors, unmapped
 from tlora.supermodel.text_model import output_embeddings
 from tlora.supermodel.transposed_linears import transposed_in_files
 from tlora.supermodel.weight_files import check_weights, find_safetensors
@@ -61,7 +61,7 @@ def load_shared_base(
         check_precision(precision, device, wanted)
         name, revision = split_revision(base_model)
         check_weights(base_model, config)
-        stored = find_tensors(find_safetensors(name, revision), PLAIN_DTYPES if form is None else ANY_DTYPE)
+        stored = find_tensors(find_safetensors(name, revision))
         model, tensors = _without_shared_weights(base_model, config, wanted, stored, {} if form is None else form.find(stored))
         packed = {linear: tensor for linear, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
         transposed = transposed_in_files(model)

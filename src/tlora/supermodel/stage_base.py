@@ -21,7 +21,7 @@ from tlora.supermodel.inject import expert_modules, find_linears
 from tlora.supermodel.load import Base, decoder_of, hidden_states, layers_of, load_config, make_base, outline, pick_dtype
 from tlora.supermodel.packed_format import PackedTensor, check_unpacked, format_of
 from tlora.supermodel.stage import Stage, StandInEmbedding, stage_of
-from tlora.supermodel.tensor_files import ANY_DTYPE, PLAIN_DTYPES, StoredTensor, find_tensors, unmapped
+from tlora.supermodel.tensor_files import StoredTensor, find_tensors, unmapped
 from tlora.supermodel.text_model import output_embeddings
 from tlora.supermodel.weight_files import check_weights, find_safetensors
 
@@ -42,7 +42,7 @@ def load_stage(base_model: str, dtype: str, device: torch.device, base_precision
     check_weights(base_model, config)
     outlined = outline(base_model, dtype, base_precision)
     check_stages(outlined, device)
-    stored = find_tensors(find_safetensors(*split_revision(base_model)), PLAIN_DTYPES if form is None else ANY_DTYPE)
+    stored = find_tensors(find_safetensors(*split_revision(base_model)))
     packed = {} if form is None else form.find(stored)
     model, tensors = _with_own_weights(base_model, config, wanted, stored, packed, layers)
     own = _own_linears(model, base_model, layers)

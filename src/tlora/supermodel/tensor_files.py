@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from tlora.errors import ModelError
 
-PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-ANY_DTYPE = PLAIN_DTYPES | {
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""What packed checkpoints are made of, by safetensors' names."""
+"""Of weights, of what packed checkpoints are made of and of buffers, by safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class StoredTensor:
         return torch.from_numpy(content)
 
 
-def find_tensors(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = PLAIN_DTYPES) -> dict[str, StoredTensor]:
-    """All tensors of safetensors files by name. Raises ModelError for a file that cannot be read and for numbers of other `dtypes`."""
+def find_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    """All tensors of safetensors files by name. Raises ModelError for a file that cannot be read and for numbers of another kind."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
@@ -71,7 +69,7 @@ def find_tensors(files: Sequence[Path], dtypes: Mapping[str, torch.dtype] = PLAI
             for name, entry in header.items():
                 if name != "__metadata__":
                     start = 8 + size + entry["data_offsets"][0]
-                    tensors[name] = StoredTensor(name, file, start, dtypes[entry["dtype"]], tuple(entry["shape"]))
+                    tensors[name] = StoredTensor(name, file, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
         except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError) as error:
             raise ModelError(f"{file}: cannot be read as safetensors ({type(error).__name__}: {error}). Copy the model again") from None
     return tensors

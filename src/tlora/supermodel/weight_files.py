@@ -22,7 +22,7 @@ from tlora.file_identity import FileIdentity, identity_of
 from tlora.job import UnusedWeights, split_revision
 from tlora.supermodel.base_config import package_missing
 from tlora.supermodel.packed_format import format_of, without_packing
-from tlora.supermodel.tensor_files import ANY_DTYPE, find_tensors
+from tlora.supermodel.tensor_files import find_tensors
 from tlora.supermodel.text_model import model_class, other_parameters
 
 # In the order in which transformers looks for them.
@@ -158,7 +158,7 @@ def _plain_headers(files: list[Path], config: Any, base_model: str) -> dict[str,
     headers, form = _read_headers(files, base_model), format_of(config, base_model)
     if form is None:
         return headers
-    packed = form.find(find_tensors(files, ANY_DTYPE))
+    packed = form.find(find_tensors(files))
     taken = {name for tensor in packed.values() for name in tensor.names}
     plain = {key: torch.empty(tensor.shape, dtype=tensor.value_dtype, device="meta") for key, tensor in packed.items()}
     return {name: tensor for name, tensor in headers.items() if name not in taken} | plain
