@@ -64,13 +64,8 @@ def test_fp64_equals_peft_and_alone() -> None:
 
 @pytest.mark.slow
 def test_fp32_equals_alone_beside_every_poison() -> None:
-    model, found = super_model("gpt2", torch.float32, (("n_embd", 256),)), jobs()
-    checks.check_l0(model, found[0])
-    checks.check_l3(model, found, packing_seed=13)
-    alone = checks.all_alone(model, found)
-    checks.check_l1(model, found, 14, alone)
-    for poison in poisons.POISONS:
-        checks.check_l2(model, found, in_attention(poison, TARGETS), alone)
+    model = super_model("gpt2", torch.float32, (("n_embd", 256),))
+    checks.check_in_fp32(model, jobs(), [in_attention(poison, TARGETS) for poison in poisons.POISONS])
 
 
 @pytest.mark.slow

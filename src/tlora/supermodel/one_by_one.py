@@ -62,48 +62,33 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> Any:
             else ", or, if it was trained as one, set is_decoder: true in its config.json"
         )
         raise ModelError(f"{kind} lets tokens see those behind them, so it is no decoder. Use a causal language model{told}")
-    _check_rows(base, whole)
-    _check_gradients(base, whole)
+    _check_linears(base, whole)
     return base
 
 
-def _check_rows(base: Any, ids_T: Tensor) -> None:
-    """Raise ModelError for a linear that sees other rows than the tokens: whose they are is not known to its adapter."""
-    blocks = tuple(f"{block}." for block in expert_modules(base.model))
-    strange = list[str]()
-
-    def look(name: str, _linear: nn.Module, args: tuple[Tensor, ...], _output: object) -> None:
-        rows = args[0].shape[:-1].numel()
-        if rows != len(ids_T):
-            strange.append(f"{name} sees {rows} rows of a sample of {len(ids_T)} tokens, and so has no adapter. Use another base")
-
-    linears = {name: linear for name, linear in find_linears(base.model).items() if not name.startswith(blocks)}
-    hooks = [linear.register_forward_hook(partial(look, name)) for name, linear in linears.items()]
-    try:
-        hidden_of(base, ids_T)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if strange:
-        raise ModelError(strange[0])
-
-
-def _check_gradients(base: Any, ids_T: Tensor) -> None:
-    """Raise ModelError for code through which no gradient comes to its linears, as Reformer's reversible layers, which compute without
-    autograd where what they get needs none: an adapter there would stay as it was.
+def _check_linears(base: Any, ids_T: Tensor) -> None:
+    """Raise ModelError for a linear that sees other rows than the tokens: whose they are is not known to its adapter. And for code through
+    which no gradient comes to linears, as Reformer's reversible layers, which compute without autograd where what they get needs none: an
+    adapter there would stay as it was.
     """
-    zero = torch.zeros((), device=ids_T.device, requires_grad=True)
+    blocks = tuple(f"{block}." for block in expert_modules(base.model))
+    strange, zero = list[str](), torch.zeros((), device=ids_T.device, requires_grad=True)
 
-    def adapt(_linear: nn.Module, _args: object, output: Tensor) -> Tensor:
+    def adapt(name: str, _linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        rows = args[0].shape[:-1].numel()
+        if rows != len(ids_T) and not name.startswith(blocks):
+            strange.append(f"{name} sees {rows} rows of a sample of {len(ids_T)} tokens, and so has no adapter. Use another base")
         return output + zero
 
-    hooks = [linear.register_forward_hook(adapt) for linear in find_linears(base.model).values()]
+    hooks = [linear.register_forward_hook(partial(adapt, name)) for name, linear in find_linears(base.model).items()]
     try:
         with torch.enable_grad():
             reached = hidden_of(base, ids_T).requires_grad
     finally:
         for hook in hooks:
             hook.remove()
+    if strange:
+        raise ModelError(strange[0])
     if not reached:
         raise ModelError(f"{type(base.model).__name__} lets no gradient through to its linear layers. Use another base")
 
