@@ -11,6 +11,7 @@ Over a mixture of experts the jobs are those of bench/expert_jobs.yaml, whose ad
     python -m bench.real_jobs --shape llama-3-8b --gpus 2 --launches plain:cold,shared:cold,stages-host:cold,stages:warm --out FILE
     python -m bench.real_jobs --shape qwen3-30b-a3b --layers 36 --launches cold --launch-seconds 120 --rivals peft --out FILE
     python -m bench.real_jobs --shape llama-3-8b --work heterogeneous --steps 12 --out FILE
+    python -m bench.real_jobs --shape llama-3-8b --gpus 2 --work few-long-padded --steps 40 --set recompute=22 --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
 A launch is KIND or CASE:KIND. cold: all caches are new and empty (this program's, compiled kernels included, and CUDA's). warm: with the
@@ -39,7 +40,7 @@ from typing import Any
 import torch
 import yaml
 
-from bench import launch, machine, rivals, summaries
+from bench import launch, long_tasks, machine, rivals, summaries
 from bench.base_files import make_base
 from bench.shapes import SHAPES, experts_per_token, shape_of
 from tlora.kernels.device import FORCED
@@ -83,7 +84,8 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="of the base's decoder; default: the shape's own")
     parser.add_argument("--case", choices=CASES, default="plain", help="of launches that name none")
-    parser.add_argument("--work", choices=("real", *summaries.WORKS), default="real", help="the file's jobs, or those of bench.summaries")
+    works = ("real", *summaries.WORKS, *long_tasks.WORKS)
+    parser.add_argument("--work", choices=works, default="real", help="the file's jobs, or those of bench.summaries or bench.long_tasks")
     parser.add_argument("--jobs", help="names of the file's jobs, with commas, or how many of the first; default: all")
     parser.add_argument("--launches", default="cold,warm", help="[CASE:]cold|warm|sigterm, in their order")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
@@ -226,6 +228,9 @@ def jobs_file_of(shape: str) -> Path:
 
 def _jobs_file(options: argparse.Namespace, directory: Path) -> tuple[Path, dict[str, Any]]:
     """The file of all jobs, or one of those that were asked for; and what is to be known of jobs that are no real ones."""
+    if options.work in long_tasks.WORKS:
+        path, lengths = long_tasks.write_jobs(options.work, SHAPES[options.shape].vocab_size, directory)
+        return path, {"jobs_file": path.name, "tasks": lengths}
     if options.work != "real":
         path, lengths = summaries.write_jobs(options.work, options.steps, SHAPES[options.shape].vocab_size, directory)
         published = summaries.PUBLISHED.get(options.shape, {}).get(options.work)
