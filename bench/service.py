@@ -29,6 +29,7 @@ import torch
 from bench.machine import facts, write
 
 _ROOT = Path(__file__).parents[1]
+_LOG = "server.log"
 _ROW = b'{"prompt": "a", "completion": "b"}\n'
 
 
@@ -46,15 +47,19 @@ class Server:
         """Until it says that it is ready; seconds."""
         began = time.monotonic()
         while not (self.directory / "address").is_file():
-            assert self.process.poll() is None, "the server ended"
+            self._assert_alive()
             time.sleep(0.01)
         host, port = (self.directory / "address").read_text().strip().removeprefix("http://").split(":")
         self.host, self.port, self.key = host, int(port), (self.directory / "first-key").read_text().strip()
         while (found := asyncio.run(self.ask("GET", "/readyz")))[0] != 200:
-            assert self.process.poll() is None, "the server ended"
+            self._assert_alive()
             assert b"ended" not in found[1], found[1].decode()
             time.sleep(0.02)
         return time.monotonic() - began
+
+    def _assert_alive(self) -> None:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the server ended: {(self.directory.parent / _LOG).read_text(errors='replace')[-2000:]}")
 
     def request(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> bytes:
         head = f"{method} {path} HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self.key}\r\n"
@@ -110,7 +115,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 def start(directory: Path, module: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> Server:
     (directory / "address").unlink(missing_ok=True)
-    with (directory.parent / "server.log").open("ab") as log:
+    with (directory.parent / _LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments], env=dict(environment), stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=_ROOT
         )
