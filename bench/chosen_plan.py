@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,26 @@ def _point(text: str, parser: argparse.ArgumentParser) -> tuple[str, int]:
     return shape, int(jobs)
 
 
-def measure(shape: str, jobs: int, options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """All launches of a point, and how the chosen one compares."""
+def measure(shape: str, jobs: int, options: argparse.Namespace, directory: Path) -> Iterator[dict[str, Any]]:
+    """What is known of a point after each launch, and at last how the chosen layout compares with all."""
     base_dir, caches = options.base_dir or directory / "bases", options.caches or directory / "caches"
     order = ["--shape", shape, "--jobs", str(jobs), "--steps", str(options.steps), "--device", options.device]
     order += ["--base-dir", str(base_dir), "--caches", str(caches), "--commit", options.commit or "unknown"]
     order += [part for setting in options.settings for part in ("--set", setting)]
 
-    def launch(cases: Sequence[str], *more: str) -> list[dict[str, Any]]:
-        launches = ",".join(f"{case}:{'warm' if caches.is_dir() or number else 'cold'}" for number, case in enumerate(cases))
-        found: list[dict[str, Any]] = real_jobs.run_benchmark(real_jobs.read_options([*order, "--launches", launches, *more]))["launches"]
-        return found
+    def launch(case: str, *more: str) -> dict[str, Any]:
+        of_caches = "warm" if caches.is_dir() else "cold"
+        found = real_jobs.run_benchmark(real_jobs.read_options([*order, "--launches", f"{case}:{of_caches}", *more]))
+        row: dict[str, Any] = found["launches"][0]
+        return row
 
     on_all = "--gpus", str(options.gpus)
-    (auto,) = launch(["plain"], *on_all)
-    taken = taken_layout(auto)
-    rows = [auto, *launch([form for form in TOGETHER if form != taken], *on_all), *launch([ALONE])]
-    return {"shape": shape, "jobs": jobs, "taken": taken, **compare(rows)}
+    rows = [launch("plain", *on_all)]
+    taken = taken_layout(rows[0])
+    for form in (*(form for form in TOGETHER if form != taken), ALONE):
+        yield {"shape": shape, "jobs": jobs, "taken": taken, **compare(rows)}
+        rows.append(launch(form, *(() if form == ALONE else on_all)))
+    yield {"shape": shape, "jobs": jobs, "taken": taken, **compare(rows)}
 
 
 def taken_layout(row: dict[str, Any]) -> str | None:
@@ -97,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found |= {"trained_on": options.device, "steps": options.steps, "settings": options.settings, "points": []}
     for shape, jobs in options.points:
         with tempfile.TemporaryDirectory(prefix="chosen-plan-") as name:
-            point = measure(shape, jobs, options, Path(name))
+            point: dict[str, Any] = {}
+            for point in measure(shape, jobs, options, Path(name)):
+                machine.write(options.json, found | {"points": [*found["points"], point]})
         found["points"].append(point)
-        machine.write(options.json, found)
         shown = ", ".join(f"{'auto' if case == 'plain' else case} {rate:,.0f}" for case, rate in point["tokens_per_second"].items())
         ratio = point["chosen_over_best"]
         chosen = "not measured" if ratio is None else f"{ratio:.3f}"

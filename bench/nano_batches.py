@@ -18,7 +18,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +159,8 @@ def lone_job(setting: Setting, data: Dataset) -> Iterator[LoneJob]:
         first.kill()
 
 
-def measure(job: LoneJob, rounds: int, searches: int) -> dict[str, Any]:
+def measure(job: LoneJob, rounds: int, searches: int, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """`keep` gets what is known after each search, of which a run that is cut off leaves the last."""
     rng, counts = random.Random(0), range(1, SAMPLES + 1)
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     found: list[dict[str, Any]] = []
@@ -174,12 +175,17 @@ def measure(job: LoneJob, rounds: int, searches: int) -> dict[str, Any]:
         if number * searches // rounds != (number + 1) * searches // rounds:
             choice, steps = job.search()
             found.append({"slices": choice.count, "steps": steps, "tried": choice.tried})
+            keep(summary(seconds, found))
+    return summary(seconds, found)
+
+
+def summary(seconds: Mapping[int, Sequence[float]], found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     medians = {count: statistics.median(of) for count, of in seconds.items()}
     best, own = min(medians, key=medians.__getitem__), [medians[each["slices"]] for each in found]
     return {
-        "step_seconds": {count: {"median": medians[count], "quartiles": statistics.quantiles(seconds[count])[::2]} for count in counts},
+        "step_seconds": {count: {"median": medians[count], "all": list(of)} for count, of in seconds.items()},
         "best_slices": best,
-        "searches": found,
+        "searches": list(found),
         "found_over_best": {"median": medians[best] / statistics.median(own), "worst": medians[best] / max(own)},
         "found_over_two": {"median": medians[2] / statistics.median(own), "worst": medians[2] / max(own)},
     }
@@ -203,24 +209,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.base is None:
             make_base(directory / "base")
         setting = Setting(args.base or directory / "base", directory / "store", args.device, args.lengths[1])
+        facts = {"benchmark": "nano_batches", **machine.facts(torch.device(args.device), args.commit)}
+        facts |= {"lengths": list(args.lengths), "load_average": load}
         with lone_job(setting, make_data(directory / "data", args.lengths)) as job:
-            measured = measure(job, args.rounds, args.searches)
+            measured = measure(job, args.rounds, args.searches, lambda known: machine.write(args.json, facts | known))
     for count, of in measured["step_seconds"].items():
-        print(f"{count} slices: {of['median']:.3f} s ({of['quartiles'][0]:.3f} to {of['quartiles'][1]:.3f})")
+        print(f"{count} slices: {of['median']:.3f} s ({min(of['all']):.3f} to {max(of['all']):.3f})")
     for each in measured["searches"]:
         print(f"found {each['slices']} in {each['steps']} steps: " + ", ".join(f"{count}: {s:.3f}" for count, s in each["tried"].items()))
     speeds = {name: measured[f"found_over_{name}"] for name in ("best", "two")}
     print(", ".join(f"found over {name}: {of['median']:.3f} (worst {of['worst']:.3f})" for name, of in speeds.items()))
-    machine.write(
-        args.json,
-        {
-            "benchmark": "nano_batches",
-            **machine.facts(torch.device(args.device), args.commit),
-            "lengths": list(args.lengths),
-            "load_average": load,
-            **measured,
-        },
-    )
+    machine.write(args.json, facts | measured)
 
 
 if __name__ == "__main__":
