@@ -30,12 +30,13 @@ from transformers import LlamaConfig
 from bench import machine
 from bench.cards import outline_base
 from bench.length_mixes import LengthJob, drawn_job
+from tlora.adapter_shape import LoraShape
+from tlora.adapters.layout import make_layout
 from tlora.batching.dispatch import Rank, dispatch
 from tlora.batching.flow import Flow, Item
 from tlora.batching.pack import SMALLEST_BUDGET, pack, prepared_budget
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.batching.replicas import cut
-from tlora.planning.job_sketch import AdapterSketch, LinearSketch
 from tlora.planning.layout_units import Device
 from tlora.planning.micro_batches import MicroBatches, SampleLengths, cost_of
 from tlora.service.base_shapes import Precision, find_outline
@@ -105,7 +106,7 @@ def make_setting(directory: Path) -> Setting:
     base = outline_base(SHAPE, directory / "base")
     how = Precision("bfloat16", None, gpu=gpu.name, capability=gpu.capability, rank=RANK)
     shape = find_outline(directory / "outlines", str(base), how)
-    adapter = AdapterSketch(tuple(LinearSketch(name, RANK, k, n) for name, (k, n) in shape.linears.items()))
+    adapter = make_layout(LoraShape(r=RANK), shape.linears)
     return Setting(Device(gpu, shape.parts, gpu.limit_bytes), shape.parts.memory.room([adapter] * len(TASKS), gpu.limit_bytes))
 
 

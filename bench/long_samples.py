@@ -34,11 +34,11 @@ from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.reports import Computed, Ended, Noted, Report
 from tlora.job import DataConfig, JobSpec, RunSpec
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import memory_limit
 from tlora.planning.memory_probe import DeviceMeter, Meter, probe, rehearse
 from tlora.planning.micro_batches import MicroBatches
 from tlora.planning.plan import RunPlan, describe_plan, plan_memory, settle
+from tlora.planning.planned_job import PlannedJob
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
 

@@ -22,7 +22,8 @@ import torch
 from bench import machine
 from tlora.adapters.adamw import StepStats, adamw_step
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterState, make_layout
+from tlora.adapters.layout import make_layout
+from tlora.adapters.state import AdapterState
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.device_optimizer import DeviceOptimizer
 

@@ -12,7 +12,8 @@ from transformers import get_scheduler
 
 from tests.tolerances import assert_close
 from tlora.adapters.adamw import adamw_step, learning_rate, measure
-from tlora.adapters.state import AdapterState, init_state, make_layout
+from tlora.adapters.layout import make_layout
+from tlora.adapters.state import AdapterState, init_state
 from tlora.job import LoraConfig, SchedulerType, TrainConfig
 
 LAYOUT = make_layout(LoraConfig(r=3), {"q_proj": (7, 5), "v_proj": (7, 9)})

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model
 from tests.tolerances import LOGITS, assert_close
+from tlora.adapters.layout import AdapterLayout, make_layout
 from tlora.adapters.pattern_warnings import pattern_warnings
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_config, load_params, read_config, save_adapter
-from tlora.adapters.state import AdapterLayout, init_state, make_layout
+from tlora.adapters.state import init_state
 from tlora.errors import ModelError
 from tlora.job import JobSpec, LoraConfig
 from tlora.planning.start import adopt_adapter_config

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterLayout, init_state, make_layout
+from tlora.adapters.layout import AdapterLayout, make_layout
+from tlora.adapters.state import init_state
 from tlora.job import LoraConfig
 
 TARGETS = {"layers.0.q_proj": (8, 12), "layers.0.v_proj": (8, 4), "layers.1.q_proj": (8, 12)}

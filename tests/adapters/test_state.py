@@ -8,7 +8,8 @@ import peft
 import torch
 from torch import nn
 
-from tlora.adapters.state import init_state, make_layout
+from tlora.adapters.layout import make_layout
+from tlora.adapters.state import init_state
 from tlora.job import LoraConfig
 
 TARGETS = {"a.q_proj": (300, 200), "b.q_proj": (300, 200), "b.down_proj": (50, 300)}

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tests.supermodel.test_experts import FAMILIES
 from tests.tiny import make_model
+from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.peft import save_adapter
-from tlora.adapters.state import AdapterLayout, init_state
+from tlora.adapters.state import init_state
 from tlora.job import LoraConfig
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel

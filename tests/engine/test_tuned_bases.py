@@ -20,8 +20,8 @@ from transformers import PretrainedConfig
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.tiny_runs import job, run_spec, same_bytes, train, train_killed, write_rows
 from tests.tiny import SHAPE
+from tlora.adapters.layout import make_layout
 from tlora.adapters.peft import refused_by_peft
-from tlora.adapters.state import make_layout
 from tlora.engine.check import check
 from tlora.engine.generate import Sampling, _attach, answer, open_adapter
 from tlora.job import LoraConfig

@@ -24,8 +24,8 @@ from tlora.engine.trainer import StepTimer, Trainer
 from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.group.stream import Stream
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
+from tlora.planning.planned_job import PlannedJob
 from tlora.store import checkpoint
 from tlora.store.checkpoint import read_progress
 from tlora.store.recorder import Recorder

@@ -33,9 +33,9 @@ from tlora.group.engine import Engine
 from tlora.group.stream import Stream
 from tlora.job import JobSpec
 from tlora.kernels.device import as_if_on
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import measure
 from tlora.planning.memory_bound import MemoryBound
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.sharing.peers import Sharing

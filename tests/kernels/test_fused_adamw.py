@@ -15,7 +15,8 @@ from tests.cases import in_every_run
 from tests.kernels.interpreter import DEVICE, MARKS, interpreted, thinned
 from tests.tolerances import assert_close
 from tlora.adapters.adamw import adamw_step
-from tlora.adapters.state import AdapterLayout, AdapterShape, AdapterState
+from tlora.adapters.layout import AdapterLayout, AdapterShape
+from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
 
 pytest.importorskip("triton")

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import get_scheduler
 
 from tests.numerics.world import Job
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 from tlora.job import LoraConfig, TrainConfig
 from tlora.kernels.dropout import keep_mask, token_keys
 

@@ -10,8 +10,8 @@ import torch
 from tests.engine.tiny_runs import save_base
 from tlora.job import DataConfig, JobSpec, RunSpec
 from tlora.planning.base_placement import BasePlacement, choose_form, fixed_to
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.plan import plan_memory
+from tlora.planning.planned_job import PlannedJob
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel
 

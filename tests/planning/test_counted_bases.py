@@ -21,9 +21,9 @@ from tlora.adapter_shape import expert_jobs
 from tlora.job import JobSpec
 from tlora.kernels.chunk_layout import list_chunks
 from tlora.planning.base_parts import count_parts
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import inverse_bytes, measure, rule_bytes
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.base_parts import parse_parts
 from tlora.shape.memory import MemoryModel, parse_memory
 from tlora.supermodel.load import outline

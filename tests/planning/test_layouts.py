@@ -24,9 +24,10 @@ from tlora.job import RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.base_outline import describe_base
 from tlora.planning.base_parts import memory_in_parts, memory_of_last_stage
-from tlora.planning.job_sketch import JobSketch, sketch_jobs
-from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate
+from tlora.planning.job_sketch import sketch_jobs
+from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate, within
 from tlora.planning.layouts import LayoutPlan, LayoutPlans, no_layout, plan_layouts
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.base_shape import BaseShape, parse_shape
 from tlora.shape.gpu_models import GpuModel, find_gpu
 from tlora.shape.layout import Layout
@@ -65,7 +66,7 @@ def devices_of(run: RunSpec, *gpus: GpuModel) -> list[Device]:
     return [Device(gpu, shapes[gpu].parts, gpu.limit_bytes) for gpu in gpus]
 
 
-def sketched(run: RunSpec) -> tuple[JobSketch, ...]:
+def sketched(run: RunSpec) -> tuple[PlannedJob, ...]:
     shape = shape_of(run, H100)
     return sketch_jobs(run, shape, prepare(prepare_requests(run, shape.vocab_size)))
 
@@ -217,7 +218,7 @@ def test_each_linear_of_an_adapter_is_in_one_stage(run: RunSpec) -> None:
     halves = parts.memories([(0, 3), (3, 8)])
     for count in ("job_bytes", "step_bytes"):
         assert sum(getattr(half, count)(one.layout) for half in halves) == getattr(parts.memory, count)(one.layout), count
-    cut = [one.within(parts, first, end).layout for first, end in ((0, 3), (3, 5), (5, 8))]
+    cut = [within(one, parts, first, end).layout for first, end in ((0, 3), (3, 5), (5, 8))]
     assert [shape for layout in cut if layout is not None for shape in layout.shapes] == list(one.layout.shapes)
 
 

@@ -16,7 +16,7 @@ from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, run_spec, train
 from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
-from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.adapters.layout import AdapterLayout, AdapterShape
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import pack_rows
@@ -28,13 +28,13 @@ from tlora.engine.worker_base import WorkerMemory
 from tlora.errors import CapacityError
 from tlora.job import BasePrecision, JobSpec, RunSpec
 from tlora.planning.base_parts import memory_of_stages
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import ACTIVATION_RANK, count_base, measure, takes_fast_path
 from tlora.planning.memory_bound import MemoryBound
 from tlora.planning.memory_probe import Probe
 from tlora.planning.micro_batches import _budgets
 from tlora.planning.plan import RunPlan, describe_plan, layouts_of, settle
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.planning.work import token_cost
 from tlora.shape.cost import CostModel

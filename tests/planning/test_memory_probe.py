@@ -15,7 +15,7 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
 from tests.tiny import SHAPE as TINY
 from tests.tiny import make_model
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning import memory_probe

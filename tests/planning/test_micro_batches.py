@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from tests.batching.test_pack import job as flow_of
 from tests.batching.test_pack import run as pack_all
-from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.adapters.layout import AdapterLayout, AdapterShape
 from tlora.batching.pipeline_model import NO_OVERHEAD, StageOverhead
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import JobSpec, RunSpec
 from tlora.kernels.device import as_if_on
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import trained_tokens
 from tlora.planning.micro_batches import MicroBatches, SampleLengths, _filled, choose, cost_of, in_stages, sample_lengths
 from tlora.planning.plan import RunPlan, describe_plan, settle
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.recompute_choices import recompute_choices
 from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel, Phase

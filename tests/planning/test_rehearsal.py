@@ -14,9 +14,9 @@ from tests.planning.test_memory_probe import COUNTED, DEVICE, SPECS, make_shared
 from tests.planning.test_memory_probe import eager as eager
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import RunSpec
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import rehearse
 from tlora.planning.plan import RunPlan, settle
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.memory import Phase
 from tlora.supermodel.supermodel import SuperModel
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.planning.test_micro_batches import EIGHT_B, real_jobs
-from tlora.planning.job_sketch import AdapterSketch, JobSketch
+from tlora.adapters.layout import AdapterLayout
 from tlora.planning.layout_units import Device, Pipeline
 from tlora.planning.layouts import LEAST_GAIN, plan_layouts
 from tlora.planning.micro_batches import captured_graphs
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import find_gpu
 from tlora.shape.layout import Form
@@ -53,7 +54,7 @@ def predicted(form: Form, times: int, steps: int, budget: int | str = "auto", de
     """Tokens a second of the eight jobs with batches so many times as large."""
     run, jobs = real_jobs(times)
     specs = [job.spec.model_copy(update={"max_steps": steps}) for job in jobs]
-    sketches = [JobSketch(spec, job.data, job.longest, AdapterSketch(())) for spec, job in zip(specs, jobs, strict=True)]
+    sketches = [PlannedJob(spec, job.data, job.longest, AdapterLayout(())) for spec, job in zip(specs, jobs, strict=True)]
     ordered = run.model_copy(update={"jobs": specs, "layout": form, "links": "host", "token_budget": budget})
     (found,) = plan_layouts(ordered, sketches, devices, (form,)).feasible
     return found.tokens_per_second

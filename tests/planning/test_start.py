@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from tests.engine.tiny_runs import job
-from tlora.adapters.state import init_state, make_layout
+from tlora.adapters.layout import make_layout
+from tlora.adapters.state import init_state
 from tlora.errors import ModelError
 from tlora.job import JobSpec, LoraConfig
-from tlora.planning.job_plan import PlannedJob, start_ahead
+from tlora.planning.job_plan import start_ahead
+from tlora.planning.planned_job import PlannedJob
 
 LAYOUT = make_layout(LoraConfig(r=4), {"q_proj": (64, 32), "v_proj": (64, 16)})
 

@@ -10,8 +10,8 @@ import pytest
 
 from tlora.job import JobSpec
 from tlora.objectives import objective_of
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import choose_replicas, multiply_adds, trained_tokens
+from tlora.planning.planned_job import PlannedJob
 from tlora.registry import OBJECTIVES
 
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tlora.adapters import peft
-from tlora.adapters.state import AdapterState, init_state, make_layout
+from tlora.adapters.layout import make_layout
+from tlora.adapters.state import AdapterState, init_state
 from tlora.errors import CheckpointError
 from tlora.group.reports import TrainingProgress
 from tlora.job import LoraConfig

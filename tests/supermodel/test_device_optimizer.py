@@ -13,7 +13,8 @@ from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.tolerances import assert_close
 from tlora.adapters.adamw import StepStats, adamw_step
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterState, init_state, make_layout
+from tlora.adapters.layout import make_layout
+from tlora.adapters.state import AdapterState, init_state
 from tlora.job import LoraConfig, TrainConfig
 from tlora.shape.stages import LayerRange
 from tlora.supermodel.optimizer_steps import OPEN, PROVEN, REFUSED

@@ -23,8 +23,8 @@ from tests.supermodel.test_experts import SIZE
 from tests.tiny import LINEAR
 from tests.tolerances import LOGITS, TRAINED, assert_close
 from tlora.adapters import peft as peft_files
+from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.peft import load_params, save_adapter
-from tlora.adapters.state import AdapterLayout
 from tlora.errors import ModelError
 from tlora.job import JobSpec, LoraConfig, TrainConfig
 from tlora.kernels import experts

@@ -19,8 +19,8 @@ from tlora.adapters.state import init_state
 from tlora.errors import ConfigError, ModelError
 from tlora.job import DataConfig, JobSpec, LoraConfig, RunSpec
 from tlora.planning.base_placement import choose_form
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_by_gpus, can_be_cut
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.stages import LayerRange
 from tlora.supermodel import routers
 from tlora.supermodel.held_experts import HeldExperts

@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.supermodel.test_plain_path import Calls
 from tests.tolerances import assert_close
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterState, init_state, make_layout
+from tlora.adapters.layout import make_layout
+from tlora.adapters.state import AdapterState, init_state
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.job_by_job import make_host_optimizer, make_queued_optimizer
 from tlora.supermodel.optimizer_steps import Optimizer, Stepping

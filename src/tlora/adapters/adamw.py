@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.layout import AdapterLayout
+from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
 
 

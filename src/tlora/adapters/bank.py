@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlora.adapter_shape import ROW_ALIGNMENT
-from tlora.adapters.state import AdapterLayout, AdapterShape
+from tlora.adapters.layout import AdapterLayout, AdapterShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tlora.adapter_shape import LoraShape, matching_keys
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 
 
 def pattern_warnings(lora: LoraShape, layout: AdapterLayout) -> list[str]:

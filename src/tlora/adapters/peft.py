@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlora.adapter_shape import LoraConfig, Number, matching_keys, pattern_value
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.targets import in_indexer
 from tlora.errors import ModelError
 from tlora.job import split_revision

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from tlora.data.prepare import PrepareProgress
     from tlora.job import RunSpec
-    from tlora.planning.job_sketch import JobSketch
     from tlora.planning.layout_units import Device
+    from tlora.planning.planned_job import PlannedJob
     from tlora.shape.gpu_models import GpuModel
 
 
@@ -52,7 +52,7 @@ def plan(
         from tlora.cli.plan_view import plan_json, print_plan
         from tlora.planning.layouts import no_layout, plan_layouts
     devices, jobs = _look(run, models)
-    if problems := [f"{job.name}: {problem}" for job in jobs for problem in job.problems]:
+    if problems := [f"{job.spec.name}: {problem}" for job in jobs for problem in job.problems]:
         for problem in problems:
             say_error(problem)
         raise typer.Exit(2)
@@ -65,7 +65,7 @@ def plan(
         raise no_layout(run, jobs, devices, found)
 
 
-def _look(run: RunSpec, models: Sequence[GpuModel]) -> tuple[list[Device], tuple[JobSketch, ...]]:
+def _look(run: RunSpec, models: Sequence[GpuModel]) -> tuple[list[Device], tuple[PlannedJob, ...]]:
     """What the base takes on each GPU, counted by a process with torch where it was not before, and the jobs with their data."""
     from tlora.cache_directory import cache_dir, open_caches
     from tlora.data.base_download import fetch_base

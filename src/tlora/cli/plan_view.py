@@ -12,17 +12,17 @@ from rich.text import Text
 
 from tlora.cli.terminal import bytes_text, open_table, printable
 from tlora.job import RunSpec
-from tlora.planning.job_sketch import JobSketch
 from tlora.planning.layout_choice import LayoutChoice, choose_form
 from tlora.planning.layout_units import Device
 from tlora.planning.layouts import LEAST_GAIN, LayoutPlan, LayoutPlans, is_trained
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.gpu_models import speeds_of
 from tlora.shape.memory import StreamedBytes
 from tlora.wording.numbers import count_text, duration_text, quantity
 
 
 def print_plan(
-    console: Console, run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], found: LayoutPlans, explain: bool
+    console: Console, run: RunSpec, jobs: Sequence[PlannedJob], devices: Sequence[Device], found: LayoutPlans, explain: bool
 ) -> None:
     named = " and ".join(f"{len(list(alike))} x {name}" for name, alike in groupby(device.gpu.name for device in devices))
     console.print(
@@ -87,11 +87,11 @@ def _rated(devices: Sequence[Device]) -> str:
     return f"Speeds are {', and '.join(each)}."
 
 
-def plan_json(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], found: LayoutPlans) -> str:
+def plan_json(run: RunSpec, jobs: Sequence[PlannedJob], devices: Sequence[Device], found: LayoutPlans) -> str:
     """One object: the run, its GPUs, `layouts` (the fastest first), `taken` (that of a run on all of them) and `refused`."""
     content: dict[str, Any] = {
         "base_model": run.base_model,
-        "jobs": [job.name for job in jobs],
+        "jobs": [job.spec.name for job in jobs],
         "gpus": [device.gpu.name for device in devices],
         "layouts": [_layout_json(each, found.feasible[0], devices) for each in found.feasible],
         "taken": str(taken.plan.layout) if (taken := choose_form(found.feasible, len(devices))) is not None else None,

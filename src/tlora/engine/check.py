@@ -20,9 +20,9 @@ from tlora.engine.ranks.devices import count_elsewhere, rank_devices
 from tlora.engine.watcher import Watcher
 from tlora.errors import CapacityError, ConfigError, DataError, ModelError
 from tlora.job import JobSpec, RunSpec
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory_probe import probe_key, recall
 from tlora.planning.plan import RunPlan, describe_recompute, pick_device, plan_run, settle
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.recompute_choices import RecomputeChoice, predicted_rate, recompute_choices
 from tlora.planning.streaming import StreamPlan, choose_layout
 from tlora.planning.work import known_here, predicted_seconds

@@ -28,7 +28,7 @@ from tlora.group.reports import Computed, Ended, Listener, Noted, Report, Status
 from tlora.job import JobSpec
 from tlora.kernels.device import ToHost, mark_on
 from tlora.objectives import compares_with_start
-from tlora.planning.job_plan import PlannedJob
+from tlora.planning.planned_job import PlannedJob
 from tlora.store.checkpoint import read_reference
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import Tracker

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from tlora.adapters.layout import AdapterLayout, make_layout
 from tlora.adapters.peft import load_params, read_config
-from tlora.adapters.state import AdapterLayout, make_layout
 from tlora.base_digest import TrainedOver, trained_over
 from tlora.data.base_download import fetch_base
 from tlora.data.encode import ChatSettings, Encoder, open_encoder

@@ -12,7 +12,7 @@ from tlora.errors import ConfigError
 from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import stopped_early
 from tlora.job import JobSpec
-from tlora.planning.job_plan import PlannedJob
+from tlora.planning.planned_job import PlannedJob
 from tlora.store.checkpoint import read_progress
 from tlora.store.run_directory import earlier_order
 from tlora.wording.numbers import by_jobs, quantity

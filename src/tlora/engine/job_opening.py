@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from tlora import durable
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.layout import AdapterLayout
+from tlora.adapters.state import AdapterState
 from tlora.errors import CheckpointError, ConfigError, DataError, ModelError
 from tlora.group.isolation import Failure, try_call
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec
 from tlora.objectives import compares_with_start
-from tlora.planning.job_plan import PlannedJob
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.start import start_state
 from tlora.store import checkpoint
 from tlora.store.best_checkpoint import settle_best

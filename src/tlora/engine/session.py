@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.layout import AdapterLayout
+from tlora.adapters.state import AdapterState
 from tlora.batching.pack import MicroBatch
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import DataWorker, Preparation, start_worker
@@ -30,10 +31,11 @@ from tlora.engine.run_monitor import RunMonitor
 from tlora.group.isolation import Failure, try_call
 from tlora.job import RunSpec
 from tlora.planning.base_parts import memory_in_parts, memory_of_last_stage
-from tlora.planning.job_plan import PlannedJob, start_ahead
+from tlora.planning.job_plan import start_ahead
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.memory_probe import DeviceMeter, compile_evaluation, probe, probe_key, recall, rehearse, remember
 from tlora.planning.plan import PlacedJobs, RunPlan, check_base_fits, plan_run, settle, take_whole
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.streaming import choose_layout, this_machine
 from tlora.planning.threads import choose_threads
 from tlora.planning.work import known_here

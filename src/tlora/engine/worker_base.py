@@ -19,9 +19,9 @@ from tlora.group.engine import Engine
 from tlora.group.job_run import JobRun
 from tlora.job import JobSpec, Recompute
 from tlora.planning.allocator import tighten_allocator
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.memory import bytes_when_shared, can_be_cut, may_be_cut, memory_limit
 from tlora.planning.memory_bound import MemoryBound
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.streaming import stream_for_jobs_to_come
 from tlora.planning.work import known_here
 from tlora.shape.memory import must_share

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tlora.adapter_shape import ExpertJobs
-from tlora.adapters.state import AdapterLayout
 from tlora.batching.pipeline_model import StageOverhead
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.errors import CapacityError, ConfigError, ModelError
@@ -16,12 +15,11 @@ from tlora.job import LayoutSetting, RunSpec
 from tlora.kernels.device import as_if_on
 from tlora.planning.base_parts import count_parts, takes_plain_path
 from tlora.planning.holders import Holders, find_holders, longest_parts
-from tlora.planning.job_plan import PlannedJob
-from tlora.planning.job_sketch import AdapterSketch, JobSketch, LinearSketch
 from tlora.planning.layout_choice import LayoutChoice, predict_form
 from tlora.planning.layout_units import Device, Pipeline
 from tlora.planning.memory import bytes_when_shared, can_be_cut
 from tlora.planning.plan import RunPlan, adapt_experts, count_for, layouts_of, plan_memory
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.gpu_models import GpuModel
 from tlora.shape.layout import Form
@@ -235,7 +233,8 @@ def _predict_here(
     except ModelError:  # the base says so itself where it is laid out
         return None
     devices = [Device(gpu, parts[gpu], limit) for gpu, limit in zip(gpus, limits, strict=True)]
-    return predict_form(run, [_sketch(job) for job in jobs], devices, before)
+    anew = [replace(job, problems=[each for each in job.problems if each != job.too_large], span=None) for job in jobs]
+    return predict_form(run, anew, devices, before)  # whether a job fits, and where, differs by layout
 
 
 def _without_peers(gpu: GpuModel) -> GpuModel:
@@ -246,12 +245,3 @@ def _without_peers(gpu: GpuModel) -> GpuModel:
 def _parts_on(gpu: GpuModel, model: SuperModel, rank: int, adapts_experts: ExpertJobs) -> BaseParts:
     with as_if_on(gpu.name, gpu.capability):
         return count_parts(model, torch.device("cuda"), rank, adapts_experts)
-
-
-def _sketch(job: PlannedJob) -> JobSketch:
-    wrong = tuple(problem for problem in job.problems if problem != job.too_large)  # whether it fits differs by layout
-    return JobSketch(job.spec, job.data, job.longest, None if job.layout is None else _adapter(job.layout), wrong)
-
-
-def _adapter(layout: AdapterLayout) -> AdapterSketch:
-    return AdapterSketch(tuple(LinearSketch(s.module, s.rank, s.in_features, s.out_features, s.experts) for s in layout.shapes))

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS, Held
 from tlora.data.order import epoch_size
 from tlora.job import RunSpec
 from tlora.planning.job_work import counting_jobs, trained_tokens
-from tlora.planning.micro_batches import SizedJob
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import fixed_depth
 
 _STEP = 128  # to which a sample that is a micro-batch by itself is padded (`batching/pack.py`)
-_J = TypeVar("_J", bound=SizedJob)
 
 
 @dataclass(frozen=True)
@@ -30,10 +28,10 @@ class Holders:
 
 
 def find_holders(
-    jobs: Sequence[_J],
+    jobs: Sequence[PlannedJob],
     limits: Sequence[int],
-    refused: Callable[[Sequence[_J], int], Sequence[_J]],
-    parts: Callable[[_J, int], Iterator[_J]],
+    refused: Callable[[Sequence[PlannedJob], int], Sequence[PlannedJob]],
+    parts: Callable[[PlannedJob, int], Iterator[PlannedJob]],
 ) -> Holders | None:
     """On GPUs with `limits` bytes. `refused(jobs, limit)`: those that do not fit on such a GPU where `jobs` share it; `parts(job, limit)`:
     what of a job might fit there, the most first. None where a job fits on none.
@@ -43,7 +41,7 @@ def find_holders(
     """
     whole, part = dict[str, tuple[int, ...]](), dict[str, dict[int, Held]]()
     for limit in sorted(set(limits)):  # the largest last: what `refused` leaves behind is as of there
-        here, out = list(jobs), list[_J]()
+        here, out = list(jobs), list[PlannedJob]()
         while away := refused(here, limit):
             out.append(max(away, key=lambda job: (job.longest, job.layout.numel if job.layout is not None else 0)))
             here = [job for job in here if job is not out[-1]]
@@ -57,7 +55,7 @@ def find_holders(
     return Holders(whole, part) if all(whole.values()) else None
 
 
-def longest_parts(run: RunSpec, job: SizedJob, memory: MemoryModel, limit_bytes: int) -> Iterator[int]:
+def longest_parts(run: RunSpec, job: PlannedJob, memory: MemoryModel, limit_bytes: int) -> Iterator[int]:
     """Tokens up to which samples of `job`, which spans GPUs, may have memory on one with `limit_bytes`, the most first: with all layers
     recomputed that may be, and half of that, in budgets of which half is left to other samples. None where it is not cut among GPUs, or too
     little of it would be left there. A deterministic run cuts by lengths alone, so that no bit depends on a GPU's memory.
@@ -74,7 +72,7 @@ def longest_parts(run: RunSpec, job: SizedJob, memory: MemoryModel, limit_bytes:
             yield longest
 
 
-def _share(job: SizedJob, longest: int) -> float:
+def _share(job: PlannedJob, longest: int) -> float:
     """Of its tokens, in samples of up to `longest`."""
     assert job.data is not None, job.spec.name
     lengths = job.data.train.lengths

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.pattern_warnings import pattern_warnings
 from tlora.adapters.peft import load_params, read_config, refused_by_peft
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.state import AdapterState
 from tlora.base_digest import trained_over
-from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.dataset import Dataset
 from tlora.data.order import PackedRows, epoch_size, row_tokens
 from tlora.data.prepare import Preparation, Prepared, prepare
@@ -24,7 +23,7 @@ from tlora.data.request import prepare_requests
 from tlora.errors import DataError
 from tlora.group.isolation import Failure, try_call
 from tlora.job import JobSpec, RunSpec
-from tlora.objectives import compares_with_start
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.start import PLACES, adopt_adapter_config, find_start, start_state
 from tlora.shape.length_limits import check_length
 from tlora.supermodel.base_config import max_positions
@@ -32,47 +31,6 @@ from tlora.supermodel.base_name import same_base
 from tlora.supermodel.load import find_directory
 from tlora.supermodel.supermodel import SuperModel
 from tlora.wording.numbers import by_jobs, quantity
-
-
-@dataclass
-class PlannedJob:
-    """One job with all that is known before it starts. `problems` keep it from starting."""
-
-    spec: JobSpec
-    data: Prepared | None = None
-    longest: int = 1  # tokens of the longest sample that it trains or evaluates on here
-    layout: AdapterLayout | None = None
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    too_large: str | None = None  # that one of the problems which depends on the memory model
-    span: ReplicaPlacement | None = None  # where its replicas are, if not all in one place
-    kept_out: bool = False  # of this device, which has too little memory for it, where another has not
-
-    @property
-    def replicas(self) -> int:
-        """That each of its global batches is cut among."""
-        return self.spec.gpus if self.span is None else self.span.replicas
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Shares of these, where they are not equal."""
-        return () if self.span is None else self.span.weights
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Tokens of the longest sample that each of these gets, 0 for any; none: all get any."""
-        return () if self.span is None else self.span.longest_of_each
-
-    @property
-    def compares_with_start(self) -> bool:
-        """Whether its reference is the adapter that it starts from."""
-        return compares_with_start(self.spec)
-
-    def said(self) -> list[str]:
-        """Its warnings, and what its chat template changes."""
-        return self.warnings + [
-            "\n".join(lines) for report in (self.data.reports if self.data else ()) if (lines := report.template_changes())
-        ]
 
 
 def job_warnings(jobs: Sequence[PlannedJob]) -> list[str]:

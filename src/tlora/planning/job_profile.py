@@ -12,7 +12,8 @@ from tlora.data.prepare import Preparation, PrepareProgress
 from tlora.data.profile import profile_of
 from tlora.errors import ConfigError
 from tlora.job import RunSpec
-from tlora.planning.job_plan import PlannedJob, plan_jobs
+from tlora.planning.job_plan import plan_jobs
+from tlora.planning.planned_job import PlannedJob
 from tlora.protocol import JobProfile
 from tlora.supermodel.load import outline
 from tlora.supermodel.supermodel import SuperModel

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tlora.batching.replicas import LEAST_REPLICA_TOKENS
 from tlora.data.order import epoch_size
 from tlora.data.profile import tokens_of_steps
-from tlora.planning.micro_batches import SizedJob
+from tlora.planning.planned_job import PlannedJob
 from tlora.registry import OBJECTIVES
 from tlora.shape.memory import MemoryModel
 from tlora.shape.work import JobWork
@@ -20,7 +20,7 @@ from tlora.sharing.regions import lay_out_regions, slots_of
 _MOST_ALONE = 1.1  # times an equal share of all seconds: a longer job spans several GPUs
 
 
-def choose_replicas(jobs: Sequence[SizedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:
+def choose_replicas(jobs: Sequence[PlannedJob], seconds: Mapping[str, float], gpus: int, deterministic: bool) -> dict[str, int]:
     """How many replicas each job has, by name, of those that have more than one and may lie on several GPUs.
 
     What a job's `gpus` orders is done. Otherwise, without `deterministic`, a job that alone would take longer than an equal share of all
@@ -42,7 +42,7 @@ def choose_replicas(jobs: Sequence[SizedJob], seconds: Mapping[str, float], gpus
     return found
 
 
-def trained_tokens(job: SizedJob) -> int:
+def trained_tokens(job: PlannedJob) -> int:
     """Of all its optimizer steps; 0 for a job with problems."""
     if job.problems or job.data is None:
         return 0
@@ -50,7 +50,7 @@ def trained_tokens(job: SizedJob) -> int:
     return tokens_of_steps(train.lengths, train.epoch, spec, spec.total_steps(epoch_size(train.epoch)))
 
 
-def multiply_adds(job: SizedJob, weights: int, width: int) -> float:
+def multiply_adds(job: PlannedJob, weights: int, width: int) -> float:
     """Of a job; 0 for one with problems. `weights`: that each token is multiplied with; `width`: of the hidden states of all layers."""
     if job.problems or job.data is None:
         return 0.0
@@ -64,7 +64,7 @@ def multiply_adds(job: SizedJob, weights: int, width: int) -> float:
     return JobWork(trained_tokens(job), mean, 2 + OBJECTIVES[spec.objective].forwards_beside, evaluated).multiply_adds(weights, width)
 
 
-def counting_jobs(memory: MemoryModel, jobs: Sequence[SizedJob], deterministic: bool) -> MemoryModel:
+def counting_jobs(memory: MemoryModel, jobs: Sequence[PlannedJob], deterministic: bool) -> MemoryModel:
     """`memory` for a run of `jobs`: with the references that they bring, their replicas, and how short the samples are that come here. The
     mailbox is that of the jobs that span ranks. In a deterministic run the token budget must not follow from that: it is counted as with
     the fewest ranks that need one, for all jobs of several replicas, beside one another.

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tlora.job import RunSpec
-from tlora.planning.job_sketch import JobSketch
 from tlora.planning.layout_units import Device, OneGpu
 from tlora.planning.layouts import LayoutPlan, is_trained, pays, plan_layouts
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.layout import FORMS, Form
 
 _PREDICTED_FROM = 1024  # tokens of a micro-batch; what stages make of smaller ones is not known (docs/adr/041-nano-batches.md)
@@ -44,7 +44,7 @@ def choose_form(found: Collection[LayoutPlan], gpus: int, before: Form | None = 
     return LayoutChoice(best, f"{stands.seconds / best.seconds:.2f} times as fast, by prediction, as {stands.layout}")
 
 
-def predict_form(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], before: Form | None = None) -> LayoutChoice | None:
+def predict_form(run: RunSpec, jobs: Sequence[PlannedJob], devices: Sequence[Device], before: Form | None = None) -> LayoutChoice | None:
     """`choose_form` of what is predicted for a run that is about to begin. Jobs with problems are left out, as they are not trained."""
     sound = [job for job in jobs if not job.problems and job.layout is not None and job.data is not None]
     if not sound:
@@ -56,7 +56,7 @@ def predict_form(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Devi
     return choose_form(plan_layouts(run, sound, devices, trained=True).feasible, len(devices), before)
 
 
-def _least_seconds(jobs: Sequence[JobSketch], devices: Sequence[Device]) -> float:
+def _least_seconds(jobs: Sequence[PlannedJob], devices: Sequence[Device]) -> float:
     """With ideal products on all GPUs, and all busy to the end."""
     first = devices[0]
     alone = sum(OneGpu(first, 0).seconds(job) for job in jobs)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from tlora.adapters.layout import AdapterLayout
 from tlora.batching.pipeline_model import StageOverhead
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.job import Recompute, RunSpec
-from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import counting_jobs, multiply_adds, trained_tokens
 from tlora.planning.micro_batches import (
     MicroBatches,
@@ -22,6 +22,7 @@ from tlora.planning.micro_batches import (
     largest_micro_batch,
     sample_lengths,
 )
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.shape.base_parts import BaseParts, fitting
 from tlora.shape.gpu_models import GpuModel
@@ -82,7 +83,7 @@ class DoesNotFitError(Exception):
     little memory, where the base fits.
     """
 
-    def __init__(self, why: str, least_bytes: int, jobs: Sequence[JobSketch] = ()) -> None:
+    def __init__(self, why: str, least_bytes: int, jobs: Sequence[PlannedJob] = ()) -> None:
         super().__init__(why)
         self.least_bytes, self.jobs = least_bytes, tuple(jobs)
 
@@ -92,11 +93,11 @@ class Unit(Protocol):
 
     @property
     def devices(self) -> tuple[Device, ...]: ...
-    def seconds(self, job: JobSketch) -> float:
+    def seconds(self, job: PlannedJob) -> float:
         """Of the job with ideal products."""
         ...
 
-    def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
+    def plan(self, run: RunSpec, jobs: Sequence[PlannedJob]) -> UnitPlan:
         """Raises DoesNotFitError."""
         ...
 
@@ -117,12 +118,12 @@ class OneGpu:
     def devices(self) -> tuple[Device, ...]:
         return (self.device,)
 
-    def seconds(self, job: JobSketch) -> float:
+    def seconds(self, job: PlannedJob) -> float:
         parts = self.device.parts
         weights = parts.timed_weights_of(0, len(parts.layers), job.adapts_experts)
         return multiply_adds(job, weights, parts.width) / self.device.rate
 
-    def plan(self, run: RunSpec, jobs: Sequence[JobSketch], filled: float = 1.0) -> UnitPlan:
+    def plan(self, run: RunSpec, jobs: Sequence[PlannedJob], filled: float = 1.0) -> UnitPlan:
         """`filled`: share of the limit that micro-batches are chosen with."""
         parts = self.device.parts
         memory = replace((parts.in_parts if self.in_parts else None) or parts.memory, base_bytes=self.base_bytes)
@@ -148,10 +149,10 @@ class Streamed:
     def devices(self) -> tuple[Device, ...]:
         return (self.device,)
 
-    def seconds(self, job: JobSketch) -> float:
+    def seconds(self, job: PlannedJob) -> float:
         return OneGpu(self.device, 0).seconds(job)
 
-    def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
+    def plan(self, run: RunSpec, jobs: Sequence[PlannedJob]) -> UnitPlan:
         sizes, device = self.device.parts.streamed, self.device
         assert sizes is not None, device.gpu.name
         if sizes.on_device(2) > device.limit_bytes:
@@ -191,11 +192,11 @@ class Pipeline:
     devices: tuple[Device, ...]
     cuts: tuple[tuple[int, int], ...]
 
-    def seconds(self, job: JobSketch) -> float:
+    def seconds(self, job: PlannedJob) -> float:
         """Of its slowest stage."""
         return max(self._stage_seconds(job, stage) for stage in range(len(self.cuts)))
 
-    def _stage_seconds(self, job: JobSketch, stage: int) -> float:
+    def _stage_seconds(self, job: PlannedJob, stage: int) -> float:
         (first, end), device = self.cuts[stage], self.devices[stage]
         return multiply_adds(job, self._weights(stage, job.adapts_experts), (end - first) * device.parts.hidden_size) / device.rate
 
@@ -204,15 +205,15 @@ class Pipeline:
         (first, end), parts = self.cuts[stage], self.devices[stage].parts
         return parts.timed_weights_of(first, end, adapts_experts)
 
-    def plan(self, run: RunSpec, jobs: Sequence[JobSketch]) -> UnitPlan:
+    def plan(self, run: RunSpec, jobs: Sequence[PlannedJob]) -> UnitPlan:
         """All stages take micro-batches of the one that has the least room."""
         count = len(self.cuts)
-        fits: list[tuple[_Fitted, TokenCost, Sequence[JobSketch]]] = []
+        fits: list[tuple[_Fitted, TokenCost, Sequence[PlannedJob]]] = []
         pipelines, overhead, tokens = dict[float, TokenCost](), self.overhead(), sum(map(trained_tokens, jobs))
         # pipelines: by what each token costs besides: all stages of alike layers share one
         for stage, ((first, end), device) in enumerate(zip(self.cuts, self.devices, strict=True)):
             memory = device.parts.stage_memory(first, end, stage, count, _reads_peers(self.devices))
-            here = [job.within(device.parts, first, end) for job in jobs]
+            here = [within(job, device.parts, first, end) for job in jobs]
             cost = device.cost(memory)
             modelled = pipelines.setdefault(cost.fixed_tokens, in_stages(cost, count, jobs, overhead, tokens))
             cost = replace(cost, pipeline=modelled.pipeline)
@@ -256,6 +257,15 @@ class Pipeline:
         return parts.hidden_size * parts.memory.element_bytes / rate
 
 
+def within(job: PlannedJob, parts: BaseParts, first: int, end: int) -> PlannedJob:
+    """With its adapter's linears in the decoder layers from `first` up to `end` only; those in no layer are the last one's."""
+    assert job.layout is not None, job.spec.name
+    last = len(parts.layers) - 1
+    places = ((shape, parts.layer_of(shape.module)) for shape in job.layout.shapes)
+    kept = tuple(shape for shape, layer in places if first <= (last if layer is None else layer) < end)
+    return replace(job, layout=AdapterLayout(kept))
+
+
 def _reads_peers(devices: Sequence[Device]) -> bool:
     return all(device.gpu.peer_gb_per_second for device in devices)
 
@@ -266,7 +276,7 @@ def link_rate(one: GpuModel, other: GpuModel) -> float:
     return 1e9 * (peer or min(one.slower_link_gb_per_second, other.slower_link_gb_per_second))
 
 
-def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[JobSketch], recompute: Recompute = "auto") -> Pipeline:
+def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[PlannedJob], recompute: Recompute = "auto") -> Pipeline:
     """Layers cut by the predicted seconds of all `jobs`, of weights alone, without features, as the engine cuts them, and by memory."""
     parts = devices[0].parts
     each = {weights: sum(multiply_adds(job, weights, parts.hidden_size) for job in jobs) for weights in set(parts.layer_weights)}
@@ -291,7 +301,7 @@ class _Fitted:
     waiting: int
 
 
-def _fit(run: RunSpec, jobs: Sequence[JobSketch], memory: MemoryModel, device: Device, cost: TokenCost, filled: float = 1.0) -> _Fitted:
+def _fit(run: RunSpec, jobs: Sequence[PlannedJob], memory: MemoryModel, device: Device, cost: TokenCost, filled: float = 1.0) -> _Fitted:
     """Micro-batches of `jobs` on a GPU, and what it takes with as many of them as fit at once. Raises DoesNotFitError."""
     limit = device.limit_bytes
     if memory.base_bytes > limit:
@@ -311,6 +321,6 @@ def _fit(run: RunSpec, jobs: Sequence[JobSketch], memory: MemoryModel, device: D
     return _Fitted(micro, memory.total_bytes(layouts[:held], largest, micro.recompute), limit, len(layouts) - held)
 
 
-def _too_large(job: JobSketch, memory: MemoryModel, largest: int, recompute: RecomputePlan, needed: int, limit: int) -> str:
+def _too_large(job: PlannedJob, memory: MemoryModel, largest: int, recompute: RecomputePlan, needed: int, limit: int) -> str:
     recomputed = f" with {recompute.layers(largest)} of {memory.num_layers} layers recomputed" if memory.num_layers else ""
-    return f"job {job.name!r} needs {gib(needed)} for micro-batches of {largest:,} tokens{recomputed}, and the limit is {gib(limit)}"
+    return f"job {job.spec.name!r} needs {gib(needed)} for micro-batches of {largest:,} tokens{recomputed}, and the limit is {gib(limit)}"

@@ -10,9 +10,9 @@ from tlora.batching.replicas import ReplicaPlacement, part_text
 from tlora.errors import CapacityError
 from tlora.job import RunSpec
 from tlora.planning.holders import Holders, find_holders, longest_parts
-from tlora.planning.job_sketch import JobSketch
 from tlora.planning.job_work import choose_replicas, trained_tokens
 from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.layout import FORMS, Form, Layout
 from tlora.shape.memory import MOST_GPUS
 from tlora.wording.numbers import are, gib
@@ -70,7 +70,7 @@ def is_trained(layout: Layout, gpus: int) -> bool:
 
 
 def plan_layouts(
-    run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], forms: Collection[Form] = FORMS, trained: bool = False
+    run: RunSpec, jobs: Sequence[PlannedJob], devices: Sequence[Device], forms: Collection[Form] = FORMS, trained: bool = False
 ) -> LayoutPlans:
     """For a run of `jobs`, none of which has problems, on `devices`, in their order. `forms`: that are looked at; `trained`: of these the
     layouts alone that a run on all `devices` can have.
@@ -85,7 +85,7 @@ def plan_layouts(
 
 
 def _tried(
-    run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...], forms: Collection[Form] = FORMS, trained: bool = False
+    run: RunSpec, jobs: Sequence[PlannedJob], devices: tuple[Device, ...], forms: Collection[Form] = FORMS, trained: bool = False
 ) -> Iterator[LayoutPlan | RefusedLayout]:
     for form, layout, units, why_not in _candidates(run, jobs, devices):
         if form not in forms or (trained and not is_trained(layout, len(devices))):
@@ -104,7 +104,7 @@ def _tried(
 
 
 def _candidates(
-    run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]
+    run: RunSpec, jobs: Sequence[PlannedJob], devices: tuple[Device, ...]
 ) -> Iterator[tuple[Form, Layout, tuple[Unit, ...], str | None]]:
     """Each layout with its units, or why there is none."""
     count, parts = len(devices), devices[0].parts
@@ -146,7 +146,7 @@ def _why_not_by_itself(run: RunSpec, device: Device, form: Form) -> str | None:
     return f"{_BY_ORDER}{form}" if device.parts.in_parts is not None and run.layout != form else None
 
 
-def _gains_from_room(run: RunSpec, jobs: Sequence[JobSketch], device: Device) -> bool:
+def _gains_from_room(run: RunSpec, jobs: Sequence[PlannedJob], device: Device) -> bool:
     """Whether a base that is whole on `device` would be trained faster with more room, without which no run streams it (`streaming.py`)."""
     whole = OneGpu(device, device.parts.memory.base_bytes)
     try:
@@ -156,12 +156,12 @@ def _gains_from_room(run: RunSpec, jobs: Sequence[JobSketch], device: Device) ->
     return pays("streamed", replace(whole, device=replace(device, limit_bytes=1 << 60)).plan(run, jobs).cost, cost)
 
 
-def _why_no_stages(run: RunSpec, jobs: Sequence[JobSketch], devices: tuple[Device, ...]) -> str:
+def _why_no_stages(run: RunSpec, jobs: Sequence[PlannedJob], devices: tuple[Device, ...]) -> str:
     """As a run in stages refuses base, jobs or GPUs."""
     kinds = dict.fromkeys(device.gpu.name for device in devices)
     if run.deterministic and len(kinds) > 1:
         return f"deterministic: {' and '.join(kinds)} give other last bits, and each job is computed by all stages"
-    rows = [job.name for job in jobs if job.layout is not None and any(shape.out_features == 0 for shape in job.layout.shapes)]
+    rows = [job.spec.name for job in jobs if job.layout is not None and any(shape.out_features == 0 for shape in job.layout.shapes)]
     if rows:
         return f"{rows[0]} trains rows of the embedding, which needs embedding and head in one place"
     if not run.deterministic and any(device.parts.takes_plain_path for device in devices):
@@ -190,23 +190,23 @@ def _weighted(form: Form, units: Sequence[Unit], stages: int = 1) -> Layout:
     return Layout(form, len(units), stages, () if even else tuple(rate / sum(rates) for rate in rates))
 
 
-def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tuple[Unit, ...], gpus: int) -> LayoutPlan:
+def _predict(run: RunSpec, jobs: Sequence[PlannedJob], layout: Layout, units: tuple[Unit, ...], gpus: int) -> LayoutPlan:
     """Raises DoesNotFitError."""
-    by_unit = [{job.name: unit.seconds(job) for job in jobs} for unit in units]
+    by_unit = [{job.spec.name: unit.seconds(job) for job in jobs} for unit in units]
     seconds, totals = by_unit[0], [sum(each.values()) for each in by_unit]
     speeds = [totals[0] / total if total else 1.0 for total in totals]
     kinds = [unit.devices[0].gpu.name for unit in units] if run.deterministic else ()  # each job then stays on one
     holders = _holders(run, jobs, units) if layout.form == "whole" else Holders()
     replicas = choose_replicas(jobs, seconds, len(units), run.deterministic)
     placement = place(seconds, len(units), replicas, speeds, holders.whole, kinds, holders.part)
-    spanning = [replace(job, span=placement.spans.get(job.name)) for job in jobs]
+    spanning = [replace(job, span=placement.spans.get(job.spec.name)) for job in jobs]
     plans: dict[tuple[int, tuple[str, ...]], UnitPlan] = {}
     ends: list[tuple[float, UnitPlan]] = []
     for number, unit in enumerate(units):
         names = {*placement.jobs[number], *placement.parts(number)}
-        held = [_on(number, job) for job in spanning if number in holders.whole.get(job.name, (number,)) or job.name in names]
-        here = held if run.deterministic else [job for job in held if job.name in names] or held
-        key = [other.devices for other in units].index(unit.devices), tuple(job.name for job in here)  # alike units plan alike
+        held = [_on(number, job) for job in spanning if number in holders.whole.get(job.spec.name, (number,)) or job.spec.name in names]
+        here = held if run.deterministic else [job for job in held if job.spec.name in names] or held
+        key = [other.devices for other in units].index(unit.devices), tuple(job.spec.name for job in here)  # alike units plan alike
         if key not in plans:
             plans[key] = unit.plan(run, here)
         ends.append((placement.seconds[number] * plans[key].cost, plans[key]))
@@ -218,26 +218,26 @@ def _predict(run: RunSpec, jobs: Sequence[JobSketch], layout: Layout, units: tup
     return LayoutPlan(layout, names, shown, end, rate, _why(layout, shown, placement, gpus))
 
 
-def _on(number: int, job: JobSketch) -> JobSketch:
+def _on(number: int, job: PlannedJob) -> PlannedJob:
     """With the samples that are computed on GPU `number`."""
     most = job.span.longest_on(number) if job.span is not None else 0
     return replace(job, longest=min(most, job.longest)) if most else job
 
 
-def _holders(run: RunSpec, jobs: Sequence[JobSketch], units: Sequence[Unit]) -> Holders:
+def _holders(run: RunSpec, jobs: Sequence[PlannedJob], units: Sequence[Unit]) -> Holders:
     """Of jobs for which some of the units have too little memory. None of them is kept away where one fits on none: the plan says so."""
     limits = [unit.devices[0].limit_bytes for unit in units]
     if len(set(limits)) == 1:
         return Holders()
 
-    def refused(here: Sequence[JobSketch], limit: int) -> tuple[JobSketch, ...]:
+    def refused(here: Sequence[PlannedJob], limit: int) -> tuple[PlannedJob, ...]:
         try:
             units[limits.index(limit)].plan(run, here)
         except DoesNotFitError as error:
             return error.jobs
         return ()
 
-    def parts(job: JobSketch, limit: int) -> Iterator[JobSketch]:
+    def parts(job: PlannedJob, limit: int) -> Iterator[PlannedJob]:
         spanning = replace(job, span=ReplicaPlacement(max(2, job.spec.gpus), (0, 1)))
         memory = units[limits.index(limit)].devices[0].parts.memory
         return (replace(spanning, longest=longest) for longest in longest_parts(run, spanning, memory, limit))
@@ -266,7 +266,7 @@ def _why(layout: Layout, unit: UnitPlan, placement: Placement, gpus: int) -> tup
     return tuple(found)
 
 
-def no_layout(run: RunSpec, jobs: Sequence[JobSketch], devices: Sequence[Device], plans: LayoutPlans) -> CapacityError:
+def no_layout(run: RunSpec, jobs: Sequence[PlannedJob], devices: Sequence[Device], plans: LayoutPlans) -> CapacityError:
     """Of GPUs on which no layout is feasible, what would fit: another one than is ordered, fewer bits, more GPUs, or larger ones."""
     parts, device = devices[0].parts, devices[0]
     remedies: list[str] = []

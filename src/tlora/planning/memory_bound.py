@@ -14,11 +14,11 @@ from tlora.adapter_shape import ExpertJobs
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.kernels.lora_tables import rank_width
 from tlora.planning.base_parts import memory_of_stages
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import ACTIVATION_RANK, measure, measure_in_parts
 from tlora.planning.micro_batches import fastest_budget
 from tlora.planning.plan import RunPlan, adapt_experts, check_base_fits, check_capacity, layouts_of
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.shape.stages import LayerRange

@@ -10,20 +10,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tlora.adapters.layout import AdapterLayout
 from tlora.batching.flow import Item
 from tlora.batching.pack import SMALLEST_BUDGET, auto_token_budget, prepared_budget
 from tlora.batching.pipeline_model import Entry, OfferedJob, Pipeline, StageOverhead, Stream, most_open
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
-from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.order import global_batch, row_tokens
-from tlora.data.prepare import Prepared
-from tlora.job import JobSpec, RunSpec
-from tlora.shape.memory import Adapter, MemoryModel
+from tlora.job import RunSpec
+from tlora.planning.planned_job import PlannedJob
+from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import GRAPH_PRICE, HIDES_LAUNCHES, PipelineCost, TokenCost, fixed_depth, recompute_factor
 
 _UNFILLED = 0.9, 0.25  # of `_filled`: samples of 128 to 2,048 tokens, and mostly short ones, of four jobs in budgets of 1,024 to 4,096
@@ -41,27 +41,6 @@ class MicroBatches(NamedTuple):
     recompute: RecomputePlan
 
 
-class SizedJob(Protocol):
-    """As `job_plan.PlannedJob`."""
-
-    @property
-    def spec(self) -> JobSpec: ...
-    @property
-    def data(self) -> Prepared | None: ...
-    @property
-    def longest(self) -> int: ...
-    @property
-    def layout(self) -> Adapter | None: ...
-    @property
-    def replicas(self) -> int: ...
-    @property
-    def problems(self) -> Sequence[str]: ...
-    @property
-    def span(self) -> ReplicaPlacement | None: ...
-    @property
-    def compares_with_start(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class SampleLengths:
     """Of the samples that a run trains on: lengths without repetition, shortest first, and what share of all tokens lies in each. Jobs
@@ -72,7 +51,7 @@ class SampleLengths:
     shares: npt.NDArray[np.float64]
 
 
-def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
+def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
     """Of `jobs`, as far as they are computed here; those without data do not count."""
     lengths = [job.data.train.lengths[job.data.train.lengths <= job.longest] for job in jobs if job.data is not None]
     found = [np.unique(own, return_counts=True) for own in lengths if len(own)]
@@ -83,7 +62,7 @@ def sample_lengths(jobs: Sequence[SizedJob]) -> SampleLengths:
     return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
 
 
-def in_stages(cost: TokenCost, stages: int, jobs: Sequence[SizedJob], overhead: StageOverhead, run_tokens: int) -> TokenCost:
+def in_stages(cost: TokenCost, stages: int, jobs: Sequence[PlannedJob], overhead: StageOverhead, run_tokens: int) -> TokenCost:
     """`cost` of one of so many stages, which `jobs` share: with micro-batches so large that jobs offer too few of them, stages wait.
     `overhead`: in the time of one token's ideal products through the whole base. Of a run that trains on `run_tokens`, each of which pays
     its part of the graphs that are captured.
@@ -120,7 +99,7 @@ def captured_graphs(stages: int, shapes: int, micro_batches: float) -> float:
     return min(graphs * shapes, stages * micro_batches / 2)
 
 
-def _batches(job: SizedJob) -> Iterator[list[Item]]:
+def _batches(job: PlannedJob) -> Iterator[list[Item]]:
     """Of one of its replicas, without end."""
     assert job.data is not None
     train, spec = job.data.train, job.spec
@@ -129,7 +108,7 @@ def _batches(job: SizedJob) -> Iterator[list[Item]]:
         yield [Item(sample, int(train.lengths[sample])) for sample in samples[: -(-len(samples) // job.replicas)]]
 
 
-def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:
+def choose(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, limit_bytes: int, cost: TokenCost) -> MicroBatches:
     """The fastest that hold all `jobs` at once below the limit, if that does not slow them down too much; or else the fastest that hold
     the largest of the jobs that can be held at all, and as many others as do not slow it down too much. `longest`: tokens of the longest
     sample, which is never split.
@@ -139,7 +118,7 @@ def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryM
     deepest = same_for_all(memory.most_recomputed if fixed is None else fixed)
     worst = _MOST_SLOWED * cost_of(MicroBatches(budgets[0], same_for_all(fixed or 0)), lengths, cost)
 
-    def best(held: Sequence[Adapter]) -> MicroBatches | None:
+    def best(held: Sequence[AdapterLayout]) -> MicroBatches | None:
         room = memory.room(held, limit_bytes)
         recompute = memory.least_recomputed(room) if fixed is None else deepest
         steps = _PIPELINED_STEP if cost.pipeline is not None else SMALLEST_BUDGET if recompute.varies else 0
@@ -148,13 +127,13 @@ def choose(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryM
         tried = [MicroBatches(budget, recompute) for budget in sorted({*budgets, *more}, reverse=True)]
         return _fastest([found for found in tried if _fits(found, longest, memory, room)], lengths, cost)
 
-    def good(held: Sequence[Adapter]) -> MicroBatches | None:
+    def good(held: Sequence[AdapterLayout]) -> MicroBatches | None:
         found = best(held)
         return found if found is not None and cost_of(found, lengths, cost) <= worst else None
 
     if (together := good(layouts)) is not None:
         return together
-    held, others = list[Adapter](), [layout for layout in layouts if best([layout]) is not None]
+    held, others = list[AdapterLayout](), [layout for layout in layouts if best([layout]) is not None]
     if others:
         held.append(others.pop(max(range(len(others)), key=lambda i: memory.job_bytes(others[i]))))
     for other in others:
@@ -227,7 +206,7 @@ def fastest_budget(largest: int, recompute: RecomputePlan, cost: TokenCost) -> i
     return min(fitting, key=lambda budget: cost.at(budget, recompute.layers(budget)))
 
 
-def _budgets(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: MemoryModel, cost: TokenCost) -> list[int]:
+def _budgets(run: RunSpec, jobs: Sequence[PlannedJob], longest: int, memory: MemoryModel, cost: TokenCost) -> list[int]:
     """What the user set, or the largest that the jobs can fill and the device gains from, and halves of it down to the longest sample."""
     if run.token_budget != "auto":
         return [run.token_budget]
@@ -244,7 +223,7 @@ def _budgets(run: RunSpec, jobs: Sequence[SizedJob], longest: int, memory: Memor
     return budgets
 
 
-def replica_batch(job: SizedJob) -> tuple[float, float]:
+def replica_batch(job: PlannedJob) -> tuple[float, float]:
     """Mean and standard deviation of the tokens of one replica's part of a global batch, which is drawn without replacement."""
     assert job.data is not None
     tokens = row_tokens(job.data.train.lengths, job.data.train.epoch)

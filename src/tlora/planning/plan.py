@@ -11,18 +11,19 @@ from pathlib import Path
 import torch
 
 from tlora.adapter_shape import ExpertJobs, expert_jobs
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 from tlora.batching.pipeline_model import NO_OVERHEAD, StageOverhead
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
-from tlora.planning.job_plan import PlannedJob, longest_sample, plan_jobs
+from tlora.planning.job_plan import longest_sample, plan_jobs
 from tlora.planning.job_work import counting_jobs, trained_tokens
 from tlora.planning.memory import measure, measure_in_parts, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
-from tlora.planning.work import adapts_experts, token_cost
+from tlora.planning.planned_job import PlannedJob
+from tlora.planning.work import token_cost
 from tlora.shape.memory import MemoryModel
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.supermodel import SuperModel
@@ -378,7 +379,7 @@ def describe_plan(plan: RunPlan) -> str:
 
 def adapt_experts(jobs: Sequence[PlannedJob]) -> ExpertJobs:
     """Whether they train experts."""
-    return expert_jobs(adapts_experts(job.layout) for job in jobs)
+    return expert_jobs(job.adapts_experts for job in jobs)
 
 
 def layouts_of(jobs: Sequence[PlannedJob]) -> list[AdapterLayout]:

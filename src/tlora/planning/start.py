@@ -9,8 +9,9 @@ from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from tlora import durable
+from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.peft import adapted_modules, load_params, read_config
-from tlora.adapters.state import AdapterLayout, AdapterState, fresh_state, init_state
+from tlora.adapters.state import AdapterState, fresh_state, init_state
 from tlora.adapters.targets import in_indexer, outside_indexers
 from tlora.errors import ModelError
 from tlora.job import JobSpec

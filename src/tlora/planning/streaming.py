@@ -14,11 +14,11 @@ import torch
 
 from tlora.errors import CapacityError, ModelError
 from tlora.job import DataConfig, JobSpec, LayoutSetting, RunSpec
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.layouts import pays
 from tlora.planning.memory import bytes_when_streamed
 from tlora.planning.micro_batches import cost_of, sample_lengths
 from tlora.planning.plan import RunPlan, count_for, fit, fitted_jobs, is_sound, plan_memory, settle
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.planning.work import rate_here, rate_of, token_cost
 from tlora.shape.memory import StreamedBytes, must_share

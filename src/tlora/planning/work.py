@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from tlora.adapters.state import AdapterLayout
 from tlora.kernels.cards import HOPPER
 from tlora.kernels.device import can_be_asked, capability_of, card_of, fixed_work_elsewhere, is_elsewhere, is_forced, name_of, planned_card
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import multiply_adds
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.gpu_files import GpuHere, gpu_here
 from tlora.shape.gpu_models import gpu_by_name_alone, gpu_by_properties, gpu_called
 from tlora.shape.memory import MemoryModel
@@ -28,12 +27,7 @@ def predicted_seconds(jobs: Sequence[PlannedJob], model: SuperModel, device: tor
     """By name; 0 for a job with problems, which is refused when its turn comes. `model` may lie on the meta device."""
     weights = {adapted: timed_weights(model, device.type, adapted) for adapted in (False, True)}
     width, per_second = width_of_layers(model), rate_of(model, device, rate)
-    return {job.spec.name: multiply_adds(job, weights[adapts_experts(job.layout)], width) / per_second for job in jobs}
-
-
-def adapts_experts(layout: AdapterLayout | None) -> bool:
-    """Whether an adapter has any; one that is not known has none."""
-    return layout is not None and any(shape.experts > 1 for shape in layout.shapes)
+    return {job.spec.name: multiply_adds(job, weights[job.adapts_experts], width) / per_second for job in jobs}
 
 
 def rate_of(model: SuperModel, device: torch.device, rate: TrainingRate = _H200) -> float:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from tlora.adapter_shape import ROW_ALIGNMENT
+from tlora.adapters.layout import AdapterLayout, AdapterShape
 from tlora.batching.pipeline_model import PADDING
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.job import Recompute
@@ -25,29 +26,6 @@ _MOST_WHOLE = 0.85  # of a GPU's bytes: with less room beside the base hardly a 
 _COUNTED_TOKENS = (1024, 8192)  # the micro-batches that a scheduler plans
 PLANNED_TOKENS = (1024, 16384)  # of the least and the largest micro-batch that a scheduler plans
 _ROUNDING = 1e-9  # relative: what is met exactly is met
-
-
-class AdaptedLinear(Protocol):
-    """As `adapters.state.AdapterShape`."""
-
-    @property
-    def module(self) -> str: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
-
-
-class Adapter(Protocol):
-    """As `adapters.state.AdapterLayout`: equal ones are of equal shape."""
-
-    @property
-    def shapes(self) -> Sequence[AdaptedLinear]: ...
-    @property
-    def numel(self) -> int: ...
-    def __hash__(self) -> int: ...
 
 
 def adapter_bytes(parameters: int, padded: int, element_bytes: int, sum_bytes: int, flat: int = 3, weights: int = 1) -> int:
@@ -104,8 +82,8 @@ class MemoryModel:
     layer_features: int = 0  # into and out of its linears
     unpacked_weights: int = 0  # of a layer's linears, from 4 bits, in forward and again in backward
     measured: bool = False
-    spanning: frozenset[Adapter] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
-    compared: frozenset[Adapter] = frozenset()  # likewise of jobs that compare with the adapter that they start from
+    spanning: frozenset[AdapterLayout] = frozenset()  # of jobs of several replicas; one of equal shape counts as they do
+    compared: frozenset[AdapterLayout] = frozenset()  # likewise of jobs that compare with the adapter that they start from
     mailbox_bytes: int = 0  # in which other ranks read these jobs' gradients, for as long as the run lasts
     samples_per_token: float = 0.0  # of the job with the shortest
     stage: LayerRange | None = None  # which layers these are the bytes of, where several stages hold them
@@ -118,7 +96,7 @@ class MemoryModel:
         """Past so many layers recomputation saves nothing: backward needs the activations of one layer in any case."""
         return max(0, self.num_layers - 1)
 
-    def job_bytes(self, layout: Adapter) -> int:
+    def job_bytes(self, layout: AdapterLayout) -> int:
         """One resident adapter: weights and two moments, and in the bank weights and gradient sums by padded rows. With several replicas
         also the sum of their gradients (`group/exchange.py`); with a reference of its own also that one's weights.
         """
@@ -126,14 +104,14 @@ class MemoryModel:
         padded = sum(-(-s.rows // ROW_ALIGNMENT) * ROW_ALIGNMENT * (s.in_features + s.out_features) for s in here)
         flat = 4 if layout in self.spanning else 3
         weights = 2 if layout in self.compared else 1
-        return adapter_bytes(_numel(here), padded, self.element_bytes, self.sum_bytes, flat, weights)
+        return adapter_bytes(sum(s.numel for s in here), padded, self.element_bytes, self.sum_bytes, flat, weights)
 
-    def step_bytes(self, layout: Adapter) -> int:
+    def step_bytes(self, layout: AdapterLayout) -> int:
         """What one optimizer step takes for a moment, and the end of a replica: a copy of its gradient, and what another rank sent."""
         copies = max(self.step_copies, 2) if layout in self.spanning else self.step_copies
-        return copies * self.sum_bytes * _numel(self._here(layout))
+        return copies * self.sum_bytes * sum(s.numel for s in self._here(layout))
 
-    def _here(self, layout: Adapter) -> Sequence[AdaptedLinear]:
+    def _here(self, layout: AdapterLayout) -> Sequence[AdapterShape]:
         """What of an adapter lies here."""
         others = tuple(f"{name}." for name in self.elsewhere)
         return [shape for shape in layout.shapes if not shape.module.startswith(others)] if others else layout.shapes
@@ -156,20 +134,20 @@ class MemoryModel:
         tried = {most_tokens, *(tokens for tokens in recompute.most_tokens if 0 < tokens < most_tokens)}
         return max(self.activation_bytes(tokens, recompute.layers(tokens)) for tokens in tried)
 
-    def total_bytes(self, layouts: Sequence[Adapter], most_tokens: int, recompute: RecomputePlan | int = 0) -> int:
+    def total_bytes(self, layouts: Sequence[AdapterLayout], most_tokens: int, recompute: RecomputePlan | int = 0) -> int:
         """Peak with these adapters resident: activations and an optimizer step are never alive together."""
         plan = same_for_all(recompute) if isinstance(recompute, int) else recompute
         return self._beside_activations(layouts) + max(self.most_activation_bytes(most_tokens, plan), self._step_bytes(layouts))
 
-    def room(self, layouts: Sequence[Adapter], limit_bytes: int) -> int:
+    def room(self, layouts: Sequence[AdapterLayout], limit_bytes: int) -> int:
         """Bytes below the limit that these adapters leave to activations; negative where the adapters do not fit themselves."""
         room = limit_bytes - self._beside_activations(layouts)
         return room if self._step_bytes(layouts) <= room else -1
 
-    def _beside_activations(self, layouts: Sequence[Adapter]) -> int:
+    def _beside_activations(self, layouts: Sequence[AdapterLayout]) -> int:
         return self.base_bytes + self.mailbox_bytes + sum(self.job_bytes(layout) for layout in layouts)
 
-    def _step_bytes(self, layouts: Sequence[Adapter]) -> int:
+    def _step_bytes(self, layouts: Sequence[AdapterLayout]) -> int:
         return max((self.step_bytes(layout) for layout in layouts), default=0)
 
     def most_tokens(self, room_bytes: int, recomputed_layers: int) -> int:
@@ -191,10 +169,6 @@ class MemoryModel:
     def least_recomputed(self, room_bytes: int) -> RecomputePlan:
         """The fewest layers with which a micro-batch's activations take no more than `room_bytes`; where none does, all that save some."""
         return RecomputePlan(tuple(accumulate((self.most_tokens(room_bytes, k) for k in range(self.most_recomputed)), max)))
-
-
-def _numel(shapes: Sequence[AdaptedLinear]) -> int:
-    return sum(shape.rows * (shape.in_features + shape.out_features) for shape in shapes)
 
 
 def parse_memory(found: Mapping[str, Any]) -> MemoryModel:

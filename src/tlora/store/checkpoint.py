@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tlora import durable
+from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, load_params, write_adapter, write_tensors, write_weights
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.state import AdapterState
 from tlora.errors import CheckpointError
 from tlora.group.isolation import Failure, try_call
 from tlora.group.reports import TrainingProgress

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tlora.adapters.adamw import StepStats, count_step, learning_rate
 from tlora.adapters.bank import AdapterBank, SlotAddress
-from tlora.adapters.state import AdapterLayout, AdapterShape, AdapterState
+from tlora.adapters.layout import AdapterLayout, AdapterShape
+from tlora.adapters.state import AdapterState
 from tlora.kernels import bank_chunks, fused_adamw
 from tlora.kernels.bank_chunks import BankRun
 from tlora.kernels.device import ToHost

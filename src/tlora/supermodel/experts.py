@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tlora.adapter_shape import ExpertSize
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 from tlora.kernels.cards import CardClass
 from tlora.kernels.compile_request import ExpertRequest
 from tlora.kernels.device import may_run_kernels

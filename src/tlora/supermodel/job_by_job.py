@@ -26,7 +26,8 @@ from tlora.adapters.adamw import (
     verdict_of,
 )
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.layout import AdapterLayout
+from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
 from tlora.kernels.device import ToHost, runs_kernels
 from tlora.supermodel.optimizer_steps import OPEN, REFUSED, Optimizer, PartRule, QueuedSteps, Stepping

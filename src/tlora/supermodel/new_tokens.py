@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterLayout, AdapterShape, AdapterState
+from tlora.adapters.layout import AdapterLayout, AdapterShape
+from tlora.adapters.state import AdapterState
 from tlora.adapters.targets import token_rows
 from tlora.errors import ConfigError, ModelError
 from tlora.job import LoraConfig

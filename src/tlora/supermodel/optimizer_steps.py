@@ -13,7 +13,8 @@ from typing import Protocol
 from torch import Tensor
 
 from tlora.adapters.adamw import StepStats
-from tlora.adapters.state import AdapterShape, AdapterState
+from tlora.adapters.layout import AdapterShape
+from tlora.adapters.state import AdapterState
 from tlora.job import TrainConfig
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tlora.adapters.state import AdapterLayout, AdapterShape, AdapterState
+from tlora.adapters.layout import AdapterLayout, AdapterShape
+from tlora.adapters.state import AdapterState
 from tlora.shape.stages import LayerRange
 
 

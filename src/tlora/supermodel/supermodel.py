@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from tlora.adapters.adamw import StepStats, weights_fit
 from tlora.adapters.bank import AdapterBank
-from tlora.adapters.state import AdapterLayout, AdapterState, init_state, make_layout
+from tlora.adapters.layout import AdapterLayout, make_layout
+from tlora.adapters.state import AdapterState, init_state
 from tlora.adapters.targets import left_out, saved_names
 from tlora.batching.recompute_plan import RecomputePlan, same_for_all
 from tlora.errors import ConfigError

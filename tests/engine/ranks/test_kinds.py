@@ -28,8 +28,8 @@ from tlora.job import RunSpec
 from tlora.json_file import read_object
 from tlora.planning.base_placement import BasePlacement, choose_form
 from tlora.planning.holders import Holders
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.plan import take_whole
+from tlora.planning.planned_job import PlannedJob
 from tlora.store.serving import ServingFiles
 from tlora.worker_protocol import Memory
 

@@ -16,8 +16,8 @@ from tlora.batching.pipeline_model import PADDING
 from tlora.engine.ranks import stage_links
 from tlora.engine.ranks.stage_links import StageLinks, StageSizes
 from tlora.job import JobSpec
-from tlora.planning.job_plan import PlannedJob
 from tlora.planning.job_work import counting_jobs
+from tlora.planning.planned_job import PlannedJob
 from tlora.shape.stages import cut_layers
 from tlora.sharing.peer_memory import open_peer_memory
 from tlora.sharing.peers import Peers, Sharing

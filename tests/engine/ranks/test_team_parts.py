@@ -17,7 +17,7 @@ from tlora.engine.messages import Faulty, Meet, Spread
 from tlora.engine.ranks.spanning_jobs import RankContext, SpanningJobs
 from tlora.errors import RankError
 from tlora.job import JobSpec
-from tlora.planning.plan import PlannedJob
+from tlora.planning.planned_job import PlannedJob
 from tlora.worker_protocol import Join
 
 SPEC = JobSpec.model_validate({"name": "a", "data": "d.jsonl", "gpus": 2, "batch_size": 4})

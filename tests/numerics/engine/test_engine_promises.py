@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.engine.tiny_runs import job, rows, sha256, train
-from tlora.adapters.state import AdapterLayout, AdapterState
+from tlora.adapters.layout import AdapterLayout
+from tlora.adapters.state import AdapterState
 from tlora.engine import job_opening
 from tlora.job import JobSpec
 from tlora.planning import job_plan, start

@@ -44,8 +44,9 @@ from tlora.engine.run_monitor import begin_of_run
 from tlora.errors import CapacityError, ModelError, RankError, TloraError
 from tlora.planning.base_placement import choose_form, fixed_to
 from tlora.planning.holders import Holders
-from tlora.planning.job_plan import PlannedJob, job_warnings, plan_jobs
+from tlora.planning.job_plan import job_warnings, plan_jobs
 from tlora.planning.job_work import choose_replicas
+from tlora.planning.planned_job import PlannedJob
 from tlora.planning.work import predicted_seconds
 from tlora.report.run_page import write_report
 from tlora.shape.stages import LayerRange

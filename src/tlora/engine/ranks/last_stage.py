@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from tlora.adapters.state import AdapterLayout, AdapterState, init_state
+from tlora.adapters.layout import AdapterLayout
+from tlora.adapters.state import AdapterState, init_state
 from tlora.batching.flow import Kind
 from tlora.batching.pipeline_model import PADDING
 from tlora.batching.recompute_plan import RecomputePlan

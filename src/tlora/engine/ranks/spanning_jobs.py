@@ -16,7 +16,7 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine import driver
 from tlora.engine.messages import Faulty, Meet, Note, PartReady, Spread
 from tlora.engine.ranks.spanning import SpanExchange, open_mailbox, open_relayed_mailbox
-from tlora.planning.plan import PlannedJob
+from tlora.planning.planned_job import PlannedJob
 from tlora.sharing.peers import BASE_LOADED, Peers, Sharing
 from tlora.sharing.relayed_memory import Relay
 

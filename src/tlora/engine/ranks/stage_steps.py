@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tlora.adapters.adamw import StepStats
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 from tlora.engine.messages import StageChange
 from tlora.engine.ranks.stage_links import StageLinks
 from tlora.group.isolation import Failure, try_call

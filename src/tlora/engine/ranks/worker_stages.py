@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import FileStore, PrefixStore
 
-from tlora.adapters.state import AdapterLayout
+from tlora.adapters.layout import AdapterLayout
 from tlora.batching.pipeline_model import PADDING
 from tlora.data.base_download import fetch_base
 from tlora.engine.ranks.devices import name_of, training_flops
