@@ -1,18 +1,22 @@
 """Reads JSON that may be damaged or untrusted: a file's object, or an exception of two; and what people write, where an object with a key
-twice, of which Python takes the last silently, is an error.
+twice, of which Python takes the last silently, is an error. Dataclasses as JSON.
 """
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tlora.errors import shown
 
 _MOST_BYTES = 64 << 20  # a run.json of 10,000 jobs has 15 MB; a link to /dev/zero has no end
 _ANY = json.JSONDecoder()
+_Value = TypeVar("_Value")
 
 
 def is_utf8(text: str) -> bool:
@@ -70,3 +74,24 @@ def read_object(path: Path, decoder: json.JSONDecoder = _ANY) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, not an object")
     return cast("dict[str, Any]", value)
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """A dataclass, with all that it holds, as `json.dumps` takes it."""
+    return _adapter(type(value)).dump_python((value,), mode="json")[0]
+
+
+def value_of(kind: type[_Value], fields: object) -> _Value:
+    """The inverse of `fields_of`. Unknown fields, missing ones without a default, and values of another type raise ValueError."""
+    try:
+        return _adapter(kind).validate_python((fields,))[0]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join([kind.__name__, *map(str, first['loc'][1:])])}: {first['msg']}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[tuple[Any]]:
+    """Of a tuple of one: pydantic takes no configuration for a dataclass alone."""
+    one: Any = tuple.__class_getitem__(kind)
+    return TypeAdapter(one, config=ConfigDict(extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"))

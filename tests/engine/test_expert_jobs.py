@@ -17,8 +17,9 @@ from tlora.engine.check import check
 from tlora.engine.generate import generate, open_adapter
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
+from tlora.json_file import fields_of, value_of
 from tlora.planning.base_outline import describe_base
-from tlora.shape.base_shape import parse_shape
+from tlora.shape.base_shape import BaseShape
 
 pytestmark = pytest.mark.usefixtures("forked")
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "expert_rank": "divide"}
@@ -62,7 +63,7 @@ def test_a_run_of_jobs_with_experts(base: Path, tmp_path: Path) -> None:
         train(base, tmp_path / f"{name} alone", [order], deterministic=True)
         same_bytes(tmp_path / "out", tmp_path / f"{name} alone", [name])
     shape = describe_base(str(base), "auto", None, "cpu")
-    shape = parse_shape(shape.to_json())
+    shape = value_of(BaseShape, fields_of(shape))
     lora = LoraConfig(r=4, **EXPERTS)  # type: ignore[arg-type]
     opened = open_adapter(tmp_path / "out" / "both")
     targets = resolve(shape.linears, shape.modules, shape.experts, lora, shape.parameters)

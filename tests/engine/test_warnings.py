@@ -19,9 +19,10 @@ from tlora.data.prepare import prepare
 from tlora.engine.check import check
 from tlora.engine.watcher import Watcher
 from tlora.errors import DataError
+from tlora.json_file import fields_of, value_of
 from tlora.planning import job_plan
 from tlora.planning.base_outline import describe_base
-from tlora.shape.base_shape import parse_shape
+from tlora.shape.base_shape import BaseShape
 from tlora.shape.length_limits import check_length
 
 
@@ -90,7 +91,7 @@ def test_samples_beyond_what_an_indexer_sees_whole_fail_their_job_alone(data: Pa
     results = train(base, tmp_path / "out", jobs)
     assert results["fits"].status == "done"
     assert results["long"].status == "failed" and words in results["long"].reason
-    shape = parse_shape(json.loads(json.dumps(describe_base(str(base), "float32", None, "cpu").to_json())))
+    shape = value_of(BaseShape, json.loads(json.dumps(fields_of(describe_base(str(base), "float32", None, "cpu")))))
     check_length(shape.limits, 32)
     with pytest.raises(DataError, match=f"has 33 {words}"):
         check_length(shape.limits, 33)

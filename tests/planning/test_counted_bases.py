@@ -19,13 +19,14 @@ from tests.kernels.interpreter import interpreted
 from tests.tiny import SHAPE
 from tlora.adapter_shape import expert_jobs
 from tlora.job import JobSpec
+from tlora.json_file import fields_of, value_of
 from tlora.kernels.chunk_layout import list_chunks
 from tlora.planning.base_parts import count_parts
 from tlora.planning.job_work import counting_jobs
 from tlora.planning.memory import inverse_bytes, measure, rule_bytes
 from tlora.planning.planned_job import PlannedJob
-from tlora.shape.base_parts import parse_parts
-from tlora.shape.memory import MemoryModel, parse_memory
+from tlora.shape.base_parts import BaseParts
+from tlora.shape.memory import MemoryModel
 from tlora.supermodel.load import outline
 from tlora.supermodel.multiply_adds import active_weights
 from tlora.supermodel.supermodel import SuperModel
@@ -90,7 +91,7 @@ def test_short_samples_of_a_hybrid_take_chunks_of_their_own(dtype: str, tmp_path
     assert more > 0 and short.activation_bytes(8192) >= memory.phases[-1].at(8192, 0) + more - 1
     assert 0 < short.most_tokens(1 << 30, 0) < long.most_tokens(1 << 30, 0)
     assert counting_jobs(short, [], deterministic=False).activation_bytes(8192) == memory.activation_bytes(8192), "of these jobs alone"
-    assert parse_memory(json.loads(json.dumps(short.to_json()))) == memory
+    assert short.alone() == memory
 
 
 def test_a_token_is_multiplied_with_all_experts_of_llama_4_where_no_job_adapts_them(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_jobs_at_experts_of_llama_4_and_at_attention_alone_are_counted_as_they_a
     assert measure(model, 0, GPU, 16, expert_jobs([True, False])) == both and both.layer_weights == experts.layer_weights
 
     parts = {each: count_parts(model, GPU, 16, each) for each in (True, False, "some")}
-    mixed = parse_parts(json.loads(json.dumps(parts["some"].to_json())))
+    mixed = value_of(BaseParts, json.loads(json.dumps(fields_of(parts["some"]))))
     for first, end in ((0, 4), (0, 2), (2, 4)):
         for adapted in (True, False):
             assert mixed.timed_weights_of(first, end, adapted) == parts[adapted].timed_weights_of(first, end, adapted)

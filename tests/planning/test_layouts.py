@@ -28,7 +28,7 @@ from tlora.planning.job_sketch import sketch_jobs
 from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate, within
 from tlora.planning.layouts import LayoutPlan, LayoutPlans, no_layout, plan_layouts
 from tlora.planning.planned_job import PlannedJob
-from tlora.shape.base_shape import BaseShape, parse_shape
+from tlora.shape.base_shape import BaseShape
 from tlora.shape.gpu_models import GpuModel, find_gpu
 from tlora.shape.layout import Layout
 from tlora.shape.memory import MemoryModel, StreamedBytes
@@ -58,7 +58,7 @@ def shape_of(run: RunSpec, gpu: GpuModel) -> BaseShape:
 def counted(base_model: str, dtype: str, gpu: GpuModel, rank: int) -> BaseShape:
     """Once for this file's tests."""
     with as_if_on(gpu.name, gpu.capability):
-        return parse_shape(describe_base(base_model, dtype, None, "cuda", rank=rank).to_json())
+        return describe_base(base_model, dtype, None, "cuda", rank=rank)
 
 
 def devices_of(run: RunSpec, *gpus: GpuModel) -> list[Device]:
@@ -164,7 +164,6 @@ def test_a_mixture_in_parts_is_planned_as_check_plans_it(parameters: list[str] |
     run = run_spec(mixture, tmp_path / "out", [own], dtype="bfloat16")
     with as_if_on(H100.name, H100.capability):
         shape = describe_base(run.base_model, run.dtype, None, "cuda", rank=4, adapts_experts=parameters is not None)
-    shape = parse_shape(shape.to_json())
     jobs = sketch_jobs(run, shape, prepare(prepare_requests(run, shape.vocab_size)))
     devices = [Device(H100, shape.parts, H100.limit_bytes)] * 2
     by_itself = plan_layouts(run, jobs, devices)

@@ -17,10 +17,11 @@ from tests.tiny import SHAPE as TINY
 from tests.tiny import make_model
 from tlora.adapters.layout import AdapterLayout
 from tlora.job import JobSpec, LoraConfig, TrainConfig
+from tlora.json_file import fields_of, value_of
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning import memory_probe
 from tlora.planning.memory_probe import Probe, probe, probe_key, recall, remember
-from tlora.shape.memory import MemoryModel, Phase, parse_memory
+from tlora.shape.memory import MemoryModel, Phase
 from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
 
@@ -136,7 +137,7 @@ def test_passes_without_jobs_at_experts_are_measured_too_where_tokens_go_to_more
         assert found is not None and found.error_share < 1e-9 and model.bank.jobs() == []
         padding = 2 * gpu_chunk_rows(model.base.head) * 64 * 4
         assert found.memory.activation_bytes(10_000, 1) == pytest.approx(10_000 * (KEPT - SAVED + BACKWARD + more) + padding, abs=2)
-        assert parse_memory(json.loads(json.dumps(found.memory.to_json()))) == found.memory
+        assert value_of(MemoryModel, json.loads(json.dumps(fields_of(found.memory)))) == found.memory
         assert sum(phase.at_head for phase in found.memory.phases) == (2 if len(specs) == 4 else 1)
     keys = {probe_key(model, [*jobs, at_experts], False, cpu) for jobs in (SPECS, SPECS[:1], SPECS[:2], SPECS[2:])}
     assert len(keys) == 4

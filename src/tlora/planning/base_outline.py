@@ -22,6 +22,7 @@ import torch
 from tlora import durable
 from tlora.errors import TloraError
 from tlora.job import BasePrecision, DType, LayoutSetting, UnusedWeights
+from tlora.json_file import fields_of
 from tlora.kernels.device import as_if_on, can_be_asked
 from tlora.planning.base_parts import count_parts
 from tlora.planning.memory import ACTIVATION_RANK, count_base
@@ -83,7 +84,7 @@ def main() -> int:
     try:
         with as_if_on(gpu, capability) if capability else nullcontext():
             found = describe_base(base_model, **held)
-        durable.write_file(Path(out), json.dumps(found.to_json()))
+        durable.write_file(Path(out), json.dumps(fields_of(found)))
     except TloraError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return errno.ENOSPC if durable.is_full(error) else 2

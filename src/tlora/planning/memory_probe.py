@@ -23,9 +23,10 @@ from torch import Tensor
 from tlora import durable
 from tlora.cache_directory import cache_dir
 from tlora.job import JobSpec, RunSpec, TrainConfig
+from tlora.json_file import fields_of, value_of
 from tlora.kernels.head import gpu_chunk_rows
 from tlora.planning.plan import RunPlan, settle
-from tlora.shape.memory import MemoryModel, Phase, parse_memory
+from tlora.shape.memory import MemoryModel, Phase
 from tlora.supermodel.batch import BatchRow, PackedBatch, collate
 from tlora.supermodel.supermodel import SuperModel
 from tlora.version import __version__
@@ -234,14 +235,14 @@ def remember(key: str, memory: MemoryModel) -> None:
     path = _file_of(key)
     with suppress(OSError):
         durable.make_directory(path.parent)
-        durable.write_file(path, json.dumps(memory.to_json()))
+        durable.write_file(path, json.dumps(fields_of(memory.alone())))
 
 
 def recall(key: str) -> MemoryModel | None:
     """What an earlier run measured for `key`, if that can be read."""
     try:
-        return parse_memory(json.loads(_file_of(key).read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return value_of(MemoryModel, json.loads(_file_of(key).read_text()))
+    except (OSError, ValueError):
         return None
 
 

@@ -17,8 +17,8 @@ from tlora import durable
 from tlora.adapter_shape import ExpertJobs, LoraShape
 from tlora.adapters.targets import resolve, trained_parameters
 from tlora.errors import CheckpointError, ModelError
-from tlora.json_file import read_object
-from tlora.shape.base_shape import BaseShape, parse_shape
+from tlora.json_file import read_object, value_of
+from tlora.shape.base_shape import BaseShape
 from tlora.version import __version__
 
 if TYPE_CHECKING:
@@ -59,18 +59,18 @@ def find_outline(directory: Path, base_model: str, precision: Precision) -> Base
     if not path.is_file():
         _make(base_model, path, precision)
     try:
-        return parse_shape(read_object(path))
-    except (OSError, ValueError, KeyError, TypeError):  # damaged: made once more
+        return value_of(BaseShape, read_object(path))
+    except (OSError, ValueError):  # damaged: made once more
         path.unlink(missing_ok=True)
         _make(base_model, path, precision)
-        return parse_shape(read_object(path))
+        return value_of(BaseShape, read_object(path))
 
 
 def known_outline(directory: Path, base_model: str, precision: Precision) -> BaseShape | None:
     """As `find_outline`, but none is made."""
     try:
-        return parse_shape(read_object(directory / f"{_key(base_model, precision)}.json"))
-    except (OSError, ValueError, KeyError, TypeError):
+        return value_of(BaseShape, read_object(directory / f"{_key(base_model, precision)}.json"))
+    except (OSError, ValueError):
         return None
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 from tlora.batching.pipeline_model import most_open, ring_places
 from tlora.job import Recompute
-from tlora.shape.memory import MOST_GPUS, PLANNED_TOKENS, BaseMemory, MemoryModel, StreamedBytes, adapter_bytes, parse_memory
+from tlora.shape.memory import MOST_GPUS, PLANNED_TOKENS, BaseMemory, MemoryModel, StreamedBytes, adapter_bytes
 from tlora.shape.stages import LEAST_STAGES, LayerRange, cut_layers
 from tlora.shape.token_cost import fixed_depth
 from tlora.shape.work import FEATURE_WEIGHTS
@@ -152,10 +151,6 @@ class BaseParts:
             link_bytes=2 * ring_places(stages) * boundary if reads_peers and stages > 1 else 0,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        in_parts = None if self.in_parts is None else self.in_parts.to_json()
-        return asdict(replace(self, memory=self.memory.alone(), in_parts=None)) | {"memory": self.memory.to_json(), "in_parts": in_parts}
-
 
 class StageRooms:
     """`shape.memory.StageRooms` of a base with these parts. What it has worked out it remembers."""
@@ -279,19 +274,3 @@ def fitting(
 def _numbers(layers: tuple[str, ...]) -> Mapping[str, int]:
     """Of decoder layers, by name: a plan asks for each linear of each job in each cut."""
     return {name: number for number, name in enumerate(layers)}
-
-
-def parse_parts(found: Mapping[str, Any]) -> BaseParts:
-    """From `BaseParts.to_json`. Raises ValueError, KeyError, TypeError."""
-    values = dict(found)
-    for name in ("layer_bytes", "layer_weights", "layer_features", "shared_bytes", "other_weights"):
-        values[name] = _integers(values.get(name, ()))
-    values["layers"] = tuple(map(str, values["layers"]))
-    values["memory"] = parse_memory(values["memory"])
-    values["in_parts"] = None if values["in_parts"] is None else parse_memory(values["in_parts"])
-    values["streamed"] = StreamedBytes(**values["streamed"]) if values["streamed"] is not None else None
-    return BaseParts(**values)
-
-
-def _integers(found: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(map(int, found))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 from tlora.adapter_shape import ROW_ALIGNMENT
 from tlora.adapters.layout import AdapterLayout, AdapterShape
@@ -156,25 +156,13 @@ class MemoryModel:
         return max(0, min((int((room_bytes - fixed) // each) for fixed, each in lines if each > 0), default=0))
 
     def alone(self) -> MemoryModel:
-        """Without what is known of a run's jobs."""
-        return replace(self, spanning=frozenset(), compared=frozenset(), mailbox_bytes=0, samples_per_token=0.0, refers=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Of `alone`."""
-        found = asdict(self.alone())
-        for name in ("spanning", "compared", "mailbox_bytes", "samples_per_token", "stage", "elsewhere", "link_bytes", "refers"):
-            del found[name]
-        return found
+        """Without what is known of a run's jobs, and of where other layers lie."""
+        alone = replace(self, spanning=frozenset(), compared=frozenset(), mailbox_bytes=0, samples_per_token=0.0, refers=False)
+        return replace(alone, stage=None, elsewhere=(), link_bytes=0)
 
     def least_recomputed(self, room_bytes: int) -> RecomputePlan:
         """The fewest layers with which a micro-batch's activations take no more than `room_bytes`; where none does, all that save some."""
         return RecomputePlan(tuple(accumulate((self.most_tokens(room_bytes, k) for k in range(self.most_recomputed)), max)))
-
-
-def parse_memory(found: Mapping[str, Any]) -> MemoryModel:
-    """From `MemoryModel.to_json`. Raises ValueError, KeyError, TypeError."""
-    values: dict[str, Any] = {**found, "phases": tuple(Phase(**phase) for phase in found["phases"])}
-    return MemoryModel(**values)
 
 
 @dataclass(frozen=True)
@@ -190,6 +178,7 @@ class StreamedBytes:
         return self.other_bytes + min(slots, self.num_layers) * self.layer_bytes
 
 
+@runtime_checkable
 class StageRooms(Protocol):
     """As `base_parts.StageRooms`: what stages take on each of their GPUs, counted and cut as a worker does it."""
 
