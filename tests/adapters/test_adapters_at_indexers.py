@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.engine.tiny_runs import CHATML, job, make_tokenizer, run_spec, write_rows
 from tests.numerics.peft_oracle import fp64_throughout, peft_modules, sample_loss
-from tests.numerics.test_hybrids import samples
 from tests.numerics.test_indexed_attention import LATENT, LIMIT
+from tests.numerics.two_jobs import samples
 from tests.numerics.world import Job
 from tests.planted import planted
 from tests.tiny import make_model

@@ -11,8 +11,9 @@ import transformers
 
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.test_hybrids import jobs as hybrid_jobs
-from tests.numerics.test_hybrids import samples, targets
+from tests.numerics.test_hybrids import targets
 from tests.numerics.test_new_tokens import jobs as token_jobs
+from tests.numerics.two_jobs import samples
 from tests.numerics.world import Job, Trained, delta_error, train, train_alone
 from tests.tiny import make_model
 from tests.tolerances import TRAINED
@@ -109,7 +110,7 @@ def gradient_of(model: SuperModel, family: str, turn: int, recomputed: int | Non
     """Of a job with all linears, over samples of `turn` with the same lengths in another order."""
     if recomputed is not None:
         model.recomputed_layers = recomputed
-    lora = LoraConfig(r=8, **targets(family))
+    lora = LoraConfig(r=8, target_modules=targets(family))
     if "a" not in model.bank:
         model.join("a", lora, TrainConfig(lr_scheduler_type="constant", seed=1))
         params = model.state("a").params

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import interpret
+from tests.kernels.interpreter import DEVICE, MARKS, interpret, interpreted
+from tests.numerics.two_jobs import samples
+from tests.tiny import make_batch, make_model
 from tests.tolerances import assert_close
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import PackedBatch
+from tlora.supermodel.load import make_base
 from tlora.supermodel.supermodel import SuperModel
+
+if find_spec("triton") is not None:
+    with interpreted():
+        from tlora.kernels import pass_operations  # noqa: F401
+
+
+def on_both_paths(test: Callable[..., None]) -> Callable[..., None]:
+    """The marks of a test that runs a whole base on the kernels."""
+    for mark in (pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs triton"), MARKS[0]):
+        test = mark(test)
+    return test
+
+
+def check_family(family: str, lengths: tuple[int, ...] = (1, 33, 17), lora: LoraConfig | None = None) -> None:
+    """`check_both_paths` of a tiny base, with one job over samples of `lengths`."""
+    batch = make_batch({"a": list(samples(3, lengths))}, device=DEVICE)
+    check_both_paths(lambda: SuperModel(make_base(make_model(family).to(DEVICE), family)), lora or LoraConfig(r=4), batch)
 
 
 def check_both_paths(make: Callable[[], SuperModel], lora: LoraConfig, batch: PackedBatch, loss_bound: float = 1e-5) -> None:

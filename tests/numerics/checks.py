@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from tests.numerics.peft_oracle import peft_train
+from tests.numerics.peft_oracle import fp64_throughout, peft_train
 from tests.numerics.poisons import Poison
 from tests.numerics.world import WIDE, Job, Trained, delta_error, super_model, train, train_alone
 from tests.tiny import make_model, make_samples
@@ -55,6 +55,20 @@ def check_l0(model: SuperModel, job: Job) -> None:
     for deterministic in (True, False):
         first, second = (train_alone(model, job, deterministic).sha256 for _ in range(2))
         assert first == second, f"{job.name}: two runs alone differ (deterministic={deterministic})"
+
+
+def check_in_fp64(
+    family: str,
+    jobs: Sequence[Job],
+    short: Sequence[Job] = (),
+    dtype: torch.dtype = torch.float64,
+    make: Callable[[str, torch.dtype, tuple[()]], SuperModel] = super_model,
+) -> None:
+    """Equality with PEFT and with alone, of the latter of `short` jobs where there are any. `dtype`: products of experts take no fp64."""
+    with fp64_throughout():
+        model = make(family, dtype, ())
+        check_peft(model, jobs, family, dtype, ())
+        check_l1(model, short or jobs, packing_seed=12)
 
 
 def check_in_fp32(model: SuperModel, jobs: Sequence[Job], poisons: Sequence[Poison]) -> None:

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
-from tests.numerics.both_paths import check_both_paths
-from tests.numerics.peft_oracle import fp64_throughout
+from tests.numerics.both_paths import check_family, on_both_paths
 from tests.numerics.poisons import Poison
-from tests.numerics.test_hybrids import samples
 from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
-from tests.tiny import make_batch, make_model
+from tests.tiny import make_model
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.kernels import library_attention
 from tlora.supermodel import attention, load, query_scales
 from tlora.supermodel.load import make_base
-from tlora.supermodel.supermodel import SuperModel
-
-if find_spec("triton") is not None:
-    with interpreted():
-        from tlora.kernels import pass_operations  # noqa: F401
 
 WIDER = (("hidden_size", 256), ("intermediate_size", 320), ("intermediate_size_mlp", 320))
 LENGTHS = (1, 15, 16, 17, 33, 65)  # chunks have 16 tokens
@@ -46,22 +37,15 @@ def in_attention(poison: Poison, targets: Sequence[str] = TARGETS) -> Poison:
 
 
 POISONS = [in_attention(poison) for poison in poisons.POISONS]
+NAN_GRADIENT = next(poison for poison in POISONS if poison.name == "NaN gradient")
 
 
 def test_fp64_equals_peft_and_alone() -> None:
-    with fp64_throughout():
-        model = super_model("llama4", torch.float64, ())
-        checks.check_peft(model, jobs(), "llama4", torch.float64, ())
-        checks.check_l1(model, jobs(), packing_seed=12)
+    checks.check_in_fp64("llama4", jobs())
 
 
 def test_fp32_equals_alone_beside_nan() -> None:
-    model, found = super_model("llama4", torch.float32, WIDER), jobs()
-    checks.check_l0(model, found[0])
-    checks.check_l3(model, found, packing_seed=13)
-    alone = checks.all_alone(model, found)
-    checks.check_l1(model, found, 14, alone)
-    checks.check_l2(model, found, next(poison for poison in POISONS if poison.name == "NaN gradient"), alone)
+    checks.check_in_fp32(super_model("llama4", torch.float32, WIDER), jobs(), [NAN_GRADIENT])
 
 
 @pytest.mark.slow
@@ -72,14 +56,10 @@ def test_every_poison_of_a_neighbour() -> None:
         checks.check_l2(model, found, poison, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@MARKS[0]
+@on_both_paths
 def test_on_the_kernels_as_on_the_plain_path() -> None:
     """Samples of one job with chunks that end within, at and behind them; layers with chunks and without read their own tables."""
-    batch = make_batch({"a": [sample for i, sample in enumerate(samples(3, LENGTHS)) if i in (0, 2, 4)]}, device=DEVICE)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    check_both_paths(lambda: SuperModel(make_base(make_model("llama4").to(DEVICE), "llama4")), lora, batch)
+    check_family("llama4", LENGTHS[:5:2], LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
 def test_a_generated_answer_crosses_chunks_as_the_whole_sample_does() -> None:

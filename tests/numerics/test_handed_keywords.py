@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,25 +9,16 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
-from tests.numerics.both_paths import check_both_paths
-from tests.numerics.peft_oracle import fp64_throughout
-from tests.numerics.test_hybrids import samples
+from tests.numerics.both_paths import check_family, on_both_paths
 from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
-from tests.tiny import WITHOUT_KEYWORDS, make_batch, make_model
+from tests.tiny import WITHOUT_KEYWORDS, make_model
 from tlora.errors import ModelError
-from tlora.job import LoraConfig
 from tlora.supermodel import handed_keywords
 from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.load import layers_of, make_base
-from tlora.supermodel.supermodel import SuperModel
-
-if find_spec("triton") is not None:
-    with interpreted():
-        from tlora.kernels import pass_operations  # noqa: F401
 
 WIDER = (("hidden_size", 256), ("intermediate_size", 320))
 EVERY_RUN = "stablelm"
@@ -40,10 +30,7 @@ def jobs() -> list[Job]:
 
 @pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
 def test_fp64_equals_peft_and_alone(family: str) -> None:
-    with fp64_throughout():
-        model = super_model(family, torch.float64, ())
-        checks.check_peft(model, jobs(), family, torch.float64, ())
-        checks.check_l1(model, jobs(), packing_seed=12)
+    checks.check_in_fp64(family, jobs())
 
 
 @pytest.mark.slow
@@ -52,13 +39,10 @@ def test_fp32_equals_alone_beside_every_poison(family: str) -> None:
     checks.check_in_fp32(super_model(family, torch.float32, WIDER), jobs(), poisons.POISONS)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@MARKS[0]
+@on_both_paths
 @pytest.mark.parametrize("family", WITHOUT_KEYWORDS)
 def test_on_the_kernels_as_on_the_plain_path(family: str) -> None:
-    batch = make_batch({"a": list(samples(3, (1, 33, 17)))}, device=DEVICE)
-    check_both_paths(lambda: SuperModel(make_base(make_model(family).to(DEVICE), family)), LoraConfig(r=4), batch)
+    check_family(family)
 
 
 @pytest.mark.parametrize("family", WITHOUT_KEYWORDS)

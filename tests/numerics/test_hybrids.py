@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,12 +18,11 @@ from transformers.models.mamba import modeling_mamba as mamba
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
 from tests.numerics import checks, poisons
-from tests.numerics.peft_oracle import fp64_throughout
+from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job, super_model
-from tests.tiny import HYBRIDS, SHAPE, make_model, make_samples
-from tlora.data.dataset import Sample
+from tests.tiny import HYBRIDS, SHAPE, make_model
 from tlora.errors import ModelError
-from tlora.job import LoraConfig, TrainConfig
+from tlora.job import LoraConfig
 from tlora.supermodel import recurrent_layers
 from tlora.supermodel.load import make_base
 from tlora.supermodel.recurrent_layers import RECURRENCES, by_sample
@@ -41,43 +39,17 @@ TARGETS: dict[str, list[str]] = {
 EXPERTS = ("qwen3-next", "kimi-linear")  # whose products of experts take no fp64
 
 
-def samples(seed: int, lengths: tuple[int, ...]) -> tuple[Sample, ...]:
-    rng = np.random.default_rng(seed)
-    return tuple(Sample(rng.integers(3, 131, length).astype(np.int32), np.ones(length, np.float32)) for length in lengths)
-
-
-def targets(family: str) -> dict[str, Any]:
-    return {"target_modules": TARGETS.get(family, "all-linear")}
+def targets(family: str) -> list[str] | str:
+    return TARGETS.get(family, "all-linear")
 
 
 def jobs(family: str, short: bool = False) -> list[Job]:
-    lengths = LENGTHS[-3:] if short else LENGTHS
-    return [
-        Job(
-            "edges",
-            LoraConfig(r=3, lora_alpha=6, lora_dropout=0.1, **targets(family)),
-            TrainConfig(learning_rate=3e-3, batch_size=3, seed=1, max_grad_norm=0.3),
-            samples(1, lengths),
-            steps=2,
-        ),
-        Job(
-            "late",
-            LoraConfig(r=8, **targets(family)),
-            TrainConfig(learning_rate=5e-3, batch_size=2, seed=2, weight_decay=0.1, lr_scheduler_type="constant"),
-            tuple(make_samples(4, seed=2, low=5, high=30)),
-            steps=2,
-            join_at=1,
-        ),
-    ]
+    return edges_and_late(targets(family), LENGTHS[-3:] if short else LENGTHS)
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name == "qwen3.5" else pytest.mark.slow) for name in HYBRIDS])
 def test_fp64_equals_peft_and_alone(family: str) -> None:
-    dtype = torch.float32 if family in EXPERTS else torch.float64
-    with fp64_throughout():
-        model = super_model(family, dtype, ())
-        checks.check_peft(model, jobs(family), family, dtype, ())
-        checks.check_l1(model, jobs(family, short=True), packing_seed=12)
+    checks.check_in_fp64(family, jobs(family), jobs(family, short=True), torch.float32 if family in EXPERTS else torch.float64)
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name == "qwen3.5" else pytest.mark.slow) for name in HYBRIDS])
@@ -88,7 +60,7 @@ def test_fp32_equals_alone_beside_nan(family: str) -> None:
     checks.check_l1(model, found, 14, alone)
     for poison in poisons.POISONS:
         if poison.name in ("NaN gradient", "3e38 activations"):
-            shaped = replace(poison, shape=lambda job: replace(job, lora=job.lora.model_copy(update=targets(family))))
+            shaped = replace(poison, shape=lambda job: replace(job, lora=job.lora.model_copy(update={"target_modules": targets(family)})))
             checks.check_l2(model, found, shaped, alone, routed_alike=family not in EXPERTS or poison.name == "NaN gradient")
 
 
@@ -96,10 +68,7 @@ def test_fp32_equals_alone_beside_nan(family: str) -> None:
 def test_all_samples_in_one_call_as_on_a_gpu(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations that a GPU takes, on a CPU: PEFT's numbers, and alone to the last bit where each unit is computed by itself."""
     monkeypatch.setattr(recurrent_layers, "takes_all_at_once", lambda _: True)
-    with fp64_throughout():
-        model = super_model(family, torch.float64, ())
-        checks.check_peft(model, jobs(family), family, torch.float64, ())
-        checks.check_l1(model, jobs(family, short=True), packing_seed=15)
+    checks.check_in_fp64(family, jobs(family), jobs(family, short=True))
 
 
 def test_all_linears_of_these_layers_are_adapted_and_all_else_is_frozen() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import peft
@@ -12,13 +11,10 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
-from tests.numerics.both_paths import check_both_paths
-from tests.numerics.peft_oracle import fp64_throughout
-from tests.numerics.test_chunked_attention import in_attention
-from tests.numerics.test_hybrids import samples
-from tests.numerics.two_jobs import edges_and_late
+from tests.numerics.both_paths import check_family, on_both_paths
+from tests.numerics.test_chunked_attention import NAN_GRADIENT, in_attention
+from tests.numerics.two_jobs import edges_and_late, samples
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
 from tests.tiny import INDEXED, make_batch, make_model
@@ -29,10 +25,6 @@ from tlora.supermodel import attention, indexers
 from tlora.supermodel.indexers import dense_tokens, find_indexers
 from tlora.supermodel.load import hidden_states, make_base
 from tlora.supermodel.supermodel import SuperModel
-
-if find_spec("triton") is not None:
-    with interpreted():
-        from tlora.kernels import pass_operations  # noqa: F401
 
 LIMIT = 64
 WIDER = (("hidden_size", 256), ("intermediate_size", 320))
@@ -52,21 +44,12 @@ def jobs(family: str) -> list[Job]:
 
 @pytest.mark.parametrize("family", each())
 def test_fp64_equals_peft_and_alone(family: str) -> None:
-    dtype = torch.float32 if family == "glm-5" else torch.float64  # products of experts take no fp64
-    with fp64_throughout():
-        model = super_model(family, dtype, ())
-        checks.check_peft(model, jobs(family), family, dtype, ())
-        checks.check_l1(model, jobs(family), packing_seed=12)
+    checks.check_in_fp64(family, jobs(family), dtype=torch.float32 if family == "glm-5" else torch.float64)
 
 
 @pytest.mark.parametrize("family", each())
 def test_fp32_equals_alone_beside_nan(family: str) -> None:
-    model, found = super_model(family, torch.float32, WIDER), jobs(family)
-    checks.check_l0(model, found[0])
-    checks.check_l3(model, found, packing_seed=13)
-    alone = checks.all_alone(model, found)
-    checks.check_l1(model, found, 14, alone)
-    checks.check_l2(model, found, in_attention(next(p for p in poisons.POISONS if p.name == "NaN gradient"), TARGETS[family]), alone)
+    checks.check_in_fp32(super_model(family, torch.float32, WIDER), jobs(family), [in_attention(NAN_GRADIENT, TARGETS[family])])
 
 
 @pytest.mark.slow
@@ -113,13 +96,10 @@ def test_a_longer_sample_is_refused(family: str) -> None:
         shared.forward_backward(make_batch({"a": list(samples(1, (3, LIMIT + 1)))}))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@MARKS[0]
+@on_both_paths
 @pytest.mark.parametrize("family", [EVERY_RUN, "minimax-m3"])
 def test_on_the_kernels_as_on_the_plain_path(family: str) -> None:
-    batch, lora = make_batch({"a": list(samples(3, LENGTHS[:3]))}, device=DEVICE), LoraConfig(r=4, target_modules=TARGETS[family])
-    check_both_paths(lambda: SuperModel(make_base(make_model(family).to(DEVICE), family)), lora, batch)
+    check_family(family, LENGTHS[:3], LoraConfig(r=4, target_modules=TARGETS[family]))
 
 
 @pytest.mark.parametrize("family", INDEXED)

@@ -43,10 +43,7 @@ def replace_tokens(lora: LoraConfig, tokens: object) -> LoraConfig:
 @pytest.mark.parametrize("family", ["llama", pytest.param("llama-tied", marks=pytest.mark.slow), "gemma3-capped"])
 def test_fp64_equals_peft_and_alone(family: str) -> None:
     """Tied, scaled and capped in one family; tied with a bias in the layers; and a head of its own."""
-    with fp64_throughout():
-        model = super_model(family, torch.float64, ())
-        checks.check_peft(model, [replace(job, pause_after=None) for job in jobs()], family, torch.float64, ())
-        checks.check_l1(model, jobs(), packing_seed=12)
+    checks.check_in_fp64(family, [replace(job, pause_after=None) for job in jobs()], jobs())
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])

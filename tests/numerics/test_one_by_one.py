@@ -18,8 +18,7 @@ from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from bench.families import tiny
 from tests.engine.tiny_runs import CHATML, job, make_tokenizer, run_spec, same_bytes, train, train_killed, write_rows
 from tests.numerics import checks, poisons
-from tests.numerics.peft_oracle import fp64_throughout
-from tests.numerics.test_chunked_attention import in_attention
+from tests.numerics.test_chunked_attention import NAN_GRADIENT, in_attention
 from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job
 from tests.planted import planted
@@ -72,21 +71,13 @@ def jobs(family: str) -> list[Job]:
 @pytest.mark.parametrize("family", each())
 def test_equals_peft_and_alone(family: str) -> None:
     """In fp64 where it can be."""
-    dtype = DTYPES.get(family, torch.float64)
-    with fp64_throughout():
-        model = shared(family, dtype)
-        checks.check_peft(model, jobs(family), family, dtype, ())
-        checks.check_l1(model, jobs(family), packing_seed=12)
+    checks.check_in_fp64(family, jobs(family), dtype=DTYPES.get(family, torch.float64), make=shared)
 
 
 @pytest.mark.parametrize("family", each())
 def test_fp32_equals_alone_beside_nan_in_any_mode(family: str) -> None:
-    model, found = shared(family, torch.float32, WIDER.get(family, (("hidden_size", 256), ("intermediate_size", 320)))), jobs(family)
-    checks.check_l0(model, found[0])
-    checks.check_l3(model, found, packing_seed=13)
-    alone = checks.all_alone(model, found)
-    checks.check_l1(model, found, 14, alone)
-    checks.check_l2(model, found, in_attention(next(p for p in poisons.POISONS if p.name == "NaN gradient"), TARGETS[family]), alone)
+    model = shared(family, torch.float32, WIDER.get(family, (("hidden_size", 256), ("intermediate_size", 320))))
+    checks.check_in_fp32(model, jobs(family), [in_attention(NAN_GRADIENT, TARGETS[family])])
 
 
 @pytest.mark.slow

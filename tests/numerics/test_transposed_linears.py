@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import peft
@@ -16,13 +15,11 @@ from transformers.pytorch_utils import Conv1D
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.test_train import our_logits
 from tests.engine.tiny_runs import job, train, write_rows
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
-from tests.numerics.both_paths import check_both_paths
+from tests.numerics.both_paths import check_family, on_both_paths
 from tests.numerics.peft_oracle import fp64_throughout
 from tests.numerics.test_chunked_attention import in_attention
-from tests.numerics.test_hybrids import samples
-from tests.numerics.two_jobs import edges_and_late
+from tests.numerics.two_jobs import edges_and_late, samples
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
 from tests.tiny import make_batch, make_model
@@ -31,14 +28,10 @@ from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel import transposed_linears
-from tlora.supermodel.load import load_base, make_base
+from tlora.supermodel.load import load_base
 from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.transposed_linears import stand_up, transposed_in_files
-
-if find_spec("triton") is not None:
-    with interpreted():
-        from tlora.kernels import pass_operations  # noqa: F401
 
 TARGETS = ["c_attn", "attn.c_proj", "c_fc"]
 IDS = torch.arange(10, 40)
@@ -56,10 +49,7 @@ def write_base(directory: Path) -> Path:
 
 
 def test_fp64_equals_peft_and_alone() -> None:
-    with fp64_throughout():
-        model = super_model("gpt2", torch.float64, ())
-        checks.check_peft(model, jobs(), "gpt2", torch.float64, ())
-        checks.check_l1(model, jobs(), packing_seed=12)
+    checks.check_in_fp64("gpt2", jobs())
 
 
 @pytest.mark.slow
@@ -68,12 +58,9 @@ def test_fp32_equals_alone_beside_every_poison() -> None:
     checks.check_in_fp32(model, jobs(), [in_attention(poison, TARGETS) for poison in poisons.POISONS])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@MARKS[0]
+@on_both_paths
 def test_on_the_kernels_as_on_the_plain_path() -> None:
-    batch = make_batch({"a": list(samples(3, (1, 33, 17)))}, device=DEVICE)
-    check_both_paths(lambda: SuperModel(make_base(make_model("gpt2").to(DEVICE), "gpt2")), LoraConfig(r=4), batch)
+    check_family("gpt2")
 
 
 def test_a_model_with_linears_gives_the_same_logits() -> None:

@@ -4,7 +4,6 @@ alone = PEFT, on the kernels too; files; planted bugs.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,19 @@ from transformers import AutoModelForCausalLM
 
 from bench.families import families, tiny
 from tests.engine.tiny_runs import CHATML, job, make_tokenizer, same_bytes, train, train_killed, write_rows
-from tests.kernels.interpreter import DEVICE, MARKS, interpreted
 from tests.numerics import checks, poisons
-from tests.numerics.both_paths import check_both_paths
-from tests.numerics.peft_oracle import fp64_throughout
+from tests.numerics.both_paths import check_family, on_both_paths
 from tests.numerics.test_chunked_attention import in_attention
-from tests.numerics.test_hybrids import samples
 from tests.numerics.two_jobs import edges_and_late
 from tests.numerics.world import Job, super_model
 from tests.planted import planted
-from tests.tiny import BEFORE_HEAD, make_batch, make_model
+from tests.tiny import BEFORE_HEAD, make_model
 from tlora.errors import ModelError
-from tlora.job import LoraConfig
 from tlora.kernels.head import Head
 from tlora.supermodel import head_input
 from tlora.supermodel.head_input import HeadObservation
 from tlora.supermodel.load import make_any_base, make_base, outline
 from tlora.supermodel.stage_base import why_no_stages
-from tlora.supermodel.supermodel import SuperModel
-
-if find_spec("triton") is not None:
-    with interpreted():
-        from tlora.kernels import pass_operations  # noqa: F401
 
 WIDER = (("hidden_size", 256), ("intermediate_size", 320))
 TARGETS = {"modernbert-decoder": ["q_proj", "Wo", "lm_head.dense"], "bert": ["query", "output.dense", "transform.dense"]}
@@ -54,27 +44,21 @@ def jobs(family: str) -> list[Job]:
 
 @pytest.mark.parametrize("family", each())
 def test_fp64_equals_peft_and_alone(family: str) -> None:
-    with fp64_throughout():
-        model = super_model(family, torch.float64, ())
-        assert model.base.whole_model and not model.base.why_one_by_one
-        checks.check_peft(model, jobs(family), family, torch.float64, ())
-        checks.check_l1(model, jobs(family), packing_seed=12)
+    checks.check_in_fp64(family, jobs(family))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BEFORE_HEAD)
 def test_fp32_equals_alone_beside_every_poison(family: str) -> None:
     model = super_model(family, torch.float32, WIDER)
+    assert model.base.whole_model and not model.base.why_one_by_one
     checks.check_in_fp32(model, jobs(family), [in_attention(poison, TARGETS[family]) for poison in poisons.POISONS])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@MARKS[0]
+@on_both_paths
 @pytest.mark.parametrize("family", BEFORE_HEAD)
 def test_on_the_kernels_as_on_the_plain_path(family: str) -> None:
-    batch = make_batch({"a": list(samples(3, (1, 33, 17)))}, device=DEVICE)
-    check_both_paths(lambda: SuperModel(make_base(make_model(family).to(DEVICE), family)), LoraConfig(r=4), batch)
+    check_family(family)
 
 
 @pytest.mark.parametrize("family", each())

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from tests.numerics.test_hybrids import samples
+import numpy as np
+
 from tests.numerics.world import Job
 from tests.tiny import make_samples
+from tlora.data.dataset import Sample
 from tlora.job import LoraConfig, TrainConfig
+
+
+def samples(seed: int, lengths: tuple[int, ...]) -> tuple[Sample, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(Sample(rng.integers(3, 131, length).astype(np.int32), np.ones(length, np.float32)) for length in lengths)
 
 
 def edges_and_late(targets: list[str] | str, lengths: tuple[int, ...]) -> list[Job]:

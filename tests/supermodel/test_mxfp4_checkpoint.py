@@ -19,7 +19,7 @@ from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.engine.tiny_runs import job, run_spec, same_bytes, train, write_rows
 from tests.numerics import checks, poisons
 from tests.numerics.poisons import Poison
-from tests.numerics.test_hybrids import samples
+from tests.numerics.two_jobs import samples
 from tests.numerics.world import Job
 from tests.planted import Change, planted
 from tests.supermodel import test_expert_targets as targets
