@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.supermodel.test_attention import LENGTHS, OPTIONS, operands, oracle
+from tests.supermodel.test_attention import LENGTHS, OPTIONS, check_against_oracle, check_no_leak
 from tests.tolerances import KERNEL, assert_close
 from tlora.kernels.library_attention import attend_samples, kind_for, lay_out_samples
 
@@ -31,15 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] = LENGTHS, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_output_and_gradients(kv_heads: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    found, true = operands(dtype, kv_heads=kv_heads), [t.detach().double().requires_grad_() for t in operands(dtype, kv_heads=kv_heads)]
-    out, expected = attend(*found, **options), oracle(*true, scaling=0.3, **options)  # type: ignore[misc]
-    dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out.backward(dy.to(dtype))
-    expected.backward(dy)
-    assert_close(out, expected, 10 * KERNEL[dtype], "out")
-    for name, mine, its in zip("qkv", found, true, strict=True):
-        assert mine.grad is not None and its.grad is not None
-        assert_close(mine.grad, its.grad, 10 * KERNEL[dtype], f"d{name}")
+    check_against_oracle(attend, kv_heads, dtype, options)
 
 
 @pytest.mark.parametrize("lengths", [(64, 1, 65, 128), (130, 5, 5, 5), (200,)], ids=str)
@@ -57,19 +49,7 @@ def test_several_padded_lengths(lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_sample_leaks_nowhere(bad: float, options: dict[str, Any]) -> None:
-    good, poisoned = operands(torch.float32), operands(torch.float32)
-    mine = torch.ones(sum(LENGTHS), dtype=torch.bool)
-    for start, stop in ((3, 6), (7, 16)):
-        mine[start:stop] = False
-        for t in poisoned:
-            t.data[:, :, start:stop] = bad
-    outs = [attend(*ts, **options) for ts in (good, poisoned)]  # type: ignore[misc]
-    for out in outs:
-        out.backward(torch.ones_like(out))
-    assert torch.equal(outs[0][:, mine], outs[1][:, mine])
-    for mine_t, its_t in zip(good, poisoned, strict=True):
-        assert mine_t.grad is not None and its_t.grad is not None
-        assert torch.equal(mine_t.grad[:, :, mine], its_t.grad[:, :, mine])
+    check_no_leak(attend, bad, options)
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from peft import get_peft_model
 from torch import Tensor
 
 from tests.cases import in_every_run
 from tests.engine.test_generate import save_base
-from tests.numerics.peft_oracle import peft_config, peft_modules
+from tests.objectives.trl_trainers import LORA, TRAIN, check_gradients, learned_state, trl_trainer
 from tests.tiny import make_samples
-from tests.tolerances import TRAINED, assert_close
-from tlora.adapters.state import AdapterState, init_state
+from tlora.adapters.state import AdapterState
 from tlora.errors import ConfigError
-from tlora.job import LoraConfig, TrainConfig
 from tlora.objectives import Dpo
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.supermodel import SuperModel
 
-TRAIN = TrainConfig(lr_scheduler_type="constant", learning_rate=1e-3)
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 BETA = 0.3
 LOGPROBS = 1e-4  # absolute, of a sequence's sum in fp32: some 20 tokens of -6 each
 PAIRS = [
@@ -36,47 +29,8 @@ PAIRS = [
 ]
 
 
-def _learned_state(model: SuperModel, lora: LoraConfig, seed: int) -> AdapterState:
-    """An adapter with a B that is not zero: the policy is not the reference."""
-    state = init_state(model.layout(lora), seed, torch.float32)
-    state.params.add_(torch.randn(state.params.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    return state
-
-
 def _trl(base: Path, state: AdapterState, directory: Path, start: AdapterState | None = None) -> tuple[Any, dict[str, Tensor]]:
-    """A DPOTrainer that began with the adapter `start` and holds our adapter by now, and its batch of all pairs."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs, about themselves
-        from trl import DPOConfig, DPOTrainer
-
-        config = DPOConfig(
-            output_dir=str(directory), beta=BETA, per_device_train_batch_size=len(PAIRS), use_cpu=True, bf16=False, report_to=[],
-            gradient_checkpointing=False, max_length=None, disable_tqdm=True, logging_strategy="no", save_strategy="no",
-        )  # fmt: skip
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        if start is not None:  # as PeftModel.from_pretrained(model, DIRECTORY, is_trainable=True) gives it
-            model = get_peft_model(model, peft_config(LORA))
-            _write(model, start)
-        trainer = DPOTrainer(
-            model=model,
-            args=config,
-            train_dataset=Dataset.from_list(PAIRS),
-            processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=peft_config(LORA) if start is None else None,
-        )
-        batch = next(iter(trainer.get_train_dataloader()))
-    _write(trainer.model, state)
-    return trainer, batch
-
-
-def _write(model: Any, state: AdapterState) -> None:
-    """Into the adapter that PEFT trains."""
-    modules: dict[str, Any] = peft_modules(model)
-    for shape, a, b in state.layout.views(state.params):
-        modules[shape.module].lora_A["default"].weight.data.copy_(a)
-        modules[shape.module].lora_B["default"].weight.data.copy_(b.t())
+    return trl_trainer("DPO", base, state, directory, PAIRS, start, beta=BETA)
 
 
 def _rows(batch: dict[str, Tensor], job_id: str = "a", normalizer: float = len(PAIRS)) -> list[BatchRow]:
@@ -103,8 +57,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_what_trl_computes(base: Path, deterministic: bool, continued: bool, tmp_path: Path) -> None:
     """Of a job that began with an adapter, the reference is that adapter."""
     model = SuperModel.from_pretrained(str(base), deterministic=deterministic)
-    state = _learned_state(model, LORA, 1)
-    start = _learned_state(model, LORA, 2) if continued else None
+    state = learned_state(model, LORA, 1)
+    start = learned_state(model, LORA, 2) if continued else None
     trainer, batch = _trl(base, state, tmp_path, start)
     model.join("a", LORA, TRAIN, state=state)
     if start is not None:
@@ -117,10 +71,7 @@ def test_it_is_what_trl_computes(base: Path, deterministic: bool, continued: boo
     theirs = {name: float(np.mean(values)) for name, values in trainer._metrics["train"].items()}
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
         assert float(found.metrics[name]) / len(PAIRS) == pytest.approx(theirs[name], rel=1e-4, abs=BETA * LOGPROBS), name
-    modules = peft_modules(trainer.model)
-    for shape, da, db in state.layout.views(model.bank.take_grad("a")):
-        assert_close(da, modules[shape.module].lora_A["default"].weight.grad, TRAINED[torch.float32], f"dA of {shape.module}")
-        assert_close(db, modules[shape.module].lora_B["default"].weight.grad.t(), TRAINED[torch.float32], f"dB of {shape.module}")
+    check_gradients(trainer, state, model.bank.take_grad("a"))
 
 
 def test_a_fresh_adapter_is_its_own_reference(base: Path) -> None:
@@ -152,9 +103,9 @@ def test_together_is_alone_bitwise_whoever_the_neighbours_are_and_however_pairs_
     for packing in packings:
         model = SuperModel.from_pretrained(str(base), deterministic=True)
         for seed, name in enumerate(("a", "b", "sft")):
-            model.join(name, dropout, TRAIN, state=_learned_state(model, dropout, seed))
+            model.join(name, dropout, TRAIN, state=learned_state(model, dropout, seed))
         for seed, name in enumerate(continued):
-            model.set_reference(name, _learned_state(model, dropout, 5 + seed).params)
+            model.set_reference(name, learned_state(model, dropout, 5 + seed).params)
         losses = [model.forward_backward(collate(rows), {"a": Dpo(BETA), "b": Dpo(0.1)})["a"].loss_sum for rows in packing]
         found.append((model.bank.take_grad("a"), float(torch.stack(losses).sum())))
     assert float(found[0][0].norm()) > 0

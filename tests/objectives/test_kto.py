@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from datasets import Dataset
-from peft import get_peft_model
 from torch import Tensor
 
 from tests.cases import in_every_run
 from tests.engine.test_generate import save_base
-from tests.numerics.peft_oracle import peft_config, peft_modules
-from tests.tolerances import TRAINED, assert_close
-from tlora.adapters.state import AdapterState, init_state
-from tlora.job import LoraConfig, TrainConfig
+from tests.objectives.trl_trainers import LORA, TRAIN, check_gradients, learned_state, trl_trainer
+from tlora.adapters.state import AdapterState
 from tlora.objectives import Kto, Unit
 from tlora.supermodel.batch import BatchRow, collate
 from tlora.supermodel.supermodel import SuperModel
 
-TRAIN = TrainConfig(lr_scheduler_type="constant", learning_rate=1e-3)
-LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
 KTO = Kto(0.3, desirable_weight=1.5, undesirable_weight=0.75)
 ANSWERS = [
     {"prompt": "How many players?", "completion": " There are eleven.", "label": True},
@@ -35,50 +27,11 @@ ANSWERS = [
 ]
 
 
-def _learned_state(model: SuperModel, seed: int) -> AdapterState:
-    """An adapter with a B that is not zero: the policy is not the reference."""
-    state = init_state(model.layout(LORA), seed, torch.float32)
-    state.params.add_(torch.randn(state.params.shape, generator=torch.Generator().manual_seed(seed)) * 0.3)
-    return state
-
-
 def _trl(
     base: Path, state: AdapterState, directory: Path, answers: list[dict[str, Any]], start: AdapterState | None = None
 ) -> tuple[Any, dict[str, Tensor]]:
-    """A KTOTrainer that began with the adapter `start` and holds our adapter by now, and its batch of all `answers`."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs, about themselves
-        from trl import KTOConfig, KTOTrainer
-
-        config = KTOConfig(
-            output_dir=str(directory), beta=KTO.beta, desirable_weight=KTO.desirable_weight, undesirable_weight=KTO.undesirable_weight,
-            per_device_train_batch_size=len(answers), use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, max_length=None,
-            disable_tqdm=True, logging_strategy="no", save_strategy="no",
-        )  # fmt: skip
-        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        if start is not None:  # as PeftModel.from_pretrained(model, DIRECTORY, is_trainable=True) gives it
-            model = get_peft_model(model, peft_config(LORA))
-            _write(model, start)
-        trainer = KTOTrainer(
-            model=model,
-            args=config,
-            train_dataset=Dataset.from_list(answers),
-            processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=peft_config(LORA) if start is None else None,
-        )
-        batch = next(iter(trainer.get_train_dataloader()))
-    _write(trainer.model, state)
-    return trainer, batch
-
-
-def _write(model: Any, state: AdapterState) -> None:
-    """Into the adapter that PEFT trains."""
-    modules: dict[str, Any] = peft_modules(model)
-    for shape, a, b in state.layout.views(state.params):
-        modules[shape.module].lora_A["default"].weight.data.copy_(a)
-        modules[shape.module].lora_B["default"].weight.data.copy_(b.t())
+    weights = {"desirable_weight": KTO.desirable_weight, "undesirable_weight": KTO.undesirable_weight}
+    return trl_trainer("KTO", base, state, directory, answers, start, beta=KTO.beta, **weights)
 
 
 def _units(batch: dict[str, Tensor]) -> list[Unit]:
@@ -113,8 +66,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_is_what_trl_computes(base: Path, kept: tuple[int, ...], seed: int, continued: bool, tmp_path: Path) -> None:
     """Of a job that began with an adapter, the reference is that adapter."""
     model = SuperModel.from_pretrained(str(base))
-    state = _learned_state(model, seed)
-    start = _learned_state(model, 2) if continued else None
+    state = learned_state(model, LORA, seed)
+    start = learned_state(model, LORA, 2) if continued else None
     trainer, batch = _trl(base, state, tmp_path, [ANSWERS[i] for i in kept], start)
     model.join("a", LORA, TRAIN, state=state)
     if start is not None:
@@ -132,10 +85,7 @@ def test_it_is_what_trl_computes(base: Path, kept: tuple[int, ...], seed: int, c
     assert set(ours) == {name for name in theirs if name == "kl" or name.startswith("rewards/")}
     for name, value in ours.items():
         assert value == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), name
-    modules = peft_modules(trainer.model)
-    for shape, da, db in state.layout.views(model.bank.take_grad("a")):
-        assert_close(da, modules[shape.module].lora_A["default"].weight.grad, TRAINED[torch.float32], f"dA of {shape.module}")
-        assert_close(db, modules[shape.module].lora_B["default"].weight.grad.t(), TRAINED[torch.float32], f"dB of {shape.module}")
+    check_gradients(trainer, state, model.bank.take_grad("a"))
 
 
 def test_a_kl_above_zero_is_among_the_cases(base: Path, tmp_path: Path) -> None:
@@ -143,7 +93,7 @@ def test_a_kl_above_zero_is_among_the_cases(base: Path, tmp_path: Path) -> None:
     found: list[bool] = []
     for seed in (1, 10):
         model = SuperModel.from_pretrained(str(base))
-        state = _learned_state(model, seed)
+        state = learned_state(model, LORA, seed)
         model.join("a", LORA, TRAIN, state=state)
         for kept in ((0, 1, 2, 3, 4), (0, 2), (1, 3, 4)):
             _, batch = _trl(base, state, tmp_path, [ANSWERS[i] for i in kept])

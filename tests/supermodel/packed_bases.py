@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.engine.tiny_runs import save_base
+from tests.engine.tiny_runs import job, run_spec, same_bytes, save_base, sha256, train, write_rows
+from tlora.engine.check import check
+from tlora.engine.generate import Sampling, generate
 from tlora.supermodel.load import load_weights
 
 
@@ -33,6 +35,23 @@ def unpack(packed: Path, values: dict[str, Tensor], directory: Path, dtype: torc
     save_file(found, directory / "model.safetensors", {"format": "pt"})
     edit(directory / "config.json", quantization_config=None)
     return directory
+
+
+def check_adapters(packed: Path, unpacked: Path, plain: Path, tmp_path: Path) -> None:
+    """Adapters over a packed checkpoint are those over the one that it stands for; `generate` and `check` take it."""
+    data = str(write_rows(tmp_path / "d.jsonl", 16))
+    jobs = [job("a", data, lora_dropout=0.1), job("b", data, r=9, target_modules=["q_proj", "down_proj"])]
+    for base, out in ((packed, "4-bit"), (unpacked, "16-bit"), (plain, "bare")):
+        train(base, tmp_path / out, jobs, deterministic=True)
+    same_bytes(tmp_path / "4-bit", tmp_path / "16-bit", ("a", "b"))
+    assert sha256(tmp_path / "bare" / "a") != sha256(tmp_path / "4-bit" / "a")
+    texts = [
+        generate(tmp_path / "4-bit" / "a", ["red"], base_model=str(base), sampling=Sampling(max_new_tokens=4))
+        for base in (packed, unpacked)
+    ]
+    assert texts[0] == texts[1]
+    found = check(run_spec(packed, tmp_path / "new", jobs), device="cpu")
+    assert not found.problems and found.base_bytes < check(run_spec(plain, tmp_path / "new", jobs), device="cpu").base_bytes
 
 
 def edit(path: Path, **changes: Any) -> None:

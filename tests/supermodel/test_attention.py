@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,17 +56,10 @@ def oracle(
     return (torch.cat(columns, -1).softmax(-1)[..., :total] @ v).transpose(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: tuple[float, ...] | None = None, **options: Any) -> Tensor:
-    options["s_aux"] = None if sinks is None else torch.tensor(sinks, dtype=q.dtype)
-    return packed_attention(MODULE, q, k, v, None, scaling=0.3, sequence_lengths=LENGTHS, **options)[0]
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_output_and_gradients(kv_heads: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def check_against_oracle(attend: Callable[..., Tensor], kv_heads: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Output and gradients."""
     found, true = operands(dtype, kv_heads=kv_heads), [t.detach().double().requires_grad_() for t in operands(dtype, kv_heads=kv_heads)]
-    out, expected = attend(*found, **options), oracle(*true, scaling=0.3, **options)  # type: ignore[misc]
+    out, expected = attend(*found, **options), oracle(*true, scaling=0.3, **options)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     out.backward(dy.to(dtype))
     expected.backward(dy)
@@ -75,23 +69,39 @@ def test_output_and_gradients(kv_heads: int, dtype: torch.dtype, options: dict[s
         assert_close(mine.grad, its.grad, 10 * KERNEL[dtype], f"d{name}")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_sample_leaks_nowhere(bad: float, options: dict[str, Any]) -> None:
-    """The second of two equal lengths, which run as one batch, and the long one: their neighbours' bits stay."""
+def check_no_leak(attend: Callable[..., Tensor], bad: float, options: dict[str, Any]) -> None:
+    """The second of two equal lengths, which run as one batch, and the long one are `bad`: their neighbours' bits stay."""
     good, poisoned = operands(torch.float32), operands(torch.float32)
     mine = torch.ones(sum(LENGTHS), dtype=torch.bool)
     for start, stop in ((3, 6), (7, 16)):
         mine[start:stop] = False
         for t in poisoned:
             t.data[:, :, start:stop] = bad
-    outs = [attend(*ts, **options) for ts in (good, poisoned)]  # type: ignore[misc]
+    outs = [attend(*ts, **options) for ts in (good, poisoned)]
     for out in outs:
         out.backward(torch.ones_like(out))
     assert torch.equal(outs[0][:, mine], outs[1][:, mine])
     for mine_t, its_t in zip(good, poisoned, strict=True):
         assert mine_t.grad is not None and its_t.grad is not None
         assert torch.equal(mine_t.grad[:, :, mine], its_t.grad[:, :, mine])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: tuple[float, ...] | None = None, **options: Any) -> Tensor:
+    options["s_aux"] = None if sinks is None else torch.tensor(sinks, dtype=q.dtype)
+    return packed_attention(MODULE, q, k, v, None, scaling=0.3, sequence_lengths=LENGTHS, **options)[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_output_and_gradients(kv_heads: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    check_against_oracle(attend, kv_heads, dtype, options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_sample_leaks_nowhere(bad: float, options: dict[str, Any]) -> None:
+    check_no_leak(attend, bad, options)
 
 
 def test_without_lengths_it_refuses() -> None:

@@ -18,11 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.cases import in_every_run
-from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
 from tests.kernels.interpreter import interpreted
-from tests.supermodel.packed_bases import edit, save_plain, unpack
-from tlora.engine.check import check
-from tlora.engine.generate import Sampling, generate
+from tests.supermodel.packed_bases import check_adapters, edit, save_plain, unpack
 from tlora.errors import ModelError
 from tlora.job import LoraConfig
 from tlora.kernels.packed_weight import PackedWeight
@@ -180,22 +177,9 @@ def test_mxfp4_with_every_code_and_every_scale(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(scheme: str, plain: Path, tmp_path: Path) -> None:
-    """And `generate` and `check` take it."""
     packed, values = pack(plain, tmp_path / "packed", SCHEMES[scheme])
     unpacked = unpack(packed, values, tmp_path / "unpacked")
-    data = str(write_rows(tmp_path / "d.jsonl", 16))
-    jobs = [job("a", data, lora_dropout=0.1), job("b", data, r=9, target_modules=["q_proj", "down_proj"])]
-    for base, out in ((packed, "4-bit"), (unpacked, "16-bit"), (plain, "bare")):
-        train(base, tmp_path / out, jobs, deterministic=True)
-    same_bytes(tmp_path / "4-bit", tmp_path / "16-bit", ("a", "b"))
-    assert sha256(tmp_path / "bare" / "a") != sha256(tmp_path / "4-bit" / "a")
-    texts = [
-        generate(tmp_path / "4-bit" / "a", ["red"], base_model=str(base), sampling=Sampling(max_new_tokens=4))
-        for base in (packed, unpacked)
-    ]
-    assert texts[0] == texts[1]
-    found = check(run_spec(packed, tmp_path / "new", jobs), device="cpu")
-    assert not found.problems and found.base_bytes < check(run_spec(plain, tmp_path / "new", jobs), device="cpu").base_bytes
+    check_adapters(packed, unpacked, plain, tmp_path)
 
 
 def test_kernels_of_all_widths_are_compiled_ahead(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
-from tests.supermodel.packed_bases import edit, save_plain, unpack
-from tlora.engine.check import check
+from tests.supermodel.packed_bases import check_adapters, edit, save_plain, unpack
 from tlora.errors import ConfigError, ModelError
 from tlora.supermodel.held_linear import HeldLinear
 from tlora.supermodel.load import load_base, load_config, outline
@@ -145,14 +143,7 @@ def test_values_are_those_that_were_packed(kind: str, packed_once: Made) -> None
 def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(kind: str, plain: Path, packed_once: Made, tmp_path: Path) -> None:
     packed, values = packed_once(kind)
     unpacked = unpack(packed, values, tmp_path / "unpacked", torch.float16)
-    data = str(write_rows(tmp_path / "d.jsonl", 16))
-    jobs = [job("a", data, lora_dropout=0.1), job("b", data, r=9, target_modules=["q_proj", "down_proj"])]
-    for base, out in ((packed, "4-bit"), (unpacked, "16-bit"), (plain, "bare")):
-        train(base, tmp_path / out, jobs, deterministic=True)
-    same_bytes(tmp_path / "4-bit", tmp_path / "16-bit", ("a", "b"))
-    assert sha256(tmp_path / "bare" / "a") != sha256(tmp_path / "4-bit" / "a")
-    found = check(run_spec(packed, tmp_path / "new", jobs), device="cpu")
-    assert not found.problems and found.base_bytes < check(run_spec(plain, tmp_path / "new", jobs), device="cpu").base_bytes
+    check_adapters(packed, unpacked, plain, tmp_path)
     name = "GPTQ int4" if "gptq" in kind else "AWQ int4"
     with pytest.raises(ConfigError, match=rf"packed already \({name}\), and base_precision nf4 would .*Take base_precision"):
         load_base(str(packed), base_precision="nf4")

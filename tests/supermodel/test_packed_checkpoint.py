@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.bitsandbytes_values import bitsandbytes_values
-from tests.engine.tiny_runs import job, run_spec, same_bytes, sha256, train, write_rows
-from tests.supermodel.packed_bases import edit, save_plain, unpack
+from tests.engine.tiny_runs import job, run_spec, write_rows
+from tests.supermodel.packed_bases import check_adapters, edit, save_plain, unpack
 from tlora.engine.check import check
-from tlora.engine.generate import Sampling, generate
 from tlora.errors import ConfigError, ModelError
 from tlora.sharing.host_memory import Streaming
 from tlora.supermodel.held_linear import HeldLinear
@@ -62,22 +61,9 @@ def test_values_are_bitsandbytes_own(kind: str, nested: bool, plain: Path, tmp_p
 
 @pytest.mark.slow
 def test_adapters_are_those_over_the_checkpoint_that_it_stands_for(plain: Path, tmp_path: Path) -> None:
-    """And `generate` and `check` take it."""
     packed, values = pack(plain, tmp_path / "packed", bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     unpacked = unpack(packed, values, tmp_path / "unpacked")
-    data = str(write_rows(tmp_path / "d.jsonl", 16))
-    jobs = [job("a", data, lora_dropout=0.1), job("b", data, r=9, target_modules=["q_proj", "down_proj"])]
-    for base, out in ((packed, "4-bit"), (unpacked, "16-bit"), (plain, "bare")):
-        train(base, tmp_path / out, jobs, deterministic=True)
-    same_bytes(tmp_path / "4-bit", tmp_path / "16-bit", ("a", "b"))
-    assert sha256(tmp_path / "bare" / "a") != sha256(tmp_path / "4-bit" / "a")
-    texts = [
-        generate(tmp_path / "4-bit" / "a", ["red"], base_model=str(base), sampling=Sampling(max_new_tokens=4))
-        for base in (packed, unpacked)
-    ]
-    assert texts[0] == texts[1]
-    found = check(run_spec(packed, tmp_path / "new", jobs), device="cpu")
-    assert not found.problems and found.base_bytes < check(run_spec(plain, tmp_path / "new", jobs), device="cpu").base_bytes
+    check_adapters(packed, unpacked, plain, tmp_path)
 
 
 @pytest.mark.slow
