@@ -29,6 +29,7 @@ from tlora.cli.server_commands import (
 from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
 from tlora.cli.terminal import (
+    Command,
     add_command,
     close_stdin,
     keep_interrupts,
@@ -292,7 +293,7 @@ def calibrate(
 
 for _command in (check, plan, train, cluster, generate, report, tune, calibrate):
     add_command(app, _command)
-app.command()(worker)  # which has no --debug
+app.command(cls=Command)(worker)  # which has no --debug
 _PANELS = {
     None: (worker_token, simulate, serve),
     "Jobs on a server": (submit, jobs, show, pause, resume, cancel, clone, download, queue, login),

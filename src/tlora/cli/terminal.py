@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand, TyperOption
 
 from tlora.errors import ConfigError, TloraError
 from tlora.file_identity import FileIdentity, identity_of
@@ -141,6 +142,19 @@ def say_json(answer: BaseModel | Sequence[BaseModel]) -> None:
     say(json.dumps(content, indent=2, ensure_ascii=True))
 
 
+class Command(TyperCommand):
+    """Refuses an option that is given more than once and takes one value: all but the last would be dropped without a word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in dict.fromkeys(given):
+            count = given.count(option)
+            if count > 1 and isinstance(option, TyperOption) and not (option.multiple or option.is_flag):
+                takes = f"takes one value ({option.metavar})" if option.metavar else "takes one value"
+                ctx.fail(f"{option.opts[0]} is given {count} times and {takes}: all but the last would be dropped. Give it once")
+        return super().parse_args(ctx, args)
+
+
 def add_command(app: typer.Typer, run: Callable[..., None], name: str | None = None, panel: str | None = None) -> None:
     """Make `run` a command of `app` with the option --debug; its errors are reported by `exit_on_error`."""
 
@@ -155,7 +169,7 @@ def add_command(app: typer.Typer, run: Callable[..., None], name: str | None = N
     reported.__signature__ = signature  # type: ignore[attr-defined]
     # evaluated once: typer evaluates strings twice a command, which was most of the time of `tlora --help`
     reported.__annotations__ = {each.name: each.annotation for each in signature.parameters.values()}
-    app.command(name, rich_help_panel=panel)(reported)
+    app.command(name, cls=Command, rich_help_panel=panel)(reported)
 
 
 @contextmanager
