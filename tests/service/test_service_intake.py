@@ -159,6 +159,17 @@ def test_bases_and_targets_that_there_are_not(asked: Asked, tmp_path: Path) -> N
     assert "start_from" in asked.answer("start")["problem"]
 
 
+def test_a_shape_that_the_continued_adapter_does_not_have_is_among_a_jobs_warnings(asked: Asked, tmp_path: Path) -> None:
+    config = {"r": 4, "lora_alpha": 8, "use_rslora": False, "target_modules": ["q_proj"], "rank_pattern": {}, "alpha_pattern": {}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    data = write_rows(tmp_path / "data.jsonl", 5)
+    asked.ask("other", data, adapter_path=str(tmp_path), r=8, lora_alpha=8)
+    asked.ask("silent", data, adapter_path=str(tmp_path))
+    assert asked.answer("other")["warnings"] == ["r is 4, as in the adapter that it continues (the job says 8)"]
+    assert asked.answer("silent")["warnings"] == []
+    assert asked.answer("other")["profile"] == asked.answer("silent")["profile"]
+
+
 @pytest.mark.soak
 def test_a_full_disk_for_a_bases_outline_fails_no_job(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", 5)

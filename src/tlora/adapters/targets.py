@@ -152,6 +152,26 @@ def read_shape(adapter: Path) -> LoraShape:
     return LoraShape.model_validate(({"target_modules": []} if config.get("target_parameters") else {}) | fields)
 
 
+SHAPE_KEYS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+
+
+def adopted_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an `adapter_config.json`: what a job that continues the adapter has in place of its own `SHAPE_KEYS`."""
+    return {key: config[key] for key in SHAPE_KEYS if config.get(key) is not None}
+
+
+def shape_warnings(said: LoraShape, config: Mapping[str, Any], start: str | Path) -> list[str]:
+    """Where a job says other values than the adapter has that it continues, which has this `config` and is called `start`."""
+    adopted = adopted_values(config)
+    differ = [key for key in adopted if key in said.model_fields_set and not _same(getattr(said, key), adopted[key])]
+    return [f"{key} is {adopted[key]}, as in {start} (the job says {getattr(said, key)})" for key in differ]
+
+
+def _same(said: object, adopted: object) -> bool:
+    """The order of a pattern's keys counts."""
+    return list(said.items()) == list(adopted.items()) if isinstance(said, dict) and isinstance(adopted, dict) else said == adopted
+
+
 def token_rows(lora: LoraShape, embedding: str, rows: int) -> tuple[int, ...]:
     """Ids of the tokens whose rows `lora` trains, of the input embedding of that name, which has so many (0: it is not known).
 

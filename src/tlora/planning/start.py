@@ -12,14 +12,13 @@ from tlora import durable
 from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.peft import adapted_modules, load_params, read_config
 from tlora.adapters.state import AdapterState, fresh_state, init_state
-from tlora.adapters.targets import in_indexer, outside_indexers
+from tlora.adapters.targets import adopted_values, in_indexer, outside_indexers, shape_warnings
 from tlora.errors import ModelError
 from tlora.job import JobSpec
 from tlora.jobs_file import explain
 from tlora.wording.numbers import are, quantity
 
 PLACES = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
-_SHAPE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 
 
 def find_start(spec: JobSpec, resumed: Path | None) -> Path | None:
@@ -40,12 +39,10 @@ def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]
         targets = []
     if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(name, str) for name in targets)):
         raise ModelError(f"{start}: target_modules must be a list of names, and is {targets!r}. List the layers' names there")
-    adopted = {key: config[key] for key in _SHAPE if config.get(key) is not None}
-    adopted |= {key: None if config.get(key) in ([], "") else config.get(key) for key in PLACES}
+    adopted = adopted_values(config) | {key: None if config.get(key) in ([], "") else config.get(key) for key in PLACES}
     adopted["expert_rank"] = "same"  # the adapter's patterns say which
     adopted["target_modules"] = targets if isinstance(targets, str) else sorted(targets)
-    differ = [key for key in _SHAPE if key in spec.model_fields_set and key in adopted and not _same(getattr(spec, key), adopted[key])]
-    warnings = [f"{key} is {adopted[key]}, as in {start} (the job says {getattr(spec, key)})" for key in differ]
+    warnings = shape_warnings(spec, config, start)
     try:
         adopting = JobSpec.model_validate(spec.model_dump() | adopted)
         adopting.model_dump_json()  # half a surrogate pair may stand in a name, and could not be written into job.json
@@ -58,11 +55,6 @@ def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]
         adopting = outside_indexers(adopting, modules)
         warnings.append(f"{quantity(count, 'layer')} of {start} {are(count)} in indexers, and left out: no gradient reaches one")
     return adopting, warnings
-
-
-def _same(said: object, adopted: object) -> bool:
-    """The order of a pattern's keys counts."""
-    return list(said.items()) == list(adopted.items()) if isinstance(said, dict) and isinstance(adopted, dict) else said == adopted
 
 
 def _one_line(problems: str) -> str:

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from tlora import durable
-from tlora.adapters.targets import read_shape
+from tlora.adapters.targets import read_shape, shape_warnings
 from tlora.data.prepare import Prepared, prepare, start_worker
 from tlora.data.profile import profile_of
 from tlora.data.request import DataLimits, PrepareRequest
 from tlora.errors import DataError, ModelError, TloraError
-from tlora.job import JobSpec, LoraShape
+from tlora.job import JobSpec
+from tlora.json_file import read_object
 from tlora.link.supervisor import line_to_parent
 from tlora.service.base_shapes import adapter_parameters, find_outline
 from tlora.service.intake import INTAKE_MESSAGES, IntakeRequest, IntakeSettings, parse_request
@@ -102,7 +103,7 @@ class IntakeSlots:
         for request in batch:
             if request.spec is None:
                 self._answer({"key": request.key, "bytes": outline.bytes})
-        sizes: dict[str, int] = {}
+        sizes: dict[str, tuple[int, list[str]]] = {}
         for key, (_, spec) in asked.items():
             try:
                 sizes[key] = _parameters(spec, outline)
@@ -125,18 +126,21 @@ class IntakeSlots:
         return PrepareRequest(request.key, spec.data, tokenizer, vocab, place, place, rows, self._limits, keep_unfinished=False)
 
 
-def _parameters(spec: JobSpec, outline: BaseShape) -> int:
-    """Of the job's adapter; one that continues another has that one's shape. Raises TloraError."""
-    shape: LoraShape = spec
-    if spec.adapter_path is not None:
-        try:
-            shape = read_shape(Path(spec.adapter_path))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"start_from: the adapter there cannot be read ({error}). Start from another job") from None
-    return adapter_parameters(outline, shape)
+def _parameters(spec: JobSpec, outline: BaseShape) -> tuple[int, list[str]]:
+    """Of the job's adapter; one that continues another has that one's shape, with a warning where the order says otherwise. Raises
+    TloraError.
+    """
+    if spec.adapter_path is None:
+        return adapter_parameters(outline, spec), []
+    start = Path(spec.adapter_path)
+    try:
+        shape, config = read_shape(start), read_object(start / "adapter_config.json")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"start_from: the adapter there cannot be read ({error}). Start from another job") from None
+    return adapter_parameters(outline, shape), shape_warnings(spec, config, "the adapter that it continues")
 
 
-def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outline: BaseShape) -> dict[str, Any]:
+def _profiled(found: Prepared | DataError, spec: JobSpec, adapter: tuple[int, list[str]], outline: BaseShape) -> dict[str, Any]:
     if isinstance(found, DataError):
         return {"problem": str(found), "disk_full": found.disk_full}
     sets = [one for one in (found.train, found.eval) if one is not None]
@@ -145,7 +149,8 @@ def _profiled(found: Prepared | DataError, spec: JobSpec, parameters: int, outli
         check_length(outline.limits, sequence)
     except DataError as error:
         return {"problem": str(error)}
-    warnings = [*outline.notes, *found.warnings()]
+    parameters, of_start = adapter
+    warnings = [*of_start, *outline.notes, *found.warnings()]
     if outline.max_position_embeddings and sequence > outline.max_position_embeddings:
         warnings.append(
             f"samples of up to {sequence:,} tokens are longer than the {outline.max_position_embeddings:,} positions of this base"
