@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +205,33 @@ def test_pause_resume_cancel_and_what_cannot_be(slow_desk: Desk) -> None:
     assert job_controller("submit", "jobs.yaml", "--start-from", "polite", status=2).output.count("has no adapter") == 1
 
 
+def test_the_key_that_the_docs_have_made_for_others_submits(job_controller: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "service.md").read_text()
+    (command,) = re.findall(r"`tlora (keys create NAME --tenant TEAM[^`]*)`", text)
+    key = job_controller(*command.split(), tenant="operator").stdout.strip()
+    monkeypatch.setenv("TLORA_API_KEY", key)
+    found = CliRunner().invoke(app, ["submit", "jobs.yaml"])
+    assert found.exit_code == 0 and "polite: accepted as" in found.output, found.output
+    narrow = job_controller("keys", "create", "narrow", "--scope", "submit", tenant="operator")
+    assert "without read it sends orders and files, and sees none" in narrow.stderr
+
+
+def test_a_job_starts_from_a_checkpoint_of_a_job_by_its_name(job_controller: Desk) -> None:
+    job_controller("submit", "jobs.yaml", "--follow")
+    polite = job_controller.wait("polite", "succeeded")["id"]
+    refused = job_controller("submit", "jobs.yaml", "--start-from", "polite:checkpoint-3", status=2)
+    assert f"start_from '{polite}:checkpoint-3': there is no such checkpoint now" in refused.output
+    checkpoint = job_controller.served.opened.services.config.directory / "jobs" / polite / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / manifest.MANIFEST).write_text("{}")
+    job_controller("clone", "sql", "--set", f"start_from={polite}:checkpoint-3", "--set", "name=mine")
+    job_controller("submit", "jobs.yaml", "--start-from", "polite:checkpoint-3")
+    jobs = job_controller.asked("/v1/jobs?limit=7")["data"]
+    assert [job["order"]["start_from"] for job in jobs] == [f"{polite}:checkpoint-3"] * 7
+    odd = job_controller("submit", "jobs.yaml", "--start-from", "polite:last", status=2)
+    assert "'last' is no checkpoint of a job. Write polite:checkpoint-STEP, or polite alone" in odd.output
+
+
 def test_a_clone_is_named_after_what_was_set(job_controller: Desk, place: Path) -> None:
     (place / "other.jsonl").write_bytes(ROW * 9)
     job_controller("submit", "jobs.yaml", "--follow")
@@ -214,6 +242,8 @@ def test_a_clone_is_named_after_what_was_set(job_controller: Desk, place: Path) 
     old = job_controller.wait("polite", "succeeded")
     assert (made["order"]["learning_rate"], made["order"]["data"]["max_length"], made["order"]["max_steps"]) == (1e-5, 32, 5)
     assert made["order"]["data"]["file"] != old["order"]["data"]["file"] and made["cloned_from"] == old["id"]
+    job_controller("clone", "polite", "--set", "name=plain", "--set", "chat_template_kwargs={enable_thinking: false}")
+    assert job_controller.asked("/v1/jobs?limit=1")["data"][0]["order"]["data"]["chat_template_kwargs"] == {"enable_thinking": False}
     job_controller("clone", "polite", "--set", "name=mine", "--set", "start_from=polite")
     mine = job_controller.asked("/v1/jobs?limit=1")["data"][0]
     assert (mine["name"], mine["order"]["start_from"]) == ("mine", old["id"])

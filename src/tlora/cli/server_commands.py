@@ -209,6 +209,8 @@ def create_key(
         return
     say(key.key)
     note(f"{key.id}: tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again")
+    if "submit" in scopes and "read" not in scopes:
+        note("without read it sends orders and files, and sees none: `tlora submit` needs --scope read --scope submit, the default")
 
 
 def list_keys(local: Local = False, data_dir: DataDir = None, config: Config = None, as_json: Json = False) -> None:

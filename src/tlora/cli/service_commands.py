@@ -42,7 +42,10 @@ def submit(
     jobs_file: JobsFile,
     settings: Settings = None,
     start_from: Annotated[
-        str | None, typer.Option(metavar="JOB", help="Continue the adapter of a job that has succeeded.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="JOB", help="Continue the adapter of a job that has succeeded, or JOB:checkpoint-STEP of one.", show_default=False
+        ),
     ] = None,
     follow: Follow = False,
     as_json: Json = False,

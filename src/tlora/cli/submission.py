@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlora.api import BaseList, JobView, Sweep
+from tlora.api import BaseList, JobView, OrderedData, Sweep
 from tlora.cli.terminal import bytes_text, note
 from tlora.client.connection import Connection
-from tlora.client.jobs import find_job
+from tlora.client.jobs import find_start
 from tlora.client.orders import Plan, find_base, order_of
 from tlora.client.transfers import upload_files
 from tlora.errors import ConfigError, ServiceError, TloraError
@@ -17,13 +17,13 @@ from tlora.job import DataSource
 from tlora.jobs_file import read_settings
 from tlora.wording.numbers import quantity
 
-_DATA_KEYS = ("format", "eval_size", "eval_seed", "max_length", "train_on", "packing", "on_bad_rows")
+_DATA_KEYS = OrderedData.model_fields.keys() - {"file", "eval_file"}
 
 
 def submit_plan(connection: Connection, plan: Plan, start_from: str | None, tell: Callable[[str], None]) -> list[JobView]:
     """The jobs, once the server has accepted all of them. Raises TloraError, which says how many it had accepted before."""
     base = find_base(plan.base_model, {base.name: base.digest for base in connection.get("/v1/bases", BaseList).data}, note)
-    source = find_job(connection, start_from, ("succeeded",)).id if start_from is not None else None
+    source = find_start(connection, start_from) if start_from is not None else None
     ids = upload_files(connection, plan.files, _say_upload)
     accepted: list[JobView] = []
     for submission in plan.submissions:
@@ -67,7 +67,7 @@ def clone_job(connection: Connection, job: JobView, settings: Sequence[str]) -> 
         elif key.startswith("data.") or key in _DATA_KEYS:
             data[place] = value
         elif key == "start_from":
-            changes[key] = find_job(connection, str(value), ("succeeded",)).id
+            changes[key] = find_start(connection, str(value))
         else:
             changes[key] = value
     if data:

@@ -41,6 +41,18 @@ def find_job(connection: Connection, name: str, likely: Sequence[Status] = ()) -
     return found[0]
 
 
+def find_start(connection: Connection, start: str) -> str:
+    """What `start_from` of an order says of a job by id or name, whose adapter is continued, or of `JOB:checkpoint-STEP`. Raises
+    ServiceError as `find_job`.
+    """
+    name, colon, checkpoint = start.partition(":")
+    if colon and not re.fullmatch(r"checkpoint-[0-9]{1,12}", checkpoint):
+        raise ServiceError(
+            f"{start!r}: {checkpoint!r} is no checkpoint of a job. Write {name}:checkpoint-STEP, or {name} alone", 422, "start_from"
+        )
+    return find_job(connection, name, ("succeeded",)).id + colon + checkpoint
+
+
 def list_jobs(connection: Connection, most: int | None, status: str | None = None, name: str | None = None) -> Iterator[JobView]:
     """The newest first, `most` of them, or all."""
     cursor, count = None, 0
