@@ -87,6 +87,18 @@ def test_bytes_that_are_awaited_for_some_time_do_not_end_what_is_sent_meanwhile(
     assert lines[0].read_line() == b"it goes on\n"
 
 
+def test_what_follows_a_line_comes_whole_and_then_the_end(ends: tuple[Connection, Connection]) -> None:
+    """In parts, of which some come with the line that announces them, many records of TLS at a time; a torn rest is no content."""
+    lines, content = [Line(end) for end in ends], bytes(range(256)) * 3000
+    sender = threading.Thread(target=lambda: (lines[0].send(b"parts\n", memoryview(content), bytearray(b"rest\n")), lines[0].end()))
+    sender.start()
+    assert lines[1].read_line() == b"parts\n"
+    assert lines[1].read_bytes(len(content), 600.0) == content
+    with pytest.raises(OSError):
+        lines[1].read_bytes(6, 600.0)
+    sender.join()
+
+
 def test_both_ends_send_much_at_once(tmp_path: Path) -> None:
     """More than all buffers hold, by one thread of each end while another reads: nobody waits for the other for ever, no byte is lost."""
     with pair(tmp_path) as ends:

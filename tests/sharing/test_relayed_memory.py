@@ -35,7 +35,7 @@ class Copies(TorchDispatchMode):
 def test_no_word_is_read_half_written(start: int, content: bytes, whole: bool) -> None:
     memory = RelayedMemory(32, 0, [0, 1], CPU, lambda *_: None)
     with Copies() as copies:
-        memory.take(1, start, content)
+        memory.take(1, start, bytearray(content))
     assert copies.dtypes == [torch.int64 if whole else torch.uint8]
     read = torch.empty(len(content), dtype=torch.uint8)
     memory.read(1, start, read)
@@ -46,15 +46,15 @@ def test_no_word_is_read_half_written(start: int, content: bytes, whole: bool) -
 def test_what_has_no_place_is_refused(sender: int, start: int) -> None:
     memory = RelayedMemory(32, 0, [0, 1], CPU, lambda *_: None)
     with pytest.raises(RankError, match=f"rank {sender} sent 8 bytes for byte {start} of a job that has no such"):
-        memory.take(sender, start, b"12345678")
+        memory.take(sender, start, bytearray(b"12345678"))
 
 
 def test_what_is_not_read_has_no_place() -> None:
     sent: list[tuple[int, int, bytes]] = []
     memory = RelayedMemory(32, 5, [4, 5, 6], CPU, lambda *each: sent.append(each), heard=[2])
-    memory.take(6, 0, b"12345678")
+    memory.take(6, 0, bytearray(b"12345678"))
     with pytest.raises(RankError, match="rank 4 sent 8 bytes for byte 0"):
-        memory.take(4, 0, b"12345678")
+        memory.take(4, 0, bytearray(b"12345678"))
     memory.pass_on(0, 8, 0)
     assert sent == [(4, 0, bytes(8))], "it goes to who reads it"
     with pytest.raises(AssertionError, match="no place for what is sent to all"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from tlora import durable
 from tlora.file_identity import FileIdentity, identity_of
 from tlora.link.job_lease import HeldError, JobLease, take_claim
-from tlora.link.lines import Line
+from tlora.link.lines import Buffer, Line
 from tlora.link.transfer import (
     PIECE_BYTES,
     AskStaged,
@@ -154,9 +154,9 @@ class FileService:
                 answer, following = Denied(str(error)), b""
             except OSError as error:  # CheckpointError is one
                 answer, following = Denied(error.strerror or str(error), again=durable.is_full(error)), b""
-            line.send(store_line(answer) + following)
+            line.send(store_line(answer), following)
 
-    def _answer(self, incarnation: str, request: ToStore, content: bytes) -> tuple[FromStore, bytes]:
+    def _answer(self, incarnation: str, request: ToStore, content: Buffer) -> tuple[FromStore, bytes]:
         match request:
             case ListTree(tree):
                 return TreeFiles(tuple(self._facts(path, name) for name, path in self._files(incarnation, tree))), b""
@@ -261,7 +261,7 @@ class FileService:
                 path.hardlink_to(known)
         return path.stat().st_size if path.is_file() else 0
 
-    def _stage(self, path: Path, offset: int, content: bytes) -> Done:
+    def _stage(self, path: Path, offset: int, content: Buffer) -> Done:
         with path.open("ab") as file:
             if file.tell() == offset:  # else it has come already, or what is before it has not
                 file.write(content)
@@ -295,7 +295,7 @@ class FileService:
             path.unlink(missing_ok=True)
         return Done()
 
-    def _put_rows(self, incarnation: str, request: PutRows, content: bytes) -> FromStore:
+    def _put_rows(self, incarnation: str, request: PutRows, content: Buffer) -> FromStore:
         if not _PLAIN.fullmatch(request.name) or not request.name.endswith(".jsonl"):
             return Denied(f"{request.name[:80]!r} is no file of rows")
         with self._writing(incarnation, request.job_id, request.attempt) as (jobs, check):

@@ -15,6 +15,7 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.engine.watcher import RunProgress
 from tlora.group.job_result import JobResult
 from tlora.job import JobSpec, RunSpec
+from tlora.link.lines import Buffer
 from tlora.message_codec import Codec, message
 from tlora.shape.stages import LayerRange
 from tlora.worker_protocol import (
@@ -231,7 +232,7 @@ class Sending:
     """A message with the bytes that follow its line."""
 
     written: Written
-    content: bytes
+    content: Buffer
 
 
 @message

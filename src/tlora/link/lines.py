@@ -9,11 +9,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol, TypeVar
 
 LONGEST_LINE = 64 << 20  # bytes; the orders of 1,000 jobs take 2 MB
 _CHUNK = 1 << 16
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 _PEER, _TIMEOUT = struct.Struct("3i"), struct.Struct("ll")  # seconds and microseconds, as the kernel has them; 0 of both: none
 
 
@@ -21,9 +24,10 @@ class Connection(Protocol):
     """A socket, or `TlsStream`."""
 
     def fileno(self) -> int: ...
-    def sendall(self, content: bytes, /) -> None: ...
+    def sendall(self, content: Buffer, /) -> None: ...
     def send(self, content: memoryview, /) -> int: ...
     def recv(self, size: int, /) -> bytes: ...
+    def recv_into(self, target: memoryview, /) -> int: ...
     def setblocking(self, blocks: bool, /) -> None: ...
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
     def shutdown(self, how: int, /) -> None: ...
@@ -46,11 +50,14 @@ class Line:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEOUT.pack(send_seconds, 0))
         self._has_timeout = False  # of what is read
 
-    def send(self, line: bytes) -> None:
-        """Send a line and its end. If the peer is gone or does not read, the connection is closed, which the reader notices."""
+    def send(self, *parts: Buffer) -> None:
+        """Send a line with its end, and what follows it. If the peer is gone or does not read, the connection is closed, which the reader
+        notices.
+        """
         with self._lock:
             try:
-                self._socket.sendall(line)
+                for part in parts:
+                    self._socket.sendall(part)
             except OSError:
                 self.end()
 
@@ -84,7 +91,7 @@ class Line:
             if len(self._read) > longest:
                 raise ValueError(f"a line has more than {longest:,} bytes")
             try:
-                chunk = self._receive_until(deadline)
+                chunk = self._until(deadline, self._receive)
             except TimeoutError:
                 raise
             except OSError:
@@ -96,20 +103,21 @@ class Line:
         del self._read[: end + 1]
         return line
 
-    def read_bytes(self, size: int, timeout_seconds: float) -> bytes:
+    def read_bytes(self, size: int, timeout_seconds: float) -> bytearray:
         """Exactly `size` bytes, which follow a line that announced them. Raises TimeoutError, and ConnectionError at the end before."""
-        deadline = time.monotonic() + timeout_seconds
-        while len(self._read) < size:
-            chunk = self._receive_until(deadline)
-            if not chunk:
+        deadline, content = time.monotonic() + timeout_seconds, bytearray(size)
+        target, come = memoryview(content), min(size, len(self._read))
+        target[:come] = self._read[:come]
+        del self._read[:come]
+        while come < size:
+            more = self._until(deadline, partial(self._socket.recv_into, target[come:]))
+            if not more:
                 raise ConnectionResetError("the other end has closed the connection within a file")
-            self._read += chunk
-        content = bytes(self._read[:size])
-        del self._read[:size]
+            come += more
         return content
 
-    def _receive_until(self, deadline: float | None) -> bytes:
-        """What has come by then (None: whenever that is). Raises TimeoutError."""
+    def _until(self, deadline: float | None, receive: Callable[[], T]) -> T:
+        """What `receive` gets by then (None: whenever that is). Raises TimeoutError."""
         left = 0.0
         if deadline is not None:
             left = deadline - time.monotonic()
@@ -120,7 +128,7 @@ class Line:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, of_kernel)
             self._has_timeout = bool(left)
         try:
-            return self._receive()
+            return receive()
         except BlockingIOError:
             raise TimeoutError from None
 

@@ -16,13 +16,14 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import cast
 
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_address
+from tlora.link.lines import Buffer
 
 HANDSHAKE_SECONDS = 30.0  # of a worker; a controller has less patience with strangers
-_CHUNK = 1 << 16
-_SENT_AT_ONCE = 1 << 20
+_CHUNK = 1 << 18  # read or sent at once: several records that stay in a processor's cache
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -35,7 +36,8 @@ class TlsStream:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
         self._state = threading.Lock()  # of all three
         self._order = threading.Lock()  # records go out in the order in which they were made
-        self._records, self._taken = bytearray(), 0  # what is not out yet, and the bytes of the last `send` that are in it
+        self._records, self._taken = memoryview(b""), 0  # what is not out yet, and the bytes of the last `send` that are in it
+        self._received = memoryview(bytearray(_CHUNK))
 
     def handshake(self, timeout_seconds: float) -> None:
         """Complete the handshake within the timeout, else TimeoutError. Raises ssl.SSLError if the peer speaks no TLS."""
@@ -66,7 +68,7 @@ class TlsStream:
         assert certificate is not None, "a server without a certificate"
         return fingerprint_of(certificate)
 
-    def sendall(self, content: bytes) -> None:
+    def sendall(self, content: Buffer) -> None:
         rest = memoryview(content)
         while rest:
             rest = rest[self.send(rest) :]
@@ -78,8 +80,8 @@ class TlsStream:
         with self._order:
             if not self._taken:
                 with self._state:
-                    self._taken = self._tls.write(content[:_SENT_AT_ONCE])
-                    self._records += self._outgoing.read()
+                    self._taken = self._tls.write(content[:_CHUNK])
+                    self._take_records()
             self._send_records()
             taken, self._taken = self._taken, 0
             return taken
@@ -91,11 +93,33 @@ class TlsStream:
             self._flush()  # TLS may have something to answer
             self._receive()
 
+    def recv_into(self, target: memoryview) -> int:
+        """All that has come and that it holds; nothing comes after 0."""
+        while True:
+            with self._state, suppress(ssl.SSLWantReadError):
+                return self._read_records(target)
+            self._flush()
+            self._receive()
+
+    def _read_records(self, target: memoryview) -> int:
+        """Of whole records, each of 16 KB at most. Raises ssl.SSLWantReadError where there is none."""
+        size = more = self._read_record(target)
+        while more and size < len(target):
+            try:
+                more = self._read_record(target[size:])
+            except OSError:  # it is said again to who asks next
+                break
+            size += more
+        return size
+
+    def _read_record(self, target: memoryview) -> int:
+        return cast("int", self._tls.read(len(target), target))  # a count, where it is given a place
+
     def _receive(self) -> None:
-        chunk = self._socket.recv(_CHUNK)
+        size = self._socket.recv_into(self._received)
         with self._state:
-            if chunk:
-                self._incoming.write(chunk)
+            if size:
+                self._incoming.write(self._received[:size])
             else:
                 self._incoming.write_eof()
 
@@ -104,15 +128,17 @@ class TlsStream:
         if self._outgoing.pending:
             with self._order:
                 with self._state:
-                    self._records += self._outgoing.read()
+                    self._take_records()
                 with suppress(BlockingIOError):  # the next `send` goes on
                     self._send_records()
 
+    def _take_records(self) -> None:
+        made = self._outgoing.read()
+        self._records = memoryview(bytes(self._records) + made if self._records else made)
+
     def _send_records(self) -> None:
         while self._records:
-            with memoryview(self._records) as records:
-                sent = self._socket.send(records)
-            del self._records[:sent]
+            self._records = self._records[self._socket.send(self._records) :]
 
     # -- as the socket does --------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tlora import durable
 from tlora.errors import CheckpointError
 from tlora.link.authentication import AdmissionError
 from tlora.link.endpoint import Endpoint, dial
-from tlora.link.lines import Line
+from tlora.link.lines import Buffer, Line
 from tlora.manifest import sha256
 from tlora.message_codec import Codec, message
 
@@ -181,7 +181,7 @@ class StoreClient:
         with self._lock:
             self._drop()
 
-    def ask(self, request: ToStore, kind: type[T], content: bytes = b"", gave_up: Callable[[], bool] = lambda: False) -> tuple[T, bytes]:
+    def ask(self, request: ToStore, kind: type[T], content: bytes = b"", gave_up: Callable[[], bool] = lambda: False) -> tuple[T, Buffer]:
         """The answer, and the bytes that follow it. Raises TransferError where it is denied, ConnectionError once `gave_up`."""
         pause = _REDIAL_SECONDS[0]
         while True:
@@ -202,14 +202,14 @@ class StoreClient:
                 raise TransferError(f"the controller answers {type(request).__name__} with {type(answer).__name__}")
             return answer, following
 
-    def _exchange(self, request: ToStore, content: bytes) -> tuple[FromStore, bytes]:
+    def _exchange(self, request: ToStore, content: bytes) -> tuple[FromStore, Buffer]:
         try:
             if self.closed.is_set():
                 raise ConnectionAbortedError("closed")
             if self._line is None:
                 self._line = dial(self._endpoint, _SEND_SECONDS)
                 self._line.send(request_line(self._hello))
-            self._line.send(request_line(request) + content)
+            self._line.send(request_line(request), content)
             received = self._line.read_line(ANSWER_SECONDS)
             if received is None:
                 raise ConnectionResetError("the controller has closed the connection")

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from tlora.errors import RankError
-from tlora.link.transfer import PIECE_BYTES
+from tlora.link.lines import Buffer
 from tlora.sharing.host_memory import own_pages, pin
 
-Send = Callable[[int, int, bytes], None]
-"""Takes the rank that shall get the bytes, where they begin in this rank's memory, and them."""
+Send = Callable[[int, int, memoryview], None]
+"""Takes the rank that shall get the bytes, where they begin in this rank's memory, and them; they may change once it has returned."""
+_PIECE_BYTES = 1 << 20  # four processes pass a piece on, each once it has all of it
 
 
 class RelayedMemory:
@@ -50,7 +51,7 @@ class RelayedMemory:
         """Send bytes of this rank's to that peer, or to all, where each reads all. The device has written them."""
         assert peer is not None or len(self._parts) == len(self._ranks), "some ranks have no place for what is sent to all"
         for begin, end in _pieces(start, size):
-            content = self.own[begin:end].numpy().tobytes()
+            content = self.own[begin:end].numpy().data
             for rank in self._ranks if peer is None else [self._ranks[peer]]:
                 if rank != self._rank:
                     self._send(rank, begin, content)
@@ -59,14 +60,14 @@ class RelayedMemory:
         """All of it, of each peer."""
         return [self._parts[rank].view(torch.int64).numpy() for rank in self._ranks]
 
-    def take(self, sender: int, start: int, content: bytes) -> None:
-        """What another rank has sent. Raises RankError for what has no place here."""
+    def take(self, sender: int, start: int, content: Buffer) -> None:
+        """What another rank has sent, which can be written, as `Line.read_bytes` gives it. Raises RankError for what has no place here."""
         part = self._parts.get(sender)
         if part is None or sender == self._rank or not 0 <= start <= start + len(content) <= len(part):
             raise RankError(f"rank {sender} sent {len(content):,} bytes for byte {start:,} of a job that has no such. Start all alike")
         # Words are read meanwhile, and each must be whole.
         kind = torch.int64 if start % 8 == len(content) % 8 == 0 else torch.uint8
-        part[start : start + len(content)].view(kind).copy_(torch.frombuffer(bytearray(content), dtype=kind))
+        part[start : start + len(content)].view(kind).copy_(torch.frombuffer(content, dtype=kind))
 
 
 class Relay:
@@ -74,11 +75,11 @@ class Relay:
     group's own.
     """
 
-    def __init__(self, rank: int, send: Callable[[int, int, int, bytes], None]) -> None:
+    def __init__(self, rank: int, send: Callable[[int, int, int, memoryview], None]) -> None:
         """`send` takes the meeting's number, and what `Send` does."""
         self._rank, self._send = rank, send
         self._memories: dict[int, RelayedMemory] = {}
-        self._early: dict[int, list[tuple[int, int, bytes]]] = {}  # of meetings to which this rank is still on its way
+        self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # of meetings to which this rank is still on its way
         self._last = -1
         self._lock = threading.Lock()
 
@@ -97,7 +98,7 @@ class Relay:
         with self._lock:
             self._memories.pop(number, None)
 
-    def take(self, number: int, sender: int, start: int, content: bytes) -> None:
+    def take(self, number: int, sender: int, start: int, content: Buffer) -> None:
         """Bytes of a meeting that is over are dropped."""
         with self._lock:
             memory = self._memories.get(number)
@@ -125,5 +126,5 @@ class RelayedPeers:
 
 
 def _pieces(start: int, size: int) -> Iterator[tuple[int, int]]:
-    for begin in range(start, start + size, PIECE_BYTES):
-        yield begin, min(begin + PIECE_BYTES, start + size)
+    for begin in range(start, start + size, _PIECE_BYTES):
+        yield begin, min(begin + _PIECE_BYTES, start + size)

@@ -22,7 +22,7 @@ from tlora.engine.ranks.link import Meeting, encode
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER
 from tlora.errors import TloraError
 from tlora.link.keyed_listener import dial_keyed
-from tlora.link.lines import Line
+from tlora.link.lines import Buffer, Line
 from tlora.link.log import note
 from tlora.link.supervisor import SupervisedProcess, start_process
 from tlora.sharing.multicast import NO_MULTICAST
@@ -62,7 +62,7 @@ class Lender:
                 if report is None:
                     self._end_rank(line, rank)
                 else:
-                    self._send(line, rank, encode(FROM_RANK, report))
+                    self._send(line, rank, *encode(FROM_RANK, report))
         finally:
             self._over.set()
             line.end()
@@ -78,8 +78,8 @@ class Lender:
         except queue.Empty:
             return ()
 
-    def _send(self, line: Line, rank: int, message: bytes) -> None:
-        line.send(LENDING.encode(Frame(rank, len(message))) + message)
+    def _send(self, line: Line, rank: int, *parts: Buffer) -> None:
+        line.send(LENDING.encode(Frame(rank, sum(map(len, parts)))), *parts)
 
     def _end_rank(self, line: Line, rank: int) -> None:
         process = self._processes[rank]

@@ -68,9 +68,9 @@ def read_frame(line: Line, frame: Frame, decode: Callable[[bytes], T]) -> T | Se
         raise ValueError(f"a frame of {frame.size} bytes")
     content = line.read_bytes(frame.size, CUT_SECONDS)
     head = content.find(b"\n") + 1
-    said = decode(content[:head])
+    said = decode(bytes(content[:head]))
     if not isinstance(said, Written):
         return said
     if said.size != len(content) - head:
         raise ValueError(f"{len(content) - head} bytes, and {said.size} were announced")
-    return Sending(said, content[head:])
+    return Sending(said, memoryview(content)[head:])

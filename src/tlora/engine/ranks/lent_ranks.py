@@ -15,7 +15,7 @@ from tlora.engine.messages import FROM_RANK, FromRank, Sending
 from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, LendingMessage, Lent, RankEnded, StartRank, read_frame
 from tlora.errors import RankError
 from tlora.link.keyed_listener import CUT_SECONDS, KeyedListener
-from tlora.link.lines import Line
+from tlora.link.lines import Buffer, Line
 from tlora.link.tls_port import ADMISSION_SECONDS
 from tlora.worker_protocol import Listening
 
@@ -45,14 +45,14 @@ class LentRank:
                 line.send(frame)
             self._unsent.clear()
 
-    def send(self, line: bytes) -> None:
+    def send(self, *parts: Buffer) -> None:
         """A message to the rank, with the bytes that belong to it."""
-        frame = LENDING.encode(Frame(self.rank, len(line))) + line
+        head = LENDING.encode(Frame(self.rank, sum(map(len, parts))))
         with self._lock:
             if self.line is None:
-                self._unsent.append(frame)
+                self._unsent.append(b"".join((head, *parts)))
             else:
-                self.line.send(frame)
+                self.line.send(head, *parts)
 
     def end(self) -> None:
         """Nothing more is said to it; its lender stays."""

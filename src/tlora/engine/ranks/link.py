@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from tlora.engine.messages import FROM_RANK, TO_RANK, Broken, FromRank, Hello, Sending, ToRank, Written
 from tlora.errors import ConfigError
 from tlora.link.authentication import AuthOk, Entry, admission_line, read_admission
-from tlora.link.lines import Line
+from tlora.link.lines import Buffer, Line
 from tlora.link.transfer import PIECE_BYTES
 from tlora.message_codec import Codec
 from tlora.worker_protocol import Refusal
@@ -36,13 +36,13 @@ _ADMIT_SECONDS = 600.0  # for either end to say its part of the admission: on a 
 class Sender(Protocol):
     """A rank's line, as who leads it writes there."""
 
-    def send(self, line: bytes) -> None: ...
+    def send(self, *parts: Buffer) -> None: ...
     def end(self) -> None: ...
 
 
-def encode(codec: Codec[Any], message: Any) -> bytes:
+def encode(codec: Codec[Any], message: Any) -> tuple[Buffer, ...]:
     """A message's line, and the bytes that follow that of a `Sending`."""
-    return codec.encode(message.written) + message.content if isinstance(message, Sending) else codec.encode(message)
+    return (codec.encode(message.written), message.content) if isinstance(message, Sending) else (codec.encode(message),)
 
 
 def with_content(message: T, line: Line) -> T | Sending:
@@ -80,7 +80,7 @@ class Meeting:
 
     def send(self, rank: int, command: ToRank | Sending) -> None:
         if rank in self.lines:
-            self.lines[rank].send(encode(TO_RANK, command))
+            self.lines[rank].send(*encode(TO_RANK, command))
 
     def send_file(self, rank: int, command: ToRank, file: int) -> None:
         """A command, and a copy of an open file, which the rank keeps until its end."""
@@ -166,7 +166,7 @@ class RankLine:
         self._line = line
 
     def send(self, report: FromRank | Sending) -> None:
-        self._line.send(encode(FROM_RANK, report))
+        self._line.send(*encode(FROM_RANK, report))
 
 
 def connect(address: str, hear: Callable[[ToRank | Sending | None], None]) -> Callable[[Hello], RankLine]:

@@ -296,7 +296,7 @@ class RankOfWorker:
         open_trainer(load, self._inbox, line.send, self._heartbeat, rank_context, lambda: entered.expected).go_on()
         return Bye()
 
-    def _send_bytes(self, number: int, to: int, start: int, content: bytes) -> None:
+    def _send_bytes(self, number: int, to: int, start: int, content: memoryview) -> None:
         assert self._line is not None, "nothing spans hosts before the base is loaded"
         self._line.send(Sending(Written(number, self._number, to, start, len(content)), content))
 
