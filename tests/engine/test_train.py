@@ -263,6 +263,7 @@ def test_a_start_that_does_not_fit_fails_alone(base: Path, wide_base: Path, data
         "pattern": (broken("pattern", target_modules=".*proj"), "has no tensor"),
         "no-targets": (broken("no-targets", target_modules=None), "target_modules"),
         "elsewhere": (broken("elsewhere", target_modules=["q_proj", "c_attn"]), "'c_attn' is not in this base model"),
+        "head": (broken("head", target_modules=["q_proj", "lm_head"]), "cannot be adapted. An adapter's layers are fixed: take the base"),
         "fewer": (broken("fewer", target_modules=["q_proj"], rank_pattern={}), "does not train"),
         "dora": (broken("dora", use_dora=True), "use_dora"),
         "file": (str(made_by_peft / "adapter_config.json"), "adapter_config.json"),
@@ -277,7 +278,8 @@ def test_a_start_that_does_not_fit_fails_alone(base: Path, wide_base: Path, data
         assert results[name].status == "failed" and reason in results[name].reason and "Traceback" not in results[name].reason, results[
             name
         ]
-        assert Path(path).name in results[name].reason or name == "elsewhere", results[name].reason
+        assert Path(path).name in results[name].reason, results[name].reason
+        assert "Choose from" not in results[name].reason and "all-linear" not in results[name].reason
         assert not (tmp_path / "out" / name / "adapter_model.safetensors").exists()
     assert (results["mine"].status, results["mine"].rank) == ("done", 3)
     assert any("r is 3, as in" in note and "(the job says 8)" in note for note in notes)

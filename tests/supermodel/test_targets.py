@@ -105,6 +105,8 @@ def test_a_name_that_other_modules_have_too_is_saved_whole() -> None:
         ({"exclude_modules": r".*_proj"}, "together leave no layer to adapt"),
         ({"layers_to_transform": [0, 12]}, "no adapted module is in layer 12: they are from 0 to 11"),
         ({"layers_to_transform": 1, "layers_pattern": "h"}, "no adapted module is in layer 1: they are in no list of layers"),
+        ({"target_parameters": ["mlp.up_proj.weight"]}, r": mlp\.up_proj is a linear layer, which target_modules adapts\."),
+        ({"target_parameters": ["norm.weight"]}, r": norm is frozen here, as routers are\."),
         ({"target_modules": r"(.*.*)*x(.*.*)*y"}, "takes more than 2 s|matches no layer"),
     ],
     ids=str,

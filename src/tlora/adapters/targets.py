@@ -59,7 +59,7 @@ def resolve(
     Raises ModelError for a name, pattern or layer that matches nothing (naming those that exist), for linears of mixture-of-experts
     blocks that are named, and where nothing is left.
     """
-    wanted = _parameters(parameters, modules, lora)
+    wanted = _parameters(parameters, modules, _beside_experts(linears, experts), lora)
     adapted = {} if lora.target_modules == [] else _linears(linears, modules, experts, lora)
     for key in (*lora.rank_pattern, *lora.alpha_pattern):
         if not any(_ends(name, [key]) for name in (*adapted, *wanted)):
@@ -68,20 +68,19 @@ def resolve(
     return {**adapted, **wanted}
 
 
-def _parameters(parameters: ExpertSizes, modules: Collection[str], lora: LoraShape) -> dict[str, ExpertSize]:
+def _parameters(parameters: ExpertSizes, modules: Collection[str], linears: Collection[str], lora: LoraShape) -> dict[str, ExpertSize]:
     """As PEFT matches `target_parameters`: whole names or ends, in all layers."""
     listed = lora.target_parameters or []
     exist = ", ".join(sorted({".".join(name.rsplit(".", 2)[-2:]) for name in parameters}))
     for target in listed:
         if not any(_ends(name, [target]) for name in parameters):
             there = f"It has: {exist}" if parameters else "It has no experts whose parameters can be. Take target_parameters out"
-            module = target.rpartition(".")[0]
-            if module and any(_ends(name, [module]) for name in modules):  # PEFT makes such of all-linear
-                there += (
-                    f". {module} is frozen here, as routers are. An adapter that PEFT trained there with all-linear is not continued: "
-                    "merge it into its base (merge_and_unload, save_pretrained), set base_model to that, and take adapter_path out"
-                )
-            raise ModelError(f"target_parameters: {target!r} is no parameter of experts of this base that can be adapted. {there}")
+            module, why = target.rpartition(".")[0], ""
+            if module and any(_ends(name, [module]) for name in linears):
+                why = f": {module} is a linear layer, which target_modules adapts"
+            elif module and any(_ends(name, [module]) for name in modules):  # PEFT makes such of all-linear
+                why = f": {module} is frozen here, as routers are"
+            raise ModelError(f"target_parameters: {target!r} is no parameter of experts of this base that can be adapted{why}. {there}")
     found = {name: size for name, size in parameters.items() if _ends(name, listed)}
     for name, size in found.items() if lora.expert_rank == "divide" else ():
         if size.per_token < 1:

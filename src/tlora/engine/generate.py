@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tlora.errors import ConfigError, ModelError
 from tlora.job import DataConfig, JobSpec, UnusedWeights
 from tlora.json_file import is_utf8, read_object
 from tlora.planning.plan import pick_device
-from tlora.planning.start import adopt_adapter_config
+from tlora.planning.start import adopt_adapter_config, fit_adapter
 from tlora.planning.threads import compute_with, default_threads
 from tlora.shape.token_cost import CPU_BUDGET_CAP
 from tlora.store.serving import find_prompting
@@ -135,12 +136,16 @@ def open_adapter(
             raise
         raise ModelError(f"{directory}: its adapter_config.json is no LoRA of this program's range: {error}") from None
     experts = Experts(model)
-    layout = with_rows(make_layout(shape, resolve_targets(model, find_linears(model), experts, shape)), row_shapes(model, shape))
+    layout = fit_adapter(partial(_layout, model, experts), shape, directory, then="and use that alone")
     precision = torch.float64 if model.dtype == torch.float64 else torch.float32
     params = load_params(directory, layout, precision).to(place)
     vocabulary, chats = model.get_input_embeddings().num_embeddings, ChatSettings(prompting.kwargs)
     encoder = open_encoder(prompting.tokenizer, prompting.template, False, vocabulary, chats)
     return AdaptedModel(model, encoder, layout, params, experts, prompting.raw, (*notes, f"prompt: {prompting.said}"))
+
+
+def _layout(model: Any, experts: Experts, shape: JobSpec) -> AdapterLayout:
+    return with_rows(make_layout(shape, resolve_targets(model, find_linears(model), experts, shape)), row_shapes(model, shape))
 
 
 def _compare_bases(directory: Path, over: TrainedOver, base: str, *, given: bool) -> list[str]:

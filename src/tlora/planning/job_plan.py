@@ -24,7 +24,7 @@ from tlora.errors import DataError
 from tlora.group.isolation import Failure, try_call
 from tlora.job import JobSpec, RunSpec
 from tlora.planning.planned_job import PlannedJob
-from tlora.planning.start import PLACES, adopt_adapter_config, find_start, start_state
+from tlora.planning.start import PLACES, adopt_adapter_config, find_start, fit_adapter, start_state
 from tlora.shape.length_limits import check_length
 from tlora.supermodel.base_config import max_positions
 from tlora.supermodel.base_name import same_base
@@ -77,8 +77,10 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
     if start is not None:
         ordered = job.spec
         job.spec, warnings = adopt_adapter_config(ordered, start)
-        job.warnings += warnings + _place_warnings(ordered, job.spec, start, model) + _base_warnings(start, model.base.name)
-    job.layout = model.layout(job.spec)
+        job.layout = fit_adapter(model.layout, job.spec, start, then="set base_model to that, and take adapter_path out")
+        job.warnings += warnings + _place_warnings(ordered, job.spec, job.layout, start, model) + _base_warnings(start, model.base.name)
+    else:
+        job.layout = model.layout(job.spec)
     job.warnings += model.left_out(job.spec) + pattern_warnings(job.spec, job.layout) + _rank_warnings(job.layout)
     job.warnings += refused_by_peft(model.model.config.model_type, job.layout)
     if start is not None:
@@ -132,13 +134,13 @@ def _position_warnings(data: Prepared, most: int | None) -> list[str]:
     return [f"{longer} {most:,}, the positions that it is made for. Set max_length: {most} ({data.report.files[0]})"]
 
 
-def _place_warnings(ordered: JobSpec, adopted: JobSpec, start: Path, model: SuperModel) -> list[str]:
+def _place_warnings(ordered: JobSpec, adopted: JobSpec, layout: AdapterLayout, start: Path, model: SuperModel) -> list[str]:
     """What the job says of the modules that it adapts, where that is not what the adapter has that it starts from."""
     said = [key for key in PLACES if key in ordered.model_fields_set and getattr(ordered, key) is not None]
     if not said:
         return []
     meant = try_call(partial(model.layout, ordered))
-    modules = [shape.module for shape in model.layout(adopted).linears]
+    modules = [shape.module for shape in layout.linears]
     if not isinstance(meant, Failure) and [shape.module for shape in meant.linears] == modules:
         return []
     told = ", ".join(f"{key} {getattr(ordered, key)}" for key in said)

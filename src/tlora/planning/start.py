@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,6 +56,18 @@ def adopt_adapter_config(spec: JobSpec, start: Path) -> tuple[JobSpec, list[str]
         adopting = outside_indexers(adopting, modules)
         warnings.append(f"{quantity(count, 'layer')} of {start} {are(count)} in indexers, and left out: no gradient reaches one")
     return adopting, warnings
+
+
+def fit_adapter(layout: Callable[[JobSpec], AdapterLayout], shape: JobSpec, start: Path, *, then: str) -> AdapterLayout:
+    """`layout` of a shape that an adapter has. Raises ModelError where the base lacks what it is put at: no setting changes that, and
+    `then` says what to do with the base into which the adapter was merged.
+    """
+    try:
+        return layout(shape)
+    except ModelError as error:
+        problem = str(error).partition(". ")[0]  # what follows says how to choose other targets
+        merge = f"merge it into that base (PEFT's merge_and_unload, save_pretrained), {then}"
+        raise ModelError(f"{start}: {problem}. An adapter's layers are fixed: take the base that it was trained over, or {merge}") from None
 
 
 def _one_line(problems: str) -> str:
