@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tlora.sim.scenario import at_load
+from tlora.sim.arrivals import at_load
 from tlora.sim.trace import Trace, TraceJob
 
 TUNING, REPORTED = range(100), range(100, 300)  # seeds

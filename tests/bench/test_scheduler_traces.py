@@ -15,7 +15,7 @@ from bench import scheduler_traces
 from bench.synthetic_traces import LOADS, synthetic_trace
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.whole_nodes import WholeNodes
-from tlora.sim.scenario import natural_load
+from tlora.sim.arrivals import natural_load
 
 SEEDS = range(60)
 # Two tuning seeds of each kind of widths, on at most 128 GPUs. Together they have all lengths, all arrivals and loads from 0.7 to 2.9.

@@ -23,8 +23,7 @@ from tlora.engine.layer_speed import LayerSpeed, MadeUpBase, measure_layers, spe
 from tlora.errors import ConfigError
 from tlora.group.job_run import JobRun
 from tlora.kernels.cards import HOPPER
-from tlora.planning.layout_units import link_rate
-from tlora.shape.gpu_models import find_gpu, speeds_of
+from tlora.shape.gpu_models import find_gpu, link_rate, speeds_of
 from tlora.shape.memory import MemoryModel
 from tlora.shape.token_cost import token_cost_on
 from tlora.shape.work import FP8_GAIN, LAYER_OF_8B, WITH_FEATURES

@@ -25,11 +25,11 @@ from tlora.kernels.device import as_if_on
 from tlora.planning.base_outline import describe_base
 from tlora.planning.base_parts import memory_in_parts, memory_of_last_stage
 from tlora.planning.job_sketch import sketch_jobs
-from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, link_rate, within
+from tlora.planning.layout_units import Device, Pipeline, cut_pipeline, within
 from tlora.planning.layouts import LayoutPlan, LayoutPlans, no_layout, plan_layouts
 from tlora.planning.planned_job import PlannedJob
 from tlora.shape.base_shape import BaseShape
-from tlora.shape.gpu_models import GpuModel, find_gpu
+from tlora.shape.gpu_models import GpuModel, find_gpu, link_rate
 from tlora.shape.layout import Layout
 from tlora.shape.memory import MemoryModel, StreamedBytes
 from tlora.shape.stages import LayerRange

@@ -15,9 +15,14 @@ from tlora.planning.layout_units import Device, Pipeline
 from tlora.planning.layouts import LEAST_GAIN, plan_layouts
 from tlora.planning.micro_batches import captured_graphs
 from tlora.planning.planned_job import PlannedJob
-from tlora.shape.base_parts import BaseParts
-from tlora.shape.gpu_models import find_gpu
+from tlora.shape.base_parts import BaseParts, with_stages
+from tlora.shape.cost import CostModel
+from tlora.shape.gpu_models import find_gpu, link_rate
+from tlora.shape.hardware import cost_model
 from tlora.shape.layout import Form
+from tlora.shape.memory import MOST_GPUS, base_memory
+from tlora.shape.predicted_constants import predicted_constants
+from tlora.shape.sharing import Member, group_step_seconds
 from tlora.shape.token_cost import LAUNCH_SECONDS
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -114,3 +119,22 @@ def test_links_latency_and_launches_are_counted_in_tokens() -> None:
     assert Pipeline((Device(H200, plain, 1),) * 2, cuts).overhead().launch == 0, "nothing is captured there"
     two = (Device(slow, PARTS, H200.limit_bytes),) * 2
     assert predicted("stages", 1, 3000, 1536, two) < 0.75 * predicted("stages", 1, 3000, 1536)
+
+
+@pytest.mark.parametrize("picked", [(0,), (1,), (3,), (7,), (0, 1), (2, 3), (5, 6), (0, 1, 2, 3), tuple(range(8))])
+def test_a_scheduler_and_a_simulator_count_the_seconds_of_stages_as_the_planner_does(picked: tuple[int, ...]) -> None:
+    """Of jobs of the eight with batches of 228 to 7,696 tokens, by their mean alone, where the planner sends samples through a pipeline."""
+    apart = replace(H200, peer_gb_per_second=0.0)
+    constants = predicted_constants(PARTS, apart, cost_model("h200-from-128").constants["llama-3-8b"])
+    cost = CostModel({"base": constants}, stage_rates=(link_rate(apart, apart),) * 2)
+    cost.memory["base"] = with_stages(base_memory(PARTS.memory, [PARTS.memory.base_bytes] * MOST_GPUS, 0), PARTS, ordered=True)
+    run, everyone = real_jobs(4)
+    jobs = [everyone[number] for number in picked]
+    specs = [job.spec.model_copy(update={"max_steps": 3000}) for job in jobs]
+    sketches = [PlannedJob(spec, job.data, job.longest, AdapterLayout(())) for spec, job in zip(specs, jobs, strict=True)]
+    ordered = run.model_copy(update={"jobs": specs, "layout": "stages", "links": "host"})
+    (planned,) = plan_layouts(ordered, sketches, TWO, ("stages",)).feasible
+    tokens = [float(sketch.data.train.lengths.mean()) * sketch.spec.batch_size for sketch in sketches if sketch.data is not None]
+    seconds = group_step_seconds(cost, "base", 2 * cost.budgets[-1], 2, 1, [Member(own, own) for own in tokens])
+    found = sum(own / each for own, each in zip(tokens, seconds, strict=True))
+    assert found == pytest.approx(planned.tokens_per_second, rel=0.06)

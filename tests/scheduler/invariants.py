@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tlora.protocol import JobGroup
 from tlora.scheduler.state import ClusterState
 
 
@@ -30,10 +31,20 @@ def check(state: ClusterState) -> None:
             seen[job_id] = name
         parameters = sum(state.jobs[job_id].spec.profile.adapter_parameters for job_id in group.job_ids)
         tokens = group.plan.token_budget / len(group.gpus)
-        assert state.cost.fits(group.base_model, parameters, tokens), f"{name} does not fit into a GPU's memory"
+        assert _fits(state, group, parameters, tokens), f"{name} does not fit into a GPU's memory"
     assert set(owners) == set(pool.node_of) and len(owners) == pool.num_gpus
     assert len(pool.group_on) == pool.num_gpus - pool.num_free and set(state.latest) >= set(state.groups)
     waiting = {job_id for job_id, job in state.jobs.items() if job.status == "pending"}
     held = {job_id for job_id, job in state.jobs.items() if job.status == "held"}
     assert waiting == set(state.pending) and held == state.held, "a job is neither waiting nor in a group"
     assert waiting | held | set(seen) == set(state.jobs), "a job is neither waiting, nor held, nor in a group"
+
+
+def _fits(state: ClusterState, group: JobGroup, parameters: int, tokens: float) -> bool:
+    """In stages with as many layers recomputed as there are, if the plan has some recomputed."""
+    cost, base, gpus = state.cost, group.base_model, len(group.gpus)
+    if not cost.is_cut(base, gpus):
+        return cost.fits(base, parameters, tokens)
+    room = state.rooms.on([state.jobs[name] for name in group.job_ids], group.gpus) or cost.room_bytes(base)
+    takes = cost.least_bytes if group.plan.recomputed_layers else cost.memory_bytes
+    return takes(base, parameters, tokens, gpus, room) <= room

@@ -13,6 +13,10 @@ class MadeStages:
 
     fullest_bytes: tuple[int, ...]
     whole: BaseMemory
+    boundary_bytes: int = 0
+
+    def slowest(self, stages: int) -> float:
+        return 1.0
 
     def equal(self, stages: int, tokens: float, recomputed: int) -> float:
         each = self.whole.least_token_bytes if recomputed else self.whole.token_bytes
@@ -22,6 +26,6 @@ class MadeStages:
         return min(limits)
 
 
-def with_made_stages(memory: BaseMemory, *fullest_bytes: int) -> BaseMemory:
-    """Which GPUs of several hosts may hold."""
-    return replace(memory, stages=MadeStages(fullest_bytes, memory))
+def with_made_stages(memory: BaseMemory, *fullest_bytes: int, boundary_bytes: int = 0) -> BaseMemory:
+    """Which GPUs of several hosts may hold, each as much of the work."""
+    return replace(memory, stages=MadeStages(fullest_bytes, memory, boundary_bytes))

@@ -19,12 +19,12 @@ from tlora.scheduler.draft import Draft
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.state import ClusterState
 from tlora.shape.hardware import cost_model
+from tlora.sim.arrivals import at_load, first
 from tlora.sim.bounds import lower_bounds, work_of
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
-from tlora.sim.scenario import at_load, first
 from tlora.sim.simulate import simulate
 from tlora.sim.trace import read_trace
 

@@ -30,6 +30,7 @@ from tlora.protocol import (
 from tlora.scheduler.admission import why_unsound
 from tlora.shape.cost import BaseConstants, CostModel
 from tlora.shape.hardware import cost_model
+from tlora.sim.arrivals import compressed, first
 from tlora.sim.mapping import (
     BASES,
     MOST_TOKENS,
@@ -42,7 +43,7 @@ from tlora.sim.mapping import (
     sample_lengths,
 )
 from tlora.sim.run import run_scenario
-from tlora.sim.scenario import Scenario, compressed, first
+from tlora.sim.scenario import Scenario
 from tlora.sim.trace import SHIPPED, Trace, TraceJob, read_trace
 
 ROUND = BaseConstants(

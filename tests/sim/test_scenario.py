@@ -13,16 +13,7 @@ from tests.sim.small_traces import LINES, write_trace
 from tlora.errors import ConfigError, DataError
 from tlora.protocol import JobProfile, JobSubmitted, to_json
 from tlora.sim.mapping import BASES, RULES
-from tlora.sim.scenario import (
-    Scenario,
-    check_names,
-    contender,
-    cost_of,
-    inputs_digest,
-    num_nodes,
-    read_nodes,
-    scene_of,
-)
+from tlora.sim.scenario import Scenario, check_names, contender, cost_of, inputs_digest, num_nodes, read_nodes, scene_of
 
 
 def test_a_policy_and_its_kernels() -> None:

@@ -16,12 +16,12 @@ from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.scheduler.state import ClusterState
 from tlora.shape.hardware import cost_model
+from tlora.sim.arrivals import compressed, first
 from tlora.sim.backend import SimulatedCluster
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape
 from tlora.sim.mapping import BASES, MappedJob, mapped_jobs
 from tlora.sim.records import SimulationResult
-from tlora.sim.scenario import compressed, first
 from tlora.sim.simulate import simulate, simulated_cluster
 from tlora.sim.trace import read_trace
 

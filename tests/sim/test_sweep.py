@@ -116,6 +116,7 @@ def test_each_setting_makes_another_point(plain: Scenario, tmp_path: Path) -> No
                 {"conditions": Conditions(length_error=0.1)},
                 {"conditions": Conditions(delay=1.0)},
             ),
+            *({"layout": "stages"}, {"memory_limit": 2**36}),
             {"conditions": Conditions(mtbf_hours=10.0)},
             {"conditions": Conditions(usage_half_life_seconds=3600.0)},
         )

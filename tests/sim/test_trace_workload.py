@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tlora.errors import ConfigError
-from tlora.sim.scenario import at_load, compressed, demand_gpus, first, natural_load, span_seconds
+from tlora.sim.arrivals import at_load, compressed, demand_gpus, first, natural_load, span_seconds
 from tlora.sim.trace import Trace, TraceJob, read_trace
 
 

@@ -62,6 +62,20 @@ class StageOverhead:
 NO_OVERHEAD = StageOverhead()
 
 
+def turn_seconds(micro_batches: float, each: float, stages: int, parts: Sequence[tuple[float, float]], latency: float = 0.0) -> float:
+    """What `Pipeline` takes in the long run for `micro_batches`, of which the slowest stage computes one in `each`: until that stage is
+    through, or the last of them has come back through all stages, whichever is later.
+
+    max(N t, max over jobs of p N t + b ((S - 1) t + (2 S - 1) latency)): `parts` has of each job its part p of the tokens, and how many of
+    its global batches b that is. A batch follows the one before when the last stage hears that this has left.
+
+    >>> turn_seconds(4, 1.0, 2, [(1.0, 1.0)]), turn_seconds(4, 1.0, 2, [(0.5, 1.0)] * 2)
+    (5.0, 4.0)
+    """
+    each_batch = (stages - 1) * each + (2 * stages - 1) * latency
+    return max(micro_batches * each, *(part * micro_batches * each + batches * each_batch for part, batches in parts))
+
+
 class OfferedJob:
     """A job's flow, and which of its `batches` that is; the next one comes when `leave` is called."""
 

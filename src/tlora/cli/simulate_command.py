@@ -38,6 +38,13 @@ _Mixed = Annotated[
 ]
 _Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in the whole cluster.", show_default="128", rich_help_panel=_CLUSTER)]
 _Nodes = Annotated[str | None, typer.Option(metavar="16x8", help="Nodes x GPUs per node.", show_default="of 8", rich_help_panel=_CLUSTER)]
+_Layout = Annotated[
+    str, typer.Option(metavar="auto|stages", help="Bases whole on each GPU, or in stages over two or more.", rich_help_panel=_CLUSTER)
+]
+_MemoryLimit = Annotated[
+    str | None,
+    typer.Option(metavar="24GiB", help="What may be planned for on each GPU.", show_default="of its type", rich_help_panel=_CLUSTER),
+]
 _Kernels = Annotated[str, typer.Option(metavar="tlora|peft|trl", help="Kernels of policies without a slash.", rich_help_panel=_CLUSTER)]
 _UsageHalfLifeSeconds = Annotated[
     float,
@@ -80,6 +87,8 @@ def simulate(  # one parameter for each option, as typer has it
     gpus: _Gpus = None,
     nodes: _Nodes = None,
     gpu: Annotated[str, typer.Option(metavar="TYPE", help="A GPU type with measured constants.", rich_help_panel=_CLUSTER)] = "h200",
+    layout: _Layout = "auto",
+    memory_limit: _MemoryLimit = None,
     kernels: _Kernels = "tlora",
     usage_half_life_seconds: _UsageHalfLifeSeconds = 86_400.0,
     truth_error: Annotated[float, typer.Option(help="Each job's speed is off by up to this share.", rich_help_panel=_TRUTH)] = 0.0,
@@ -101,13 +110,14 @@ def simulate(  # one parameter for each option, as typer has it
         raise typer.BadParameter("--seed and --seeds exclude each other; give one of the two")
     from tlora.sim.conditions import Conditions
     from tlora.sim.outputs import check_results
-    from tlora.sim.scenario import Scenario, check_names
+    from tlora.sim.scenario import Scenario, check_names, layout_named, memory_of
 
     num_nodes, gpus_per_node = _cluster(gpus, nodes)
     truth = Conditions(speed_error=truth_error, length_error=length_error, drift=drift, delay=delay, mtbf_hours=mtbf_hours)
     conditions = replace(truth, usage_half_life_seconds=usage_half_life_seconds)
     drawn = Scenario(trace, "", kernels, num_nodes, gpus_per_node, gpu, load, jobs, paper=paper, mixed=mixed)
-    plain = replace(drawn, closed=closed, conditions=conditions)
+    lying = replace(drawn, layout=layout_named(layout), memory_limit=memory_of(memory_limit))
+    plain = replace(lying, closed=closed, conditions=conditions)
     check_names(plain)
     contest = Contest(plain, _policies(POLICIES if policy is None else policy, kernels), _seeds(seed, seeds))
     outputs = Outputs(csv_dir, html, json_file)

@@ -64,7 +64,7 @@ from tlora.shape.cost import CostModel
 from tlora.shape.gpu_files import slowest_here, speed_here
 from tlora.shape.hardware import nearest_base
 from tlora.shape.memory import BaseMemory, least_gpus
-from tlora.shape.predicted_constants import is_predicted, live_constants
+from tlora.shape.predicted_constants import is_predicted, live_constants, live_stage_rates
 from tlora.shape.stages import LEAST_STAGES
 from tlora.store.fingerprint import BaseGuard
 from tlora.store.job_result import JobResult
@@ -293,12 +293,13 @@ class _Run:
         names = [self._known[number].name for number in self._numbers if number in self._known]
         speed, told = speed_here(names)
         parts = self._parts if place.type == "cuda" else None
-        constants = live_constants(base.num_bytes, parts, slowest_here(names))
+        slowest = slowest_here(names)
+        constants = live_constants(base.num_bytes, parts, slowest)
         like = f"those of {nearest_base(base.num_bytes)}" + ("" if speed == 1.0 else f" on an H200, times {speed:.2f}")
         until = "what `tlora plan` predicts" if is_predicted(constants) else like
         for line in (*told, f"{self._policy} on {len(self._places)} x {place.type}; speeds as measured, until then {until}"):
             self._watcher.note(line)
-        cost = CostModel({_BASE: constants}, speed=speed)
+        cost = CostModel({_BASE: constants}, speed=speed, stage_rates=live_stage_rates(slowest, self._run.links))
         cost.memory[_BASE] = self._memory.recomputing(self._run.recompute)
         return cost
 

@@ -25,15 +25,11 @@ from tlora.planning.micro_batches import (
 from tlora.planning.planned_job import PlannedJob
 from tlora.planning.slots import FASTER_PRODUCTS, MOST_FILLED, choose_slots
 from tlora.shape.base_parts import BaseParts, fitting
-from tlora.shape.gpu_models import GpuModel
+from tlora.shape.gpu_models import GpuModel, link_rate
 from tlora.shape.memory import MemoryModel
-from tlora.shape.stages import cut_layers
+from tlora.shape.stages import LATENCY_SECONDS, cut_layers
 from tlora.shape.token_cost import LAUNCH_SECONDS, StreamCost, TokenCost, fetched_layers, token_cost_on
 from tlora.wording.numbers import gib
-
-# Between two stages, besides the copies: a thread is woken by the device's event and sets a word, at which the other end looks each 0.1 ms
-# (`sharing/channel.py`); that launches about 20 copies and kernels, 6 us each (bench/results/h200_f960408_calibrated.json), and a graph.
-_LATENCY = 5e-4
 
 
 @dataclass(frozen=True)
@@ -247,7 +243,7 @@ class Pipeline:
         token = count * max(2 * self._weights(stage) / device.rate for stage, device in enumerate(self.devices))
         graphs = self.devices[0].parts.memory.num_layers > 0  # else nothing is compiled
         launch = LAUNCH_SECONDS * max(end - first for first, end in self.cuts) if graphs else 0.0
-        return StageOverhead(self._copy_seconds() / token, _LATENCY / token, launch / token, host_ahead=True)
+        return StageOverhead(self._copy_seconds() / token, LATENCY_SECONDS / token, launch / token, host_ahead=True)
 
     def _copy_seconds(self) -> float:
         """Of a token's hidden states, or their gradient, at one end of the slowest boundary."""
@@ -268,12 +264,6 @@ def within(job: PlannedJob, parts: BaseParts, first: int, end: int) -> PlannedJo
 
 def _reads_peers(devices: Sequence[Device]) -> bool:
     return all(device.gpu.peer_gb_per_second for device in devices)
-
-
-def link_rate(one: GpuModel, other: GpuModel) -> float:
-    """Bytes a second between two GPUs: peers' copies, else through pinned memory of the host."""
-    peer = min(one.peer_gb_per_second, other.peer_gb_per_second)
-    return 1e9 * (peer or min(one.slower_link_gb_per_second, other.slower_link_gb_per_second))
 
 
 def cut_pipeline(devices: tuple[Device, ...], jobs: Sequence[PlannedJob], recompute: Recompute = "auto") -> Pipeline:

@@ -11,8 +11,9 @@ from tlora.errors import CapacityError
 from tlora.job import RunSpec
 from tlora.planning.holders import Holders, find_holders, longest_parts
 from tlora.planning.job_work import choose_replicas, trained_tokens
-from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline, link_rate
+from tlora.planning.layout_units import Device, DoesNotFitError, OneGpu, Streamed, Unit, UnitPlan, cut_pipeline
 from tlora.planning.planned_job import PlannedJob
+from tlora.shape.gpu_models import link_rate
 from tlora.shape.layout import FORMS, Form, Layout
 from tlora.shape.memory import MOST_GPUS
 from tlora.wording.numbers import are, gib

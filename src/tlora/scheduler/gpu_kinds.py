@@ -73,7 +73,7 @@ class GpuKinds:
             return own
         found = self._costs.get(kind)
         if found is None:
-            found = self._costs[kind] = CostModel({}, own.fill_share)
+            found = self._costs[kind] = CostModel({}, own.fill_share, stage_rates=own.stage_rates)
             self.begin(kind, found)
         found.memory = own.memory
         if len(found.constants) != len(own.constants):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tlora.protocol import JobSubmitted, ParallelPlan
 from tlora.scheduler.job import Job
 from tlora.shape.cost import CostModel
-from tlora.shape.sharing import ROUNDING, group_step_seconds, lone_step_seconds
+from tlora.shape.sharing import ROUNDING, group_step_seconds
 
 
 def exclusive_plan(cost: CostModel, job: Job, gpus: int, room_bytes: float | None = None) -> ParallelPlan:
@@ -92,7 +92,7 @@ def _bounds_hold_alone(cost: CostModel, base: str, budget: int, gpus: int, nodes
     """Whether each keeps its bound under this budget when all others have left: a step of more than one micro-batch may not."""
     for job in jobs:
         tokens, most = job.spec.profile.tokens_per_step, job.spec.max_slowdown * job.alone_step_seconds * (1 + ROUNDING)
-        if tokens > budget and lone_step_seconds(cost, base, budget, gpus, nodes, tokens) > most:
+        if tokens > budget and cost.lone_step_seconds(base, budget, gpus, nodes, tokens) > most:
             return False
     return True
 

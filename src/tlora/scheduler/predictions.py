@@ -14,7 +14,7 @@ from tlora.scheduler.job import Job
 from tlora.scheduler.plans import plan_alone, shared_plan
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import CostModel
-from tlora.shape.sharing import ROUNDING, group_step_seconds, lone_step_seconds
+from tlora.shape.sharing import ROUNDING, group_step_seconds
 
 _MOST_KNOWN = 100_000  # entries; a lone job on 8 sizes has 8 of them, each some 300 bytes
 _WIDER_TRIED = 3  # sizes beyond the best so far: the first GPU beyond one, or beyond a node, costs more than it brings
@@ -194,7 +194,7 @@ def _predict_alone(cost: CostModel, job: Job, gpus: int, nodes: int, room_bytes:
     plan, base = plan_alone(cost, job, gpus, room_bytes), job.spec.base_model
     if plan is None:
         return None
-    seconds = lone_step_seconds(cost, base, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
+    seconds = cost.lone_step_seconds(base, plan.token_budget, gpus, nodes, job.spec.profile.tokens_per_step)
     slowdown = seconds * cost.recompute_factor(base, plan.recomputed_layers) / job.alone_step_seconds
     if gpus != job.spec.gpus and slowdown > job.spec.max_slowdown * (1 + ROUNDING):
         return None

@@ -18,7 +18,7 @@ from tlora.scheduler.job import RECENT_SECONDS, Job, Lack
 from tlora.scheduler.rooms import Rooms
 from tlora.scheduler.tenants import Tenants
 from tlora.shape.cost import CostModel
-from tlora.shape.sharing import group_step_seconds, lone_step_seconds
+from tlora.shape.sharing import group_step_seconds
 
 REMEMBERED_SECONDS = 3 * RECENT_SECONDS  # for so long a job that has ended is among `ended_late`
 LONG_WAIT_SECONDS = 3600.0
@@ -393,6 +393,6 @@ class ClusterState:
             return []
         slower = cost.recompute_factor(base, group.plan.recomputed_layers)
         if len(jobs) == 1:
-            return [slower * lone_step_seconds(cost, base, budget, gpus, num_nodes, jobs[0].spec.profile.tokens_per_step)]
+            return [slower * cost.lone_step_seconds(base, budget, gpus, num_nodes, jobs[0].spec.profile.tokens_per_step)]
         members = [job.as_member(weight) for job, weight in zip(jobs, group.weights, strict=True)]
         return [slower * seconds for seconds in group_step_seconds(cost, base, budget, gpus, num_nodes, members)]

@@ -40,7 +40,7 @@ from tlora.service.storage import Storage
 from tlora.service.usage import Usage
 from tlora.service.waiting_queue import WaitingQueue
 from tlora.shape.cost import CostModel
-from tlora.shape.predicted_constants import live_constants
+from tlora.shape.predicted_constants import live_constants, live_stage_rates
 from tlora.wording.numbers import place_names
 
 _BASES_SECONDS = 120.0  # for bases of accepted jobs to be looked at, before workers that are found are taken over without their jobs
@@ -328,7 +328,8 @@ class Controller:
             cluster = self._backend_factory.make(self._bases)
             cluster.more_to_come = self._has_open_jobs
             on_wait = warn_of_waiting if self._config.hosts_may_come or self._config.backend == "ray" else None
-            begins = CostModel({}, speed=self._backend_factory.places.speed)
+            places = self._backend_factory.places
+            begins = CostModel({}, speed=places.speed, stage_rates=live_stage_rates(places.model))
             scheduler = Scheduler(LIVE_POLICIES[self._config.policy](), begins, self._live.see_policy_fault, self._usage.tenants, on_wait)
             cluster.follow(scheduler.state)
             try:

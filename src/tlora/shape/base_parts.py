@@ -157,7 +157,8 @@ class StageRooms:
 
     def __init__(self, parts: BaseParts) -> None:
         self._parts, self.fullest_bytes = parts, parts.bytes_by_stages()
-        self._cut, self._highest = cache(parts.cut_alike), cache(self._find_highest)
+        self.boundary_bytes = parts.hidden_size * parts.memory.element_bytes
+        self._cut, self._highest, self.slowest = cache(parts.cut_alike), cache(self._find_highest), cache(self._find_slowest)
         self.room, self._memories = lru_cache(_ROOMS)(self._find_room), lru_cache(_ROOMS)(self._count)
 
     def equal(self, stages: int, tokens: float, recomputed: int) -> float:
@@ -189,6 +190,11 @@ class StageRooms:
 
     def _count(self, speeds: tuple[float, ...], limits: tuple[int, ...], recomputed: int) -> list[MemoryModel]:
         return self._parts.memories(self._parts.cut_for_any(speeds, limits, recomputed))
+
+    def _find_slowest(self, stages: int) -> float:
+        """Of more than there are layers, those that each have one."""
+        weights = [self._parts.timed_weights_of(*stage) for stage in self._cut(min(stages, len(self._parts.layers)))]
+        return max(weights) * stages / sum(weights)
 
     def _find_highest(self, stages: int, recomputed: int) -> list[tuple[float, float, float]]:
         alike = self._parts.memories(self._cut(min(stages, len(self._parts.layers))))

@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from tlora.batching.pipeline_model import turn_seconds
 from tlora.errors import ConfigError
 from tlora.protocol import BaseSpeed
 from tlora.shape import GPU_SHARE
-from tlora.shape.memory import ADAPTER_BYTES, BaseMemory
+from tlora.shape.memory import ADAPTER_BYTES, PLANNED_TOKENS, BaseMemory, StageRooms
+from tlora.shape.stages import LATENCY_SECONDS
 from tlora.shape.token_cost import recompute_factor
 
 LEAST_CORRECTION, MOST_CORRECTION = 0.5, 2.0
@@ -104,15 +106,21 @@ class CostModel:
     """Seconds and bytes of a base's micro-batches, by the base's name. `fill_share` is the share of a full micro-batch that is tokens.
 
     What it predicts has changed `times_corrected` times, by `observe` and `measure`. `speed`: of training on the GPU that its constants
-    are of, against an H200. Raises
-    ConfigError for a base of which nothing is known.
+    are of, against an H200. `stage_rates`: bytes a second between two stages of a base on one node, and on two. Raises ConfigError for a
+    base of which nothing is known.
     """
 
     budgets: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # tokens of a micro-batch per GPU that engines prepare, ascending
 
-    def __init__(self, constants: Mapping[str, BaseConstants], fill_share: float = 0.95, speed: float = 1.0) -> None:
+    def __init__(
+        self,
+        constants: Mapping[str, BaseConstants],
+        fill_share: float = 0.95,
+        speed: float = 1.0,
+        stage_rates: tuple[float, float] = (math.inf, math.inf),
+    ) -> None:
         assert 0 < fill_share <= 1 and speed > 0, (fill_share, speed)
-        self.speed = speed
+        self.speed, self.stage_rates = speed, stage_rates
         self.constants = dict(constants)
         self.fill_share = fill_share
         self.memory: dict[str, BaseMemory] = {}  # of bases that were counted; of others the constants say it
@@ -147,13 +155,51 @@ class CostModel:
         GPUs. P has the kernels' gain in it. t = sqrt(u^2 + floor_seconds^2), times the correction: far above
         the floor a micro-batch takes u, far below it the floor. Of the curves with one more constant that were tried over measured points
         of 128 to 8,192 tokens (`bench.cost_fit`) it is the nearest.
+
+        Of a base in G stages: a turn of G micro-batches of B / G tokens through stages that never wait, G times what one takes the slowest.
+        Nothing is exchanged; either end of a boundary copies a token's hidden states forward and their gradient back.
         """
         found, reach = self._of(base), _reach(gpus, nodes)
-        exchange = found.exchange(gpus, nodes)
+        stages = self._stages_on(base, gpus)
+        exchange = found.exchange(gpus, nodes) if stages is None else 0.0
         filled = found.launch_seconds + exchange + found.member_seconds * (members - 1) + tokens / (found.tokens_per_second * gpus)
         if found.floor_seconds:
             filled = math.sqrt(filled * filled + found.floor_seconds * found.floor_seconds)
+        if stages is not None:
+            boundaries = 2 if gpus == 2 else 4
+            filled = stages.slowest(gpus) * filled + boundaries * stages.boundary_bytes * tokens / self.stage_rates[nodes > 1]
         return self._corrections[base][reach] * self._ordered_factor(base) * filled
+
+    def _stages_on(self, base: str, gpus: int) -> StageRooms | None:
+        counted = self.memory.get(base)
+        return None if counted is None else counted.stages_on(gpus)
+
+    def is_cut(self, base: str, gpus: int) -> bool:
+        """Whether it lies in stages on so many GPUs."""
+        return self._stages_on(base, gpus) is not None
+
+    def seconds_through_stages(self, base: str, fewest: int, gpus: int, nodes: int, members: Sequence[tuple[float, float]]) -> float:
+        """Of a base that `is_cut`: until the tokens of `members` have gone through: so many each, and so many in its global batch.
+
+        In `fewest` micro-batches, or more where stages would wait, as a group cuts batches into slices and tries how many are fastest
+        (`group/nano_batching.py`): here as many as make up for what each takes besides its tokens, of 1,024 tokens or more. With p the part
+        of the tokens and b the global batches of the job that is waited for, N^2 = (S - 1) b * seconds of all tokens / (p * those).
+        """
+        tokens = sum([own for own, _ in members])
+        parts = [(own / tokens, own / batch) for own, batch in members]
+        part, batches = max(parts, key=lambda each: each[0] * fewest + each[1] * (gpus - 1))
+
+        def each(count: float) -> float:
+            return self.micro_batch_seconds(base, tokens / count * gpus, gpus, nodes, len(members)) / gpus
+
+        most = math.ceil(tokens / PLANNED_TOKENS[0])
+        if part < 1:
+            most = min(most, math.ceil((gpus - 1) * batches / (1 - part)))  # with so many none waits
+        if most > fewest:
+            work = (each(1) - each(most)) / (1 - 1 / most)
+            besides, waits = each(most) - work / most, (gpus - 1) * batches / part * work
+            fewest = max(fewest, round(math.sqrt(waits / besides)) if besides * most**2 > waits else most)
+        return turn_seconds(fewest, each(fewest), gpus, parts, LATENCY_SECONDS)
 
     def recompute_factor(self, base: str, layers: int) -> float:
         """By how much longer a micro-batch takes with so many layers recomputed, beyond those that are in every one."""
@@ -168,10 +214,11 @@ class CostModel:
 
     def largest_micro_batch(self, base: str, seconds: float, gpus: int, nodes: int, members: int) -> float:
         """Tokens over all `gpus` together of the micro-batch that takes so long: the inverse of `micro_batch_seconds`. Not above 0 where
-        none is so short."""
-        found, reach = self._of(base), _reach(gpus, nodes)
-        exchange = found.exchange(gpus, nodes)
+        none is so short. Over stages without copies, which a micro-batch of so many tokens takes besides."""
+        found, reach, stages = self._of(base), _reach(gpus, nodes), self._stages_on(base, gpus)
+        exchange = found.exchange(gpus, nodes) if stages is None else 0.0
         own = seconds / (self._corrections[base][reach] * self._ordered_factor(base))
+        own /= 1.0 if stages is None else stages.slowest(gpus)
         filled = math.sqrt(max(0.0, own * own - found.floor_seconds * found.floor_seconds))
         return (filled - found.launch_seconds - exchange - found.member_seconds * (members - 1)) * found.tokens_per_second * gpus
 
@@ -180,12 +227,19 @@ class CostModel:
         return tokens / self.micro_batch_seconds(base, tokens, gpus, nodes, members)
 
     def alone_step_seconds(self, base: str, tokens_per_step: float, gpus: int, nodes: int = 1) -> float:
-        """T0: seconds of an optimizer step of a job by itself, in as few equal micro-batches as the largest budget allows.
+        """T0: `lone_step_seconds` under the largest budget."""
+        return self.lone_step_seconds(base, self.budgets[-1] * gpus, gpus, nodes, tokens_per_step)
 
-        k * t(n / k, G) with k = ceil(n / (largest budget * G)).
+    def lone_step_seconds(self, base: str, token_budget: int, gpus: int, nodes: int, tokens: float) -> float:
+        """Seconds of an optimizer step of `tokens` of a job by itself, in as few equal micro-batches as the budget over all GPUs allows.
+
+        k * t(n / k, G) with k = ceil(n / budget); of a base in stages, `seconds_through_stages`.
         """
-        count = math.ceil(tokens_per_step / (self.budgets[-1] * gpus))
-        return count * self.micro_batch_seconds(base, tokens_per_step / count, gpus, nodes, 1)
+        if self.is_cut(base, gpus):
+            fewest = max(gpus, math.ceil(tokens * gpus / token_budget))
+            return self.seconds_through_stages(base, fewest, gpus, nodes, [(tokens, tokens)])
+        count = math.ceil(tokens / token_budget)
+        return count * self.micro_batch_seconds(base, tokens / count, gpus, nodes, 1)
 
     def room_bytes(self, base: str) -> float:
         """What may be planned for of a GPU of which nothing else is known: a share of the one whose constants the base has."""

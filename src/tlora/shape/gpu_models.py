@@ -103,6 +103,12 @@ class GpuModel:
         return int(GPU_SHARE * self.memory_bytes)
 
 
+def link_rate(one: GpuModel, other: GpuModel) -> float:
+    """Bytes a second between two GPUs: peers' copies, else through pinned memory of the host."""
+    peer = min(one.peer_gb_per_second, other.peer_gb_per_second)
+    return 1e9 * (peer or min(one.slower_link_gb_per_second, other.slower_link_gb_per_second))
+
+
 def rated_as(name: str, plain: bool) -> str:
     """What predicted speeds of a GPU called `name` are those of, of which none was measured."""
     return f"extrapolated for {name}{' on the plain path' if plain else ''}"

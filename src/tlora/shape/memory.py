@@ -187,6 +187,15 @@ class StageRooms(Protocol):
         """Weights of the fullest of 2, 3, ... equal stages."""
         ...
 
+    @property
+    def boundary_bytes(self) -> int:
+        """Of a token's hidden states, which one stage sends to the next."""
+        ...
+
+    def slowest(self, stages: int) -> float:
+        """How many times as long as an even part of the base's layers and head the slowest of so many equal stages takes."""
+        ...
+
     def equal(self, stages: int, tokens: float, recomputed: int) -> float:
         """Bytes of weights and micro-batches of so many tokens, with so many layers recomputed, on the fullest of so many equal stages."""
         ...
@@ -219,20 +228,20 @@ class BaseMemory:
         """Of stages on GPUs with these speeds and limits, in their order: the bytes that equal GPUs need for equal stages with as much room
         for jobs. No less than the smallest has, where that is enough for any: `BaseParts.cut_for_any`.
         """
-        stages = self._stages_on(len(limits))
+        stages = self.stages_on(len(limits))
         return min(limits) if stages is None else stages.room(speeds, limits, self._most_recomputed)
 
     def bytes_on(self, gpus: int, tokens: float, room_bytes: float, *, recomputed: bool = False) -> float:
         """Of weights and a micro-batch of so many tokens on each of `gpus` that have so much room, with as many layers recomputed as are
         ordered, or else as there are.
         """
-        if (stages := self._stages_on(gpus)) is not None:
+        if (stages := self.stages_on(gpus)) is not None:
             return stages.equal(gpus, tokens, self._most_recomputed if recomputed else self.ordered_layers)
         return self.weights(gpus, room_bytes) + self.fixed_bytes + (self.least_token_bytes if recomputed else self.token_bytes) * tokens
 
     def least_layers(self, gpus: int, tokens: float, room_bytes: float, beside_bytes: float) -> int:
         """The fewest layers whose recomputation makes room for a micro-batch of `tokens` and `beside_bytes` on each of `gpus`."""
-        if (stages := self._stages_on(gpus)) is not None:
+        if (stages := self.stages_on(gpus)) is not None:
             tried = range(self.ordered_layers, self._most_recomputed)
             more = bisect_left(tried, True, key=lambda layers: stages.equal(gpus, tokens, layers) + beside_bytes <= room_bytes)
             return min(self.num_layers, (self.ordered_layers + more) * gpus) if more else self.ordered_layers  # each recomputes as many
@@ -241,7 +250,8 @@ class BaseMemory:
             return self.ordered_layers
         return min(self.num_layers, math.ceil(excess / (self._saved_bytes * tokens) * (1 - _ROUNDING)))
 
-    def _stages_on(self, gpus: int) -> StageRooms | None:
+    def stages_on(self, gpus: int) -> StageRooms | None:
+        """In which it always lies on so many GPUs; None where it lies otherwise."""
         return self.stages if gpus > 1 and self.in_stages else None
 
     @property

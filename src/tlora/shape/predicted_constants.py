@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tlora.job import LinkSetting
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.cost import BaseConstants, scaled_constants
-from tlora.shape.gpu_models import GpuModel, find_gpu
+from tlora.shape.gpu_models import GpuModel, find_gpu, link_rate
 from tlora.shape.hardware import EXTRAPOLATED, LIVE_GPU, cost_model, nearest_of
 from tlora.shape.token_cost import token_cost_on
 from tlora.shape.work import sample_work
@@ -39,6 +40,17 @@ def live_constants(base_bytes: float, parts: BaseParts | None = None, gpu: GpuMo
     if parts is None or (gpu.flops == usual and abs(math.log(like.base_bytes / base_bytes)) < _SAME_BYTES):
         return scaled_constants(like, gpu.flops / usual) if gpu.flops != usual else like
     return predicted_constants(parts, gpu, like)
+
+
+def live_stage_rates(gpu: GpuModel | None, links: LinkSetting = "auto") -> tuple[float, float]:
+    """`CostModel.stage_rates` of GPUs of a model, by what `tlora plan` has: inside a host, and between two. None is a CPU, whose processes
+    share memory.
+    """
+    if gpu is None:
+        return math.inf, HOST_LINK_BYTES_PER_SECOND
+    linked = replace(gpu, peer_gb_per_second=0.0) if links == "host" else gpu
+    inside = link_rate(linked, linked)
+    return inside, min(inside, HOST_LINK_BYTES_PER_SECOND)
 
 
 def is_predicted(constants: BaseConstants) -> bool:

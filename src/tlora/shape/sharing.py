@@ -31,19 +31,25 @@ def even_sample_tokens(profile: JobProfile) -> int:
 def group_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, members: Sequence[Member]) -> list[float]:
     """Seconds between optimizer steps of each member, in their order, when all share by weight. `token_budget` is over all GPUs.
 
-    A member by itself has no neighbours to be packed with: k * t(n / k), k = ceil(n / B), which is `alone_step_seconds` where n <= B.
+    A member by itself has no neighbours to be packed with: `lone_step_seconds`.
     """
     if len(members) == 1:
-        return [lone_step_seconds(cost, base, token_budget, gpus, nodes, members[0].tokens_per_step)]
+        return [cost.lone_step_seconds(base, token_budget, gpus, nodes, members[0].tokens_per_step)]
     return shared_seconds(cost, base, token_budget, gpus, nodes, members)[1]
 
 
 def shared_seconds(
     cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, members: Sequence[Member]
 ) -> tuple[float, list[float]]:
-    """Of several members: seconds of a micro-batch, t(E), and between optimizer steps of each, n_j * t(E) / x_j (`fill`)."""
+    """Of several members: seconds of a micro-batch, t(E), and between optimizer steps of each, n_j * t(E) / x_j (`fill`). Over a base in S
+    stages it is S micro-batches of B / S.
+    """
     filled, shares = fill(cost.fill_share, token_budget, gpus, members)
-    seconds = cost.micro_batch_seconds(base, filled, gpus, nodes, len(members))
+    if cost.is_cut(base, gpus):
+        batches = [(share, member.tokens_per_step) for member, share in zip(members, shares, strict=True)]
+        seconds = cost.seconds_through_stages(base, gpus, gpus, nodes, batches)
+    else:
+        seconds = cost.micro_batch_seconds(base, filled, gpus, nodes, len(members))
     return seconds, [seconds * (member.tokens_per_step / share) for member, share in zip(members, shares, strict=True)]
 
 
@@ -86,12 +92,6 @@ def fill(fill_share: float, token_budget: int, gpus: int, members: Sequence[Memb
 def _whole(tokens: float, sample: int) -> float:
     """As many of them as whole samples take; 0 where samples are of several lengths, or none fits."""
     return tokens // sample * sample if sample else 0.0
-
-
-def lone_step_seconds(cost: CostModel, base: str, token_budget: int, gpus: int, nodes: int, tokens: float) -> float:
-    """`group_step_seconds` of a member by itself, with `tokens` in a step."""
-    count = math.ceil(tokens / token_budget)
-    return count * cost.micro_batch_seconds(base, tokens / count, gpus, nodes, 1)
 
 
 def fastest_step_seconds(cost: CostModel, base: str, tokens: float, most_gpus: int, gpus_per_node: int) -> float:

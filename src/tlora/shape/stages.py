@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 LEAST_STAGES = 2  # of a base that is ordered in stages
+# Between two stages, besides the copies: a thread is woken by the device's event and sets a word, at which the other end looks each 0.1 ms
+# (`sharing/channel.py`); that launches about 20 copies and kernels, 6 us each (bench/results/h200_f960408_calibrated.json), and a graph.
+LATENCY_SECONDS = 5e-4
 
 
 @dataclass(frozen=True)

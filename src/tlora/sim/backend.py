@@ -34,6 +34,7 @@ from tlora.sim.machines import ClusterShape, Machines
 from tlora.sim.mapping import MappedJob
 from tlora.sim.records import FinalState, GroupSpan, Sample
 from tlora.sim.simulated_job import SimulatedJob
+from tlora.sim.stages import memory_found
 
 SETTLED_SECONDS = 900.0  # ticks continue this long after the last change if no job waits
 MOST_TICKS = 16  # the most that the time between ticks grows to while they change nothing, in times of its own
@@ -63,6 +64,8 @@ class SimulatedCluster:
         self._changed_at, self._tick_at, self._tick_gap = 0.0, shape.tick_seconds, shape.tick_seconds
         self._machines = Machines(shape, conditions)
         self._outbox: list[Event] = [*self._machines.added()]
+        if (told := memory_found(cost, shape.num_gpus)) is not None:
+            self._outbox.append(told)
         self._unsampled = False
         self._tokens_per_second = self._useful_gpus = 0.0  # for the next sample
 

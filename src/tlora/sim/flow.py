@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tlora.protocol import JobGroup
 from tlora.shape.cost import CostModel
 from tlora.shape.moves import can_change
-from tlora.shape.sharing import Member, even_sample_tokens, lone_step_seconds, shared_seconds
+from tlora.shape.sharing import Member, even_sample_tokens, shared_seconds
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import Machines
 from tlora.sim.simulated_job import SimulatedJob
@@ -130,7 +130,7 @@ def _share(flow: GroupFlow, now: float, cost: CostModel, conditions: Conditions)
     base, budget = wanted.base_model, wanted.plan.token_budget
     if len(jobs) == 1:
         tokens = jobs[0].tokens_per_step
-        seconds = [lone_step_seconds(cost, base, budget, count, flow.num_nodes, tokens)]
+        seconds = [cost.lone_step_seconds(base, budget, count, flow.num_nodes, tokens)]
         flow.micro_batch_seconds = seconds[0] / math.ceil(tokens / budget)
     else:
         members = [Member(job.tokens_per_step, job.weight, even_sample_tokens(job.spec.profile)) for job in jobs]

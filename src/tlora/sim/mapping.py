@@ -28,12 +28,36 @@ _T = TypeVar("_T")
 # Two bases of one shape, as in the reference (tLoRA); the base whose constants each has, for `shape.hardware.cost_model`.
 BASES = {"llama-3-8b": "llama-3-8b", "llama-3-8b-instruct": "llama-3-8b"}
 
-# By their config.json: hidden size, features of all queries, of all keys, between the linears of the MLP, and layers.
-_SHAPES = {
-    "qwen3-0.6b": (1024, 2048, 1024, 3072, 28),
-    "qwen3-1.7b": (2048, 2048, 1024, 6144, 28),
-    "llama-3-8b": (4096, 4096, 1024, 14336, 32),
-    "llama-3-70b": (8192, 8192, 1024, 28672, 80),
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """By a base's config.json: hidden size, features of all queries, of all keys, between the linears of the MLP, layers, and rows of the
+    embedding. `tied`: the head is the embedding.
+    """
+
+    hidden: int
+    queries: int
+    keys: int
+    between: int
+    layers: int
+    vocabulary: int
+    tied: bool = False
+
+    @property
+    def attention_features(self) -> int:
+        """Into and out of the linears of a layer's attention."""
+        return 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
+
+    @property
+    def mlp_features(self) -> int:
+        return 3 * (self.hidden + self.between)
+
+
+SHAPES = {
+    "qwen3-0.6b": DecoderShape(1024, 2048, 1024, 3072, 28, 151_936, tied=True),
+    "qwen3-1.7b": DecoderShape(2048, 2048, 1024, 6144, 28, 151_936, tied=True),
+    "llama-3-8b": DecoderShape(4096, 4096, 1024, 14336, 32, 128_256),
+    "llama-3-70b": DecoderShape(8192, 8192, 1024, 28672, 80, 128_256),
 }
 
 # Mean length of a job's samples, in tokens: lognormal, and clipped.
@@ -160,10 +184,8 @@ def draw_lora(trace_name: str, row: TraceJob, seed: int, rules: DrawRules) -> Lo
 
 def adapter_parameters(rank: int, targets: Targets, base: str = "llama-3-8b") -> int:
     """Trained parameters of a LoRA: rank * (in + out) of each linear. On Llama 3 8B 2.62 M per rank on all of them, 0.85 M on attention."""
-    hidden, queries, keys, between, layers = _SHAPES[base]
-    attention = 2 * (hidden + queries) + 2 * (hidden + keys)
-    mlp = 3 * (hidden + between) if targets == "all-linear" else 0
-    return rank * layers * (attention + mlp)
+    shape = SHAPES[base]
+    return rank * shape.layers * (shape.attention_features + (shape.mlp_features if targets == "all-linear" else 0))
 
 
 @functools.cache

@@ -178,6 +178,10 @@ def _settings(scenario: Scenario) -> dict[str, object]:
     """What the command set, where it is not as usual."""
     draws = "as the reference" if scenario.paper else "mixed" if scenario.mixed else "default"
     settings: dict[str, object] = {"GPU": scenario.gpu, "draws": draws}
+    if scenario.layout != "auto":
+        settings["layout"] = scenario.layout
+    if scenario.memory_limit is not None:
+        settings["memory limit"] = scenario.memory_limit
     if scenario.delta is not None:
         settings["delta"] = scenario.delta
     if scenario.kappa is not None:

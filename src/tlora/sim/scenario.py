@@ -1,8 +1,4 @@
-"""What a simulation is given: trace, cluster, policy, load, seed, constants, conditions; and the jobs and costs that follow.
-
-What filters a trace or changes its arrivals gives a new `Trace` that says what was done to it; names, and so what is drawn for a job, stay
-as they are.
-"""
+"""What a simulation is given: trace, cluster, policy, load, seed, constants, conditions; and the jobs and costs that follow."""
 
 from __future__ import annotations
 
@@ -10,10 +6,14 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
+from typing import Literal, get_args
 
+from pydantic import TypeAdapter, ValidationError
+
+from tlora.byte_size import Bytes
 from tlora.errors import ConfigError, DataError
 from tlora.file_identity import FileIdentity, identity_of
 from tlora.jobs_file.spelling import suggest
@@ -22,20 +22,28 @@ from tlora.scheduler.admission import why_never
 from tlora.scheduler.policies import POLICIES
 from tlora.scheduler.settings import Settings
 from tlora.scheduler.state import ClusterState
+from tlora.shape import GPU_SHARE
 from tlora.shape.cost import BaseConstants, CostModel
+from tlora.shape.gpu_models import find_gpu
 from tlora.shape.hardware import LIVE_GPU, cost_model, load_constants, nearest_of
+from tlora.shape.predicted_constants import live_stage_rates
+from tlora.sim.arrivals import at_load, compressed, first, natural_load, only, span_seconds
 from tlora.sim.conditions import Conditions
 from tlora.sim.machines import ClusterShape, Machines
-from tlora.sim.mapping import BASES, RULES, DrawRules, MappedJob, logged_jobs, mapped_jobs
-from tlora.sim.trace import SHIPPED, Trace, end_of, find_trace, is_directory, is_event_log, read_event_log, read_trace, rebased
+from tlora.sim.mapping import BASES, RULES, SHAPES, DrawRules, MappedJob, logged_jobs, mapped_jobs
+from tlora.sim.stages import asking_for_stages, memory_found, staged_memory
+from tlora.sim.trace import SHIPPED, end_of, find_trace, is_directory, is_event_log, read_event_log, read_trace
 from tlora.version import __version__
-from tlora.wording.numbers import quantity
+from tlora.wording.numbers import are, quantity
 
+SimulatedLayout = Literal["auto", "stages"]
+LAYOUTS: tuple[SimulatedLayout, ...] = get_args(SimulatedLayout)
 KERNELS = ("tlora", "peft", "trl")  # ours, and without the kernels' gain: PEFT at its best, and as TRL runs it, packed
 NO_BOUND = 1e6  # a slowdown that no job ever has, for delta = inf: needs are divided by it, and infinity would make them 0
 CONSTANTS = tuple(f.name for f in fields(BaseConstants) if f.name != "source")
 MOST_GPUS = 1_000_000
 _STATES_NAMED = 5
+_CARD = "h200"  # that all sets of constants are of
 _NODES = re.compile(r"(\d{1,7})x(\d{1,7})")
 
 
@@ -45,8 +53,9 @@ class Scenario:
 
     `load` None: arrivals as recorded. `jobs`: only so many, the first. `delta`: every job's bound on its slowdown, instead of its own.
     `kappa`: saturated tokens/s of our kernels over PEFT's, instead of the measured. `scale`: factors on constants of all kernels.
-    `paper`: ranks and batches drawn as the reference draws them; `mixed`: jobs as recipes have them, over four bases. `closed`: all jobs
-    are submitted at once, ignoring the trace's times.
+    `layout`: where bases lie, whole on each GPU ("auto") or in stages; `memory_limit`: bytes of a GPU that may be planned for, fewer than
+    it has. `paper`: ranks and batches drawn as the reference draws them; `mixed`: jobs as recipes have them, over four bases. `closed`:
+    all jobs are submitted at once, ignoring the trace's times.
     """
 
     trace: str = "ee9e8c"
@@ -64,6 +73,8 @@ class Scenario:
     paper: bool = False
     mixed: bool = False
     closed: bool = False
+    layout: SimulatedLayout = "auto"
+    memory_limit: int | None = None
     conditions: Conditions = field(default_factory=Conditions)
 
     @property
@@ -93,6 +104,24 @@ def contender(text: str, kernels: str) -> tuple[str, str]:
     if slash and behind not in KERNELS:
         raise ConfigError(f"policy {text!r}: there are no kernels {behind!r}; {suggest(behind, KERNELS)}")
     return name, behind or kernels
+
+
+def layout_named(text: str) -> SimulatedLayout:
+    """Raises ConfigError for a layout that is not simulated."""
+    known: dict[str, SimulatedLayout] = {layout: layout for layout in LAYOUTS}
+    if text not in known:
+        raise ConfigError(f"layout {text!r}: bases are simulated whole on each GPU (auto) or in stages; {suggest(text, LAYOUTS)}")
+    return known[text]
+
+
+def memory_of(text: str | None) -> int | None:
+    """Bytes, from "24GiB". Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        return TypeAdapter[int](Bytes).validate_python(text)
+    except ValidationError:
+        raise ConfigError(f"memory limit {text!r}: is no number of bytes. Write such as 24GiB") from None
 
 
 def check_names(scenario: Scenario) -> None:
@@ -132,15 +161,12 @@ def num_nodes(gpus: int, gpus_per_node: int) -> int:
 
 def cost_of(scenario: Scenario, kernels: str) -> CostModel:
     """What the cluster's bases cost under `kernels`, with the scenario's changes to the constants."""
-    measured = load_constants().get(scenario.gpu, {}).get(kernels, {})
-    bases = {name: name for name in measured} | BASES
-    if measured:
-        bases |= {name: nearest_of(measured, size) for name, size in _logged_bases(scenario).items() if name not in bases}
-    cost = cost_model(scenario.gpu, kernels, bases, dict(scenario.scale))
+    bases = _like(scenario, kernels)
+    cost = _with_layout(scenario, cost_model(scenario.gpu, kernels, bases, dict(scenario.scale)), bases)
     if scenario.kappa is None or kernels != "tlora":
         return cost
     plain = cost_of(scenario, "peft").constants
-    return CostModel(
+    assumed = CostModel(
         {
             name: replace(
                 constants,
@@ -149,8 +175,48 @@ def cost_of(scenario: Scenario, kernels: str) -> CostModel:
             )
             for name, constants in cost.constants.items()
             if name in plain
-        }
+        },
+        stage_rates=cost.stage_rates,
     )
+    assumed.memory = {name: memory for name, memory in cost.memory.items() if name in plain}
+    return assumed
+
+
+def _with_layout(scenario: Scenario, cost: CostModel, like: Mapping[str, str]) -> CostModel:
+    """With the memory limit, and bases in stages where that is ordered. `like`: the base with constants that each costs as. Stages send
+    through the host's memory: GPUs that read each other's have no use for them.
+    """
+    constants, limit = cost.constants, scenario.memory_limit
+    if limit is not None:
+        told = f"memory limit of {limit / 2**30:.4g} GiB"
+        for name, own in constants.items():
+            if limit > own.gpu_bytes * GPU_SHARE:
+                raise ConfigError(f"memory limit {limit:,}: a run may use {own.gpu_bytes * GPU_SHARE / 2**30:.1f} GiB of a GPU. Give less")
+            constants[name] = replace(own, gpu_bytes=limit / GPU_SHARE, source={**own.source, "gpu_bytes": told})
+    if scenario.layout != "stages":
+        return CostModel(constants) if limit is not None else cost
+    staged = CostModel(constants, stage_rates=live_stage_rates(find_gpu(_CARD), "host"))
+    staged.memory = {
+        name: staged_memory(SHAPES[like[name]], own.base_bytes, own.activation_bytes_per_token) for name, own in constants.items()
+    }
+    return staged
+
+
+def _asking(scenario: Scenario, jobs: list[MappedJob]) -> list[MappedJob]:
+    """What the jobs ask for where bases lie in stages; by our kernels, whose constants all bases have."""
+    if scenario.layout != "stages":
+        return jobs
+    shapes = {name: SHAPES[base] for name, base in _like(scenario, "tlora").items()}
+    return asking_for_stages(jobs, cost_of(scenario, "tlora"), scenario.num_gpus, shapes)
+
+
+def _like(scenario: Scenario, kernels: str) -> dict[str, str]:
+    """By base, the one whose constants it has."""
+    measured = load_constants().get(scenario.gpu, {}).get(kernels, {})
+    bases = {name: name for name in measured} | BASES
+    if measured:
+        bases |= {name: nearest_of(measured, size) for name, size in _logged_bases(scenario).items() if name not in bases}
+    return bases
 
 
 def _logged_bases(scenario: Scenario) -> dict[str, int]:
@@ -173,14 +239,14 @@ def scene_of(scenario: Scenario) -> Scene:
     """Reads the trace and makes its rows jobs. Raises DataError and ConfigError."""
     if scenario.closed:
         return _closed(scenario)
-    anchor = cost_of(scenario, "peft")
+    anchor = cost_of(replace(scenario, layout="auto"), "peft")
     if scenario.trace not in SHIPPED and is_event_log(scenario.trace):
         return _logged_scene(scenario, anchor)
     trace = read_trace(scenario.trace)
     if scenario.jobs is not None:
         trace = first(trace, scenario.jobs)
     rules = _rules_of(scenario, anchor)
-    jobs = mapped_jobs(trace, anchor, scenario.seed, scenario.gpus_per_node, rules)
+    jobs = _asking(scenario, mapped_jobs(trace, anchor, scenario.seed, scenario.gpus_per_node, rules))
     rejected, warnings = _rejected(scenario, jobs)
     admitted = only(trace, {job.job_id for job in trace.jobs} - set(rejected)) if rejected else trace
     if scenario.load is not None:
@@ -239,7 +305,7 @@ def _logged_scene(scenario: Scenario, anchor: CostModel) -> Scene:
     if scenario.load is not None:
         raise ConfigError(f"load {scenario.load:g}: {scenario.trace} is an event log, which is replayed as it happened. Leave the load out")
     name, path = find_trace(scenario.trace)
-    jobs = logged_jobs(read_event_log(path), anchor, scenario.gpus_per_node)[: scenario.jobs]
+    jobs = _asking(scenario, logged_jobs(read_event_log(path), anchor, scenario.gpus_per_node)[: scenario.jobs])
     if not jobs:
         raise ConfigError(f"{path}: no job was submitted in this event log. Give one with jobs")
     rejected, warnings = _rejected(scenario, jobs)
@@ -249,6 +315,11 @@ def _logged_scene(scenario: Scenario, anchor: CostModel) -> Scene:
             like = nearest_of(constants, size)
             size_text = f"{size / 1e9:.3g} GB"
             warnings.append(f"{base!r} ({size_text}) has no constants on {scenario.gpu}: it costs what {like} does, the nearest in size")
+    if scenario.layout == "auto" and (parted := sum(job.job.least_gpus > 1 for job in jobs)):
+        warnings.append(
+            f"{quantity(parted, 'job')} asked for several GPUs to hold a base in parts, and {are(parted)} simulated with all of it on "
+            "each. For stages give --layout stages, and as --memory-limit what a run might use of those GPUs"
+        )
     admitted = [job for job in jobs if job.job.job_id not in rejected]
     span = admitted[-1].submit_seconds - admitted[0].submit_seconds
     asked = math.fsum(job.job.gpus * job.replayed_seconds for job in admitted)
@@ -307,60 +378,6 @@ def _empty_cluster(shape: ClusterShape, cost: CostModel) -> ClusterState:
     state = ClusterState(cost)
     for node in Machines(shape, Conditions()).added():
         state.add_node(node.node, node.rack, node.gpus)
+    if (told := memory_found(cost, shape.num_gpus)) is not None:
+        state.find_memory(told.gpus, told.memory_bytes)
     return state
-
-
-LOADS = (0.001, 1000.0)  # the least and the most that can be asked for
-
-
-def first(trace: Trace, count: int) -> Trace:
-    """The `count` jobs that were submitted first."""
-    if count < 1:
-        raise ConfigError(f"the first {count} jobs of a trace are none. Ask for 1 or more")
-    return replace(trace, jobs=rebased(trace.jobs[:count]), filters=(*trace.filters, f"first {quantity(count, 'job')}"))
-
-
-def only(trace: Trace, job_ids: Collection[str]) -> Trace:
-    """These of its jobs, at the times that they have."""
-    return replace(trace, jobs=tuple(job for job in trace.jobs if job.job_id in job_ids))
-
-
-def span_seconds(trace: Trace) -> float:
-    """From the first submission to the last."""
-    return trace.jobs[-1].submit_seconds - trace.jobs[0].submit_seconds
-
-
-def demand_gpus(trace: Trace) -> float:
-    """Mean number of GPUs that the jobs keep busy: sum(gpus * duration) / span. Raises ConfigError where all came at one moment."""
-    span = span_seconds(trace)
-    if span == 0:
-        raise ConfigError(
-            f"{trace.name}: all of its jobs ({len(trace.jobs)}) were submitted at one moment, so that it has no load. Take more of its jobs"
-        )
-    return math.fsum(job.gpus * job.duration_seconds for job in trace.jobs) / span
-
-
-def natural_load(trace: Trace, gpus: int) -> float:
-    """`demand_gpus` as a share of a cluster of `gpus`: above 1 the queue grows without end."""
-    if gpus < 1:
-        raise ConfigError(f"a cluster of {gpus} GPUs runs nothing. Give it 1 or more")
-    return demand_gpus(trace) / gpus
-
-
-def compressed(trace: Trace, factor: float) -> Trace:
-    """All times of submission divided by `factor`; run times stay. Below 1 the arrivals are stretched."""
-    if not (0 < factor < math.inf):
-        raise ConfigError(f"arrivals cannot be compressed by {factor}. Give a number above 0")
-    jobs = tuple(replace(job, submit_seconds=job.submit_seconds / factor) for job in trace.jobs)
-    return replace(trace, jobs=jobs, compression=trace.compression * factor)
-
-
-def at_load(trace: Trace, gpus: int, load: float, counted: Trace | None = None) -> Trace:
-    """The trace compressed, or stretched, so that its load on `gpus` GPUs is `load`; by how much stands in `compression`.
-
-    `counted` are those of its jobs that make the load, all if None.
-    """
-    least, most = LOADS
-    if not least <= load <= most:
-        raise ConfigError(f"a load of {load} cannot be had. Give a number from {least:g} to {most:g}, such as 0.9")
-    return compressed(trace, load / natural_load(counted or trace, gpus))

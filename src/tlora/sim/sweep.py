@@ -21,9 +21,10 @@ from typing import Any, TypeVar, cast
 from tlora.errors import CapacityError, ConfigError, DataError
 from tlora.jobs_file.spelling import suggest
 from tlora.processes import LostProcessError, Pool, num_cores, open_pool
+from tlora.sim.arrivals import LOADS
 from tlora.sim.conditions import MOST_HALF_LIFE_SECONDS
 from tlora.sim.outputs import held, write_result
-from tlora.sim.scenario import CONSTANTS, LOADS, MOST_GPUS, Scenario, contender, inputs_digest, num_nodes
+from tlora.sim.scenario import CONSTANTS, MOST_GPUS, Scenario, contender, inputs_digest, num_nodes
 
 Value = float | int | str
 Axes = Mapping[str, tuple[Value, ...]]
@@ -191,7 +192,7 @@ SweepRow = dict[str, Cell]
 
 FORMATS = (".csv", ".parquet")
 _GO_ON = "Free space or change its mode there, and run the same command again: it goes on from the rows that it has"
-_TEXTS = ("trace", "inputs", "gpu", "policy", "kernels")
+_TEXTS = ("trace", "inputs", "gpu", "layout", "policy", "kernels")
 
 
 def run_sweep(
@@ -237,6 +238,8 @@ def setting_cells(scenario: Scenario, inputs: str) -> SweepRow:
         "paper": float(scenario.paper),
         "mixed": float(scenario.mixed),
         "closed": float(scenario.closed),
+        "layout": scenario.layout,
+        "memory_limit": scenario.memory_limit,
         "gpu": scenario.gpu,
         "gpus": scenario.num_gpus,
         "gpus_per_node": scenario.gpus_per_node,
