@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora.batching.dispatch import Rank, dispatch, lower_bound
+from tlora.batching.dispatch import Rank, dispatch
 from tlora.batching.replicas import cut
 from tlora.errors import CapacityError
 
@@ -66,7 +66,7 @@ def test_it_follows_from_the_values_alone(problem: tuple[list[float], list[Rank]
 
 @given(problems(most_items=6, most_ranks=3))
 def test_nothing_beats_the_lower_bound(problem: tuple[list[float], list[Rank]]) -> None:
-    assert lower_bound(*problem) <= least_end(*problem) * ROUNDING
+    assert dispatch(*problem).lower_bound <= least_end(*problem) * ROUNDING
 
 
 @given(st.lists(st.integers(1, 64).map(float), min_size=1, max_size=7), st.integers(1, 3))
@@ -77,7 +77,7 @@ def test_equal_ranks_end_within_four_thirds_of_the_best(seconds: list[float], co
 
 @given(SECONDS, st.integers(1, 6))
 def test_the_bound_of_equal_ranks_is_an_equal_share_or_the_longest(seconds: list[int], count: int) -> None:
-    assert lower_bound(seconds, [Rank()] * count) == pytest.approx(max(sum(seconds) / count, *seconds))
+    assert dispatch(seconds, [Rank()] * count).lower_bound == pytest.approx(max(sum(seconds) / count, *seconds))
 
 
 @given(SECONDS, st.integers(1, 9))
@@ -97,8 +97,8 @@ def test_unequal_ranks_share_by_speed_and_by_what_fits() -> None:
     found = dispatch([9.0, *[3.0] * 8], [fast, slow])
     assert 0 in found.items[0] and found.ends == (9.0, 6.0)
     assert found.lower_bound == pytest.approx(33 / 4)
-    assert lower_bound([9.0, 1.0], [fast, slow]) == pytest.approx(3.0), "the long item is computed by the fast rank or not at all"
-    assert lower_bound([9.0, 1.0], [Rank(3.0, holds=[1]), Rank(1.0)]) == pytest.approx(9.0), "or by the slow one"
+    assert dispatch([9.0, 1.0], [fast, slow]).lower_bound == pytest.approx(3.0), "the long item is computed by the fast rank or not at all"
+    assert dispatch([9.0, 1.0], [Rank(3.0, holds=[1]), Rank(1.0)]).lower_bound == pytest.approx(9.0), "or by the slow one"
 
 
 @pytest.mark.parametrize("slow", [0.1, 0.4, 0.85])

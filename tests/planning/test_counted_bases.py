@@ -88,7 +88,7 @@ def test_short_samples_of_a_hybrid_take_chunks_of_their_own(dtype: str, tmp_path
     assert counted(640, longest=16).samples_per_token == 0, "none comes here"
     assert long.activation_bytes(8192) == memory.activation_bytes(8192)
     more = max(phase.sample_bytes for phase in memory.phases) * 8192 * (1 / 16 - 1 / 64)
-    assert more > 0 and short.activation_bytes(8192) >= memory.phases[-1].at(8192, 0) + more - 1
+    assert more > 0 and short.activation_bytes(8192) >= memory.phases[-1].fixed_bytes + 8192 * memory.phases[-1].token_bytes(0) + more - 1
     assert 0 < short.most_tokens(1 << 30, 0) < long.most_tokens(1 << 30, 0)
     assert counting_jobs(short, [], deterministic=False).activation_bytes(8192) == memory.activation_bytes(8192), "of these jobs alone"
     assert short.alone() == memory

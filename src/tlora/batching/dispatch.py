@@ -71,17 +71,13 @@ def dispatch(seconds: Sequence[float], ranks: Sequence[Rank]) -> Dispatch:
     return Dispatch(tuple(tuple(sorted(own)) for own in items), tuple(ends), _lower_bound(seconds, ranks, permitted))
 
 
-def lower_bound(seconds: Sequence[float], ranks: Sequence[Rank]) -> float:
+def _lower_bound(seconds: Sequence[float], ranks: Sequence[Rank], permitted: Sequence[tuple[int, ...]]) -> float:
     """Before which no dispatch ends: max(total / R, largest), and what stands in its place for unequal ranks.
 
     For each set S of ranks that the permitted ones of some item are: the k longest items that may go nowhere but into S are on at most k
     of its ranks, so they end no earlier than their seconds over the k greatest speeds, for each k below |S|; and all of them no earlier
     than T with sum over S of speed * max(0, T - busy) = their seconds. Nor does all end before each rank is free.
     """
-    return _lower_bound(seconds, ranks, _permitted(len(seconds), ranks))
-
-
-def _lower_bound(seconds: Sequence[float], ranks: Sequence[Rank], permitted: Sequence[tuple[int, ...]]) -> float:
     bound = max((rank.busy_seconds for rank in ranks), default=0.0)
     groups: dict[tuple[int, ...], list[float]] = {}
     for own, group in zip(seconds, permitted, strict=True):

@@ -162,10 +162,6 @@ class RemoteWorker:
         return not (self.stopping or self.doomed)
 
     @property
-    def generation(self) -> int:
-        return self._want.generation
-
-    @property
     def group_id(self) -> str:
         """The group that it was last told to run; "" for none."""
         return self._want.group.group_id if self._want.group is not None else ""

@@ -64,6 +64,16 @@ class Prepared:
     def reports(self) -> list[DataReport]:
         return [report for report in (self.report, self.eval_report) if report is not None]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample that is trained or evaluated on."""
+        return max(int(one.lengths.max()) for one in (self.train, self.eval) if one is not None)
+
+    @property
+    def longest_sequence(self) -> int:
+        """The same of the sequences that samples have."""
+        return max(int(one.longest_sequences.max()) for one in (self.train, self.eval) if one is not None)
+
     def warnings(self) -> list[str]:
         """Warnings about this data, one per line, without the `template_changes` of its reports."""
         lines = [f"tokenized data in the cache was damaged and has been made again ({damage})" for damage in self.remade]

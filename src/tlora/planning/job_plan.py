@@ -60,7 +60,7 @@ def plan_job(spec: JobSpec, data: Prepared | DataError, model: SuperModel, resum
 def _take_data(job: PlannedJob, data: Prepared | DataError, model: Any) -> None:
     if isinstance(data, DataError):
         raise data
-    job.data, job.longest = data, longest_sample(data)
+    job.data, job.longest = data, data.longest
     job.spec = job.spec.model_copy(update={"data": data.data})
     job.warnings += (
         _rate_warnings(job.spec)
@@ -89,9 +89,7 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
 
 def _check_length(job: PlannedJob, model: SuperModel) -> None:
     """Samples that the base cannot take at all, or only by changing the other jobs' results."""
-    sets = [found for found in (job.data.train, job.data.eval) if found is not None] if job.data else []
-    longest = max((int(found.longest_sequences.max()) for found in sets), default=0)
-    check_length(model.limits, longest)
+    check_length(model.limits, job.data.longest_sequence if job.data is not None else 0)
 
 
 def _rate_warnings(spec: JobSpec) -> list[str]:
@@ -165,11 +163,6 @@ def _rank_warnings(layout: AdapterLayout) -> list[str]:
     return [
         f"rank {s.rank} is larger than {s.module} ({s.in_features} to {s.out_features}): it can be trained, but a lower one says as much"
     ]
-
-
-def longest_sample(data: Prepared) -> int:
-    """Tokens of the longest sample that is trained or evaluated on."""
-    return max(int(found.lengths.max()) for found in (data.train, data.eval) if found is not None)
 
 
 def start_ahead(jobs: Sequence[PlannedJob], dtype: torch.dtype) -> dict[str, Future[AdapterState]]:

@@ -26,13 +26,11 @@ def _sketch(spec: JobSpec, base: BaseShape, data: Prepared | DataError) -> Plann
     try:
         if isinstance(data, DataError):
             raise data
-        sets = [one for one in (data.train, data.eval) if one is not None]
-        longest, sequence = (max(int(getattr(one, name).max()) for one in sets) for name in ("lengths", "longest_sequences"))
-        check_length(base.limits, sequence)
+        check_length(base.limits, data.longest_sequence)
         layout = _adapter(spec, base)
     except TloraError as error:
         return PlannedJob(spec, problems=[str(error)])
-    return PlannedJob(spec.model_copy(update={"data": data.data}), data, longest, layout, warnings=data.warnings())
+    return PlannedJob(spec.model_copy(update={"data": data.data}), data, data.longest, layout, warnings=data.warnings())
 
 
 def adapter_shape(spec: JobSpec) -> LoraShape:

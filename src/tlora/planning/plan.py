@@ -18,7 +18,7 @@ from tlora.batching.replicas import ReplicaPlacement
 from tlora.data.prepare import Preparation
 from tlora.errors import CapacityError, ModelError
 from tlora.job import BasePrecision, JobSpec, RunSpec
-from tlora.planning.job_plan import longest_sample, plan_jobs
+from tlora.planning.job_plan import plan_jobs
 from tlora.planning.job_work import counting_jobs, trained_tokens
 from tlora.planning.memory import measure, measure_in_parts, memory_limit, more_memory, possible_precisions
 from tlora.planning.micro_batches import MicroBatches, choose, in_stages, largest_micro_batch
@@ -157,7 +157,7 @@ def plan_run(
 
 def place_job(job: PlannedJob, span: ReplicaPlacement | None, rank: int, kept_out: bool) -> None:
     """What `rank` computes of it. `kept_out`: there is too little memory for all of it, but enough for a part that `span` gives it."""
-    job.span, job.longest = span, longest_sample(job.data) if job.data is not None else job.longest
+    job.span, job.longest = span, job.data.longest if job.data is not None else job.longest
     job.kept_out = kept_out
     if span is not None and (most := span.longest_on(rank)):
         job.longest, job.kept_out = min(most, job.longest), False

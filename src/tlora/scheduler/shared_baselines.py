@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.scheduler.draft import Draft
@@ -20,6 +21,8 @@ from tlora.scheduler.waiting import Key, arrival
 from tlora.shape.cost import CostModel
 from tlora.shape.sharing import group_step_seconds
 
+_Found = TypeVar("_Found")
+
 
 def memory_only() -> Policy:
     """mLoRA's rule: a job joins a running group of its base whenever memory permits, without regard to any job's speed.
@@ -28,7 +31,7 @@ def memory_only() -> Policy:
     members, with the new one, ask for the fewest GPUs for each that it has: to go by the memory left instead puts jobs that ask for many
     GPUs on one. The plan is the best for the members' mean slowdown, without a bound on any of them.
     """
-    sums = _Sums()
+    sums = _PerGroup(_sum_of)
 
     def decide(state: ClusterState) -> list[JobGroup]:
         draft = Draft(state)
@@ -59,7 +62,8 @@ def tlora_published() -> Policy:
 
     Urgency is time waited over time remaining; the paper's own measure and its predictor are not public, and the cost model is ours.
     """
-    sums, refused = _Sums(), _Refused()
+    sums = _PerGroup(_sum_of)
+    refused = _PerGroup(_no_jobs)
 
     def decide(state: ClusterState) -> list[JobGroup]:
         if not state.pending:
@@ -100,18 +104,19 @@ class _Sum:
     room: float
 
 
-class _Sums:
-    """The sums of groups, worked out again only where a group is another object, as it also is when its base's costs are corrected."""
+class _PerGroup(Generic[_Found]):
+    """What is found of groups, anew only where a group is another object, as it also is when its base's costs are corrected."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[JobGroup, _Sum]] = {}
+    def __init__(self, find: Callable[[ClusterState, JobGroup], _Found]) -> None:
+        self._find = find
+        self._known: dict[str, tuple[JobGroup, _Found]] = {}
 
-    def of(self, state: ClusterState, group: JobGroup) -> _Sum:
+    def of(self, state: ClusterState, group: JobGroup) -> _Found:
         entry = self._known.get(group.group_id)
         if entry is None or entry[0] is not group:
             if len(self._known) > 2 * len(state.groups) + 100:
                 self._known = {name: known for name, known in self._known.items() if name in state.groups}
-            entry = self._known[group.group_id] = group, _sum_of(state, group)
+            entry = self._known[group.group_id] = group, self._find(state, group)
         return entry[1]
 
 
@@ -161,7 +166,7 @@ def _groups_of(draft: Draft, base: str) -> Iterator[JobGroup]:
 # -- by memory -----------------------------------------------------------------------------------------------------------
 
 
-def _least_asked_of(draft: Draft, sums: _Sums, job: Job) -> JobGroup | None:
+def _least_asked_of(draft: Draft, sums: _PerGroup[_Sum], job: Job) -> JobGroup | None:
     """Of the groups whose GPUs hold the job too, the one of the fewest asked for by each that it has; None if none holds it."""
     cost, profile = draft.state.cost, job.spec.profile
     best: JobGroup | None = None
@@ -191,19 +196,9 @@ def _is_as_large(job: Job, other: Job) -> bool:
 # -- by joint throughput -------------------------------------------------------------------------------------------------
 
 
-class _Refused:
-    """Which jobs cannot join a group, as long as that is the same object: what decides it does not change with time."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[JobGroup, set[str]]] = {}
-
-    def of(self, state: ClusterState, group: JobGroup) -> set[str]:
-        entry = self._known.get(group.group_id)
-        if entry is None or entry[0] is not group:
-            if len(self._known) > 2 * len(state.groups) + 100:
-                self._known = {name: known for name, known in self._known.items() if name in state.groups}
-            entry = self._known[group.group_id] = group, set[str]()
-        return entry[1]
+def _no_jobs(_state: ClusterState, _group: JobGroup) -> set[str]:
+    """Those that cannot join the group are added as they are found: what decides it does not change with time."""
+    return set()
 
 
 def _urgency(state: ClusterState, job: Job) -> float:
@@ -221,7 +216,7 @@ def _tokens_per_second(cost: CostModel, base: str, plan: ParallelPlan, nodes: in
     return sum(member.tokens_per_step / own for member, own in zip(members, seconds, strict=True))
 
 
-def _join_groups(draft: Draft, sums: _Sums, refused: _Refused, queue: Sequence[Job]) -> None:
+def _join_groups(draft: Draft, sums: _PerGroup[_Sum], refused: _PerGroup[set[str]], queue: Sequence[Job]) -> None:
     """Let those of `queue`, all of one base, join groups as far as they can."""
     state = draft.state
 
@@ -274,7 +269,7 @@ def _largest(most: int, attempt: Callable[[int], ParallelPlan | None]) -> tuple[
     return count, plan
 
 
-def _merge_groups(draft: Draft, sums: _Sums, name: str) -> None:
+def _merge_groups(draft: Draft, sums: _PerGroup[_Sum], name: str) -> None:
     """Merge the group, which has just opened, with the most others that it can: of its nodes, else of its racks, else of the cluster."""
     state, seed = draft.state, draft.group(name)
     nodes = sums.of(state, seed).nodes
@@ -326,7 +321,7 @@ def _union(draft: Draft, groups: Sequence[JobGroup]) -> tuple[tuple[int, ...], l
     return gpus, [job for group in groups for job in draft.members(group.group_id)]
 
 
-def _release(draft: Draft, sums: _Sums) -> None:
+def _release(draft: Draft, sums: _PerGroup[_Sum]) -> None:
     """Give back what groups have beyond what their members ask for, as members that brought it have left."""
     state = draft.state
     for known in state.groups.values():

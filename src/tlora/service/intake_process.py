@@ -143,8 +143,7 @@ def _parameters(spec: JobSpec, outline: BaseShape) -> tuple[int, list[str]]:
 def _profiled(found: Prepared | DataError, spec: JobSpec, adapter: tuple[int, list[str]], outline: BaseShape) -> dict[str, Any]:
     if isinstance(found, DataError):
         return {"problem": str(found), "disk_full": found.disk_full}
-    sets = [one for one in (found.train, found.eval) if one is not None]
-    longest, sequence = (max(int(getattr(one, name).max()) for one in sets) for name in ("lengths", "longest_sequences"))
+    sequence = found.longest_sequence
     try:
         check_length(outline.limits, sequence)
     except DataError as error:
@@ -155,7 +154,7 @@ def _profiled(found: Prepared | DataError, spec: JobSpec, adapter: tuple[int, li
         warnings.append(
             f"samples of up to {sequence:,} tokens are longer than the {outline.max_position_embeddings:,} positions of this base"
         )
-    profile = profile_of(found.train, spec, longest, parameters)
+    profile = profile_of(found.train, spec, found.longest, parameters)
     return {
         "profile": asdict(profile),
         "train_set": str(found.train.directory),

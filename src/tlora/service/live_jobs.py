@@ -147,8 +147,6 @@ def _follow(item: Event | Action, before: JobProgress | None, after: JobProgress
 
 def _of_living(group: JobGroup, living: set[str]) -> JobGroup:
     """Without jobs that have ended: the scheduler keeps them in the group until it changes it."""
-    kept = [index for index, job_id in enumerate(group.job_ids) if job_id in living]
-    if len(kept) == len(group.job_ids):
-        return group
-    jobs, weights = (tuple(values[index] for index in kept) for values in (group.job_ids, group.weights))
-    return replace(group, job_ids=jobs, weights=weights)
+    for job_id in group.job_ids:
+        group = group if job_id in living else group.without(job_id)
+    return group

@@ -63,10 +63,6 @@ class Layout:
         """Whether all replicas have equal shares."""
         return max(self.weights) - min(self.weights) <= _ROUNDING
 
-    def rank_of(self, replica: int, stage: int = 0) -> int:
-        assert 0 <= replica < self.replicas and 0 <= stage < self.stages, (self, replica, stage)
-        return replica * self.stages + stage
-
     def __str__(self) -> str:
         """For logs.
 

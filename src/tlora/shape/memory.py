@@ -54,9 +54,6 @@ class Phase:
     sample_tokens: float = 1.0
     at_head: bool = field(default=False, kw_only=True)
 
-    def at(self, num_tokens: float, recomputed_layers: int, samples_per_token: float = 0.0) -> float:
-        return self.fixed_bytes + num_tokens * self.token_bytes(recomputed_layers, samples_per_token)
-
     def token_bytes(self, recomputed_layers: int, samples_per_token: float = 0.0) -> float:
         """Of each token in it."""
         more = self.sample_bytes * max(0.0, samples_per_token - 1 / self.sample_tokens)
