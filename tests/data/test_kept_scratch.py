@@ -105,7 +105,7 @@ def test_the_same_bytes_as_without_an_interruption(
     """Behind the first block, between, at the end of a source and of all; twice and three times."""
     monkeypatch.setattr(build_module, "num_processes", lambda _: processes)
     whole, blocks = in_one_go(order, tokenizers(CHATML)), list(made)
-    report = json.loads(whole["meta.json"])
+    report = json.loads(whole["meta.json"])["report"]
     assert report["dropped"] == 8 and len(report["bad_rows"]) == 8 and len(blocks) == 16
     for rows in after:
         interrupt(order, tokenizers(CHATML), rows)

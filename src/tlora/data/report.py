@@ -21,11 +21,6 @@ _SUMMED = (
     *("rows", "samples", "skipped", "truncated", "tokens", "trained_tokens", "trained_tokens_lost", "trained_characters", "unended"),
     *("pieces", "equal_pairs", "equal_when_cut", "wanted", "unwanted", "empty"),
 )
-_NEWER = (  # added to meta.json later: earlier versions, which may share the cache, ignore them
-    *("sources", "has_chats", "pieces", "notes", "equal_pairs", "equal_when_cut", "wanted", "unwanted"),
-    *("unstopped", "stops", "unended"),
-    *("dropped", "bad_rows", "empty"),
-)
 
 
 @dataclass
@@ -56,12 +51,12 @@ class DataReport:
     trained_characters: int = 0  # of text, before cutting
     unused_columns: dict[str, int] = field(default_factory=dict)  # by name: rows in which they hold something
     changes: list[ChangeCount] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)  # samples of each source, in their order; none for a set of an earlier version
+    sources: list[int] = field(default_factory=list)  # samples of each source, in their order
     unstopped: dict[str, int] = field(default_factory=dict)  # by what ends a trained turn without a stop token ("": nothing): rows
     stops: list[str] = field(default_factory=list)  # the base's stop tokens
     empty: int = 0  # samples with an answer of white space alone
     unended: int = 0  # rows of plain text without an end token, as the tokenizer has none
-    has_chats: bool | None = False  # whether a row goes through the chat template; None for a set of an earlier version
+    has_chats: bool = False  # whether a row goes through the chat template
     pieces: int = 0  # samples and skipped ones: more than rows where rows were packed
     notes: list[ChangeCount] = field(default_factory=list)
     equal_pairs: int = 0
@@ -75,17 +70,14 @@ class DataReport:
     def from_meta(meta: dict[str, object], files: list[str] | None) -> DataReport:
         """The report of a finished set, with the current file names (files of equal content may have been renamed) where they are known."""
         fields = cast("dict[str, Any]", dict(cast("dict[str, object]", meta["report"])))
+        fields |= {each.name: meta[each.name] for each in dataclasses.fields(DataReport) if each.name in meta}  # of unreleased versions
         fields |= {"files": files} if files is not None else {}
         fields["rendered"] = [(str(text), float(weight)) for text, weight in fields["rendered"]]
-        fields["changes"] = [ChangeCount(**change) for change in fields["changes"]]
-        fields |= {"sources": [], "has_chats": None} | {key: meta[key] for key in _NEWER if key in meta}
-        fields["notes"] = [ChangeCount(**note) for note in fields.get("notes", [])]
+        fields |= {key: [ChangeCount(**each) for each in fields[key]] for key in ("changes", "notes")}
         return DataReport(**fields)
 
     def as_meta(self) -> dict[str, object]:
-        fields = dataclasses.asdict(self)
-        newer = {key: fields.pop(key) for key in _NEWER}
-        return {"report": fields, **newer}
+        return {"report": dataclasses.asdict(self)}
 
     def count_row(self, examples: Sequence[Example | Pair | Labelled]) -> None:
         """Count a row, which was read as `examples`, with their notes."""

@@ -289,10 +289,10 @@ def _job_check(job: PlannedJob, plan: RunPlan) -> JobCheck:
 
 
 def _source_checks(data: Prepared) -> tuple[SourceCheck, ...]:
-    """Nothing for a single source, and for a cached set of an earlier version, which did not count them."""
+    """Nothing for a single source."""
     named, counts, epoch = data.data.sources, data.report.sources, data.train.epoch
     epoch = epoch.rows if isinstance(epoch, PackedRows) else epoch
-    if len(named) < 2 or len(counts) != len(named):
+    if len(named) < 2:
         return ()
     takes = epoch.takes if isinstance(epoch, Mixture) else [None] * len(named)
     return tuple(SourceCheck(source.display_name, count, take) for source, count, take in zip(named, counts, takes, strict=True))

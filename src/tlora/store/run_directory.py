@@ -22,7 +22,7 @@ from tlora.group.isolation import Failure, try_call
 from tlora.job import SCHEDULED, JobSpec, RunSpec, split_revision
 from tlora.json_file import read_object
 from tlora.store.checkpoint import read_progress
-from tlora.store.earlier_orders import in_terms_of_today, pinned
+from tlora.store.earlier_orders import pinned
 from tlora.store.job_result import is_finished
 from tlora.store.model_card import library_versions
 from tlora.store.overwrite import check_links, remove_run
@@ -306,7 +306,7 @@ def earlier_order(directory: Path) -> JobSpec | None:
     if not path.exists() or not (any(directory.glob("checkpoint-*")) or is_finished(directory)):
         return None
     try:
-        return in_terms_of_today(job_spec_in(read_object(path)))
+        return job_spec_in(read_object(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged ({str(error).splitlines()[0]}): it cannot be seen whether what lies there is of this order. "

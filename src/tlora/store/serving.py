@@ -101,7 +101,7 @@ class ServingFiles:
         warnings = [naming] if naming else []
         if self._tokenizer.chat_template:
             return warnings
-        names = [spec.name for spec, report in jobs if not spec.data.chat_template and not _trains_plain(spec.data, report)]
+        names = [spec.name for spec, report in jobs if not spec.data.chat_template and report.has_chats]
         if not names:
             return warnings
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -113,7 +113,7 @@ class ServingFiles:
     def _contents(self, spec: JobSpec, report: DataReport) -> dict[str, bytes]:
         own = bool(self._tokenizer.chat_template)
         origin: TemplateOrigin = "job" if spec.data.chat_template else "base" if own else "tlora"
-        plain = _trains_plain(spec.data, report)
+        plain = not report.has_chats
         prompt = PromptFormat(report.format, None if plain else origin, {} if plain else spec.data.chat_template_kwargs)
         files = dict(self._files)
         if prompt.template in ("job", "tlora"):
@@ -126,11 +126,6 @@ class ServingFiles:
 
 def _holds(path: Path, content: bytes) -> bool:
     return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
-
-
-def _trains_plain(data: DataConfig, report: DataReport) -> bool:
-    """Whether no sample went through a chat template."""
-    return is_plain(data, report.format) if report.has_chats is None else not report.has_chats
 
 
 def is_plain(data: DataConfig, data_format: str) -> bool:

@@ -32,7 +32,7 @@ def _measure(order: Mapping[str, Any], by_eval: bool) -> dict[str, Any]:
         measure["path"] = _unweighted(data.get("path")) if by_eval else data.get("path")
     if by_eval and data.get("eval_size"):
         measure["eval_size"] = data["eval_size"]
-        measure["eval_seed"] = data.get("eval_seed", order.get("seed"))  # earlier versions drew evaluation rows by the job's seed
+        measure["eval_seed"] = data.get("eval_seed")
     objective = measure["objective"] = str(order.get("objective", "sft"))
     return measure | {key: order.get(key) for key in (OBJECTIVES[objective].settings if objective in OBJECTIVES else ())}
 
