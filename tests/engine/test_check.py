@@ -80,7 +80,7 @@ def broken_bases(base: Path, directory: Path) -> dict[str, Path]:
     return {
         "has no weights": gone,
         "model.safetensors is cut off": cut,
-        f"1 tensors are missing or of another shape, {name} first": save(2, {key: t for key, t in tensors.items() if key != name}),
+        f"1 tensor is missing or of another shape, {name} first": save(2, {key: t for key, t in tensors.items() if key != name}),
         f"another shape, {name}": save(3, tensors | {name: tensors[name][:-1].contiguous()}),
         f"no plain numbers of 16 bits or more, {name} first": save(4, tensors | {name: tensors[name].to(torch.int8)}),
         f"weight files are missing, {lost.name} first": sharded,
@@ -122,10 +122,10 @@ def test_pickled_weights_are_compared_too(base: Path, tmp_path: Path) -> None:
     torch.save(tensors, path)
     assert check_weights(str(pickled), config) is None
     torch.save({name: tensors[name] for name in names}, path)
-    with pytest.raises(ModelError, match=f"1 tensors are missing or of another shape, {re.escape(name)} first"):
+    with pytest.raises(ModelError, match=f"1 tensor is missing or of another shape, {re.escape(name)} first"):
         check_weights(str(pickled), config)
     torch.save(tensors | {name: tensors[name].to(torch.int8)}, path)
-    with pytest.raises(ModelError, match=f"1 tensors are no plain numbers of 16 bits or more, {re.escape(name)} first"):
+    with pytest.raises(ModelError, match=f"1 tensor is no plain numbers of 16 bits or more, {re.escape(name)} first"):
         check_weights(str(pickled), config)
     torch.save(tensors, path)
     path.write_bytes(path.read_bytes()[:-100])

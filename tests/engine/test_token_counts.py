@@ -50,6 +50,7 @@ def test_a_run_tells_its_tail_apart(base: Path, data: Path, tmp_path: Path) -> N
     assert total["tail_micro_batches"] >= 7 and total["micro_batches"] >= 2  # the last steps of the small job, alone
     full, tail = total["tokens"] / total["offered"], total["tail_tokens"] / total["tail_offered"]
     assert full > 0.9 > 0.6 > tail
+    assert str(Packing(computed=9, tokens=9, offered=10, micro_batches=1)).endswith(" over 1 micro-batch")
     (note,) = [note for note in notes if note.startswith("packing: ")]
     assert f"fill {full:.1%} over {total['micro_batches']} micro-batches; tail" in note
     assert note.endswith(f"padding 0.0%, fill {tail:.1%} over {total['tail_micro_batches']} micro-batches")

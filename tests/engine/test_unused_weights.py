@@ -79,7 +79,7 @@ def test_files_that_have_changed_are_compared_anew(tmp_path: Path) -> None:
     tensors = load_file(path)
     norm = tensors.pop("model.norm.weight")
     save_file(tensors | {"model.morn.weight": norm}, path, {"format": "pt"})  # as large as before
-    with pytest.raises(ModelError, match=r"1 tensors are missing or of another shape, model\.norm\.weight first"):
+    with pytest.raises(ModelError, match=r"1 tensor is missing or of another shape, model\.norm\.weight first"):
         check_weights(base, load_config(base))
     save_file(tensors | {"model.norm.weight": norm}, path, {"format": "pt"})
     config = load_config(base)
@@ -122,7 +122,8 @@ def test_leftovers_of_no_meaning_are_nothing_to_say(family: Any, more: list[str]
 def test_layers_that_predict_several_tokens_and_other_modalities_are_said(family: Any, more: list[str], kind: str, tmp_path: Path) -> None:
     base = save(tmp_path, family, more, kind)
     [line] = check_unused(base, load_config(base), "refuse")
-    assert line == f"{len(more)} tensors of {base} are not part of the model that is used, {min(more)} first"
+    count, verb = ("1 tensor", "is") if len(more) == 1 else (f"{len(more)} tensors", "are")
+    assert line == f"{count} of {base} {verb} not part of the model that is used, {min(more)} first"
 
 
 @pytest.mark.parametrize(
@@ -137,11 +138,9 @@ def test_layers_that_predict_several_tokens_and_other_modalities_are_said(family
 )
 def test_what_such_a_model_would_use_is_refused_unless_it_is_meant(family: Any, more: list[str], kind: str, tmp_path: Path) -> None:
     base = save(tmp_path, family, more, kind)
-    with pytest.raises(ModelError, match=rf"1 tensors of its files are not used, {re.escape(more[0])} first.*unused_weights: ignore"):
+    with pytest.raises(ModelError, match=rf"1 tensor of its files is not used, {re.escape(more[0])} first.*unused_weights: ignore"):
         check_unused(base, load_config(base), "refuse")
-    assert check_unused(base, load_config(base), "ignore") == [
-        f"1 tensors of {base} are not part of the model that is used, {more[0]} first"
-    ]
+    assert check_unused(base, load_config(base), "ignore") == [f"1 tensor of {base} is not part of the model that is used, {more[0]} first"]
 
 
 @pytest.fixture

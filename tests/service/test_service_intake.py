@@ -145,7 +145,7 @@ def test_what_is_to_say_of_a_base_is_among_a_jobs_warnings(asked: Asked, tmp_pat
     save_file(tensors | {"mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}, base / "model.safetensors", {"format": "pt"})
     find_outline(asked.directory / "bases", str(base), Precision())  # the intake would start a process that imports torch
     asked.ask("more", write_rows(tmp_path / "data.jsonl", 5), base=str(base))
-    told = "1 tensors of the base are not part of the model that is used, mtp.layers.0.eh_proj.weight first"
+    told = "1 tensor of the base is not part of the model that is used, mtp.layers.0.eh_proj.weight first"
     assert told in asked.answer("more")["warnings"]
 
 

@@ -86,6 +86,13 @@ def test_a_broken_line_is_named(tmp_path: Path, second: str, says: str) -> None:
     assert str(error.value).startswith(f"{path}, line 2: ") and says in str(error.value)
 
 
+def test_a_json_document_is_told_what_a_trace_is(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"jobs": []}, indent=2))
+    with pytest.raises(DataError, match="line 1: '{' is not JSON .*An event log has one JSON object a line, and any other trace is CSV"):
+        read_event_log(path)
+
+
 def test_a_log_of_an_older_version_is_read_and_gives_the_same_decisions() -> None:
     """Written at commit 509d442: 12 jobs of ee9e8c on two nodes, with a group that changes, under our policy, which then cut any step and
     did not know widths, with what an exchange was taken to cost then.

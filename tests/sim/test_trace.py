@@ -217,6 +217,14 @@ def test_a_missing_column_is_named_with_the_nearest_format(tmp_path: Path, heade
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_cells_that_no_comma_separates_are_told_so(tmp_path: Path, mark: str) -> None:
+    path = written(tmp_path, OWN.replace(",", mark))
+    with pytest.raises(DataError) as error:
+        read_trace(path)
+    assert str(error.value) == f"{path}, line 1: the cells are separated by {mark!r}, and a trace's by commas. Write it with commas"
+
+
 @pytest.mark.parametrize("header", [OWN, SEREN, HELIOS])
 def test_a_column_that_is_there_twice_is_named(tmp_path: Path, header: str) -> None:
     path = written(tmp_path, header + ", user,,", own_row() + ",w,,")

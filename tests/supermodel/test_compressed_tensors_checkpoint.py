@@ -225,7 +225,7 @@ def test_what_does_not_fit_together_is_one_message(damage: str, plain: Path, tmp
             part += f"it has {KEY}{end}"
         case "no codes":
             del tensors[f"{KEY}_packed"]
-            part = f"1 tensors are missing or of another shape, {KEY} first"
+            part = f"1 tensor is missing or of another shape, {KEY} first"
         case "no tensor":
             tensors = load_file(plain / "model.safetensors")
             part = "no tensor of its files is packed"

@@ -264,7 +264,7 @@ def test_planted_bugs_are_caught(bug: Change, caught_by: str, bases: Bases, tmp_
         ("scales", r"gate_up_proj is packed by MXFP4, and cannot be read: lacks '.*gate_up_proj_scales'"),
         ("blocks", r"down_proj_blocks is \[4, 256, 10, 15\] in torch.uint8, and no blocks of 16 bytes of experts"),
         ("shape", r"scales \[4, 256, 9\] in torch.uint8 for blocks \[4, 256, 10, 16\]"),
-        ("experts", r"1 tensors are missing or of another shape, model.layers.0.mlp.experts.down_proj first"),
+        ("experts", r"1 tensor is missing or of another shape, model.layers.0.mlp.experts.down_proj first"),
         ("number", r"down_proj_scales has a scale of 255, which is no number in MXFP4"),
         ("kept", r"modules_to_not_convert of its quantization_config is 'lm_head', and must be a list of names"),
     ],

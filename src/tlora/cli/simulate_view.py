@@ -123,9 +123,10 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
         counted = f"completion times are of the {_number(rows[0]['jobs_done']):,.0f} that are done"
         console.print(f"as in the trace, jobs are {' and '.join(ended)}; {counted}", style="dim", soft_wrap=True)
     for row in rows:
-        left = [f"{_number(row[f'jobs_{state}']):,.0f} {state}" for state in ("rejected", "unfinished") if _number(row[f"jobs_{state}"])]
+        counts = {state: round(_number(row[f"jobs_{state}"])) for state in ("rejected", "unfinished")}
+        left = [quantity(count, f"{state} job") for state, count in counts.items() if count]
         if left:
-            console.print(f"{_name(row)}: without {' and '.join(left)} jobs", style="yellow", soft_wrap=True)
+            console.print(f"{_name(row)}: without {' and '.join(left)}", style="yellow", soft_wrap=True)
 
 
 def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str]) -> None:
@@ -148,8 +149,9 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
     if len(seconds) > SWEEP_LINES:
         console.print(f"... and {len(seconds) - SWEEP_LINES:,} points more", style="dim")
     if others:
-        seeds_text = ", ".join(dict.fromkeys(_value_text(row["seed"]) for row in rows))
-        caption = f"{printable(str(rows[0]['trace']))}: mean JCT of {reference} over that of each policy, mean of the seeds {seeds_text}"
+        seeds_told = list(dict.fromkeys(_value_text(row["seed"]) for row in rows))
+        of_seeds = f"mean of the seeds {', '.join(seeds_told)}" if len(seeds_told) > 1 else f"seed {seeds_told[0]}"
+        caption = f"{printable(str(rows[0]['trace']))}: mean JCT of {reference} over that of each policy, {of_seeds}"
         console.print(caption, style="dim", soft_wrap=True)
     _warn_of_uncounted(console, rows, axes)
 

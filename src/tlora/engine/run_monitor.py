@@ -21,6 +21,7 @@ from tlora.group.reports import Computed, Report
 from tlora.progress.view import JobProgress, JobStatus, ProgressView, RunProgress
 from tlora.store.job_result import JobResult
 from tlora.store.metrics import RowWriter, finite_mean
+from tlora.wording.numbers import quantity
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Packing:
     def __str__(self) -> str:
         if self.padding is None or self.fill is None:
             return "no micro-batch"
-        return f"padding {self.padding:.1%}, fill {self.fill:.1%} over {self.micro_batches:,} micro-batches"
+        return f"padding {self.padding:.1%}, fill {self.fill:.1%} over {quantity(self.micro_batches, 'micro-batch', 'micro-batches')}"
 
 
 @dataclass

@@ -29,6 +29,7 @@ from tlora.supermodel.batch import BatchRow
 from tlora.supermodel.optimizer_steps import QueuedSteps
 from tlora.supermodel.supermodel import JobLoss
 from tlora.wording.losses import RECENT_STEPS
+from tlora.wording.numbers import quantity
 
 QUARANTINE_AFTER = 3  # optimizer steps in a row without a finite gradient
 
@@ -195,7 +196,8 @@ class JobRun:
         if p.step >= self.total_steps or not stopped_early(self.spec, p):
             return ""
         best = f"lower than {p.best_eval:.6g}, at step {p.best_step}" if p.best_eval is not None else "that is finite"
-        return f"stopped early at step {p.step}/{self.total_steps}: {p.evals_without_gain} evaluations in a row without a loss {best}"
+        waited = quantity(p.evals_without_gain, "evaluation")
+        return f"stopped early at step {p.step}/{self.total_steps}: {waited} in a row without a loss {best}"
 
     @property
     def epoch(self) -> float:

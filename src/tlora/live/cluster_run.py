@@ -74,7 +74,7 @@ from tlora.supermodel.load import Base, find_directory, layers_of, load_config, 
 from tlora.supermodel.stage_base import check_stages
 from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.weight_files import check_unused
-from tlora.wording.numbers import gib, place_names
+from tlora.wording.numbers import gib, place_names, quantity
 from tlora.worker_protocol import settings_of
 from tlora.writable_directory import check_writable
 
@@ -284,7 +284,8 @@ class _Run:
             if not isinstance(problem, ProfiledJob):
                 self._fail(spec, str(problem))
             elif self._most_gpus is not None and spec.gpus > self._most_gpus:
-                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn, on {self._most_gpus} {self._several}")
+                places = quantity(self._most_gpus, self._one, self._several)
+                self._watcher.note(f"{spec.name}: some of its {spec.gpus} replicas run in turn, on {places}")
         return {name: job for name, job in profiles.items() if isinstance(job, ProfiledJob)}
 
     def _costs(self) -> CostModel:

@@ -233,8 +233,8 @@ def _packing_tile(run: RunView, label: str, when: str, prefix: str = "") -> tupl
     tokens, computed, offered, micro_batches = sums
     if not computed or not offered:
         return label, DASH, f"no micro-batch {when}"
-    padding = f"padding {100 * (1 - tokens / computed):.1f} %"
-    return label, f"{100 * tokens / offered:.1f} % full", f"{padding}; {micro_batches:,.0f} micro-batches {when}"
+    counted = quantity(round(micro_batches), "micro-batch", "micro-batches")
+    return label, f"{100 * tokens / offered:.1f} % full", f"padding {100 * (1 - tokens / computed):.1f} %; {counted} {when}"
 
 
 def _base_tile(parameters: object) -> list[tuple[str, str, str]]:

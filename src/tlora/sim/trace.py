@@ -261,6 +261,8 @@ def _layout_of(header: list[str], place: str) -> _Layout:
     for column, count in Counter(header).items():
         if column and count > 1:
             raise DataError(f"{place}: the header names column {column!r} {count} times; which one counts is unclear. Take the others out")
+    if len(header) == 1 and (other := next((mark for mark in ";\t|" if header[0].count(mark) > 1), None)):
+        raise DataError(f"{place}: the cells are separated by {other!r}, and a trace's by commas. Write it with commas")
     missing = {layout.name: [column for column in layout.columns if column not in header] for layout in _LAYOUTS}
     for layout in _LAYOUTS:
         if not missing[layout.name]:
@@ -347,7 +349,8 @@ def read_event_log(path: str | Path) -> list[tuple[float, Event | Action]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines):  # no newline follows: the write was cut short
                 break
-            raise DataError(f"{place}: {line[:80]!r} is not JSON ({error}). {_REMEDY}") from None
+            remedy = _REMEDY if entries else "An event log has one JSON object a line, and any other trace is CSV. Give one of these"
+            raise DataError(f"{place}: {line[:80]!r} is not JSON ({error}). {remedy}") from None
         entries.append(_entry(entry, entries[-1][0] if entries else -math.inf, place))
     return entries
 

@@ -24,6 +24,7 @@ from tlora.supermodel.base_config import package_missing
 from tlora.supermodel.packed_format import format_of, without_packing
 from tlora.supermodel.tensor_files import find_tensors
 from tlora.supermodel.text_model import model_class, other_parameters
+from tlora.wording.numbers import are, quantity
 
 # In the order in which transformers looks for them.
 _WHOLE_OR_INDEX = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -70,12 +71,14 @@ def check_unused(
         in_layer = _LAYER.search(strange[0]) is not None
         kept = f"its config.json has num_hidden_layers {layers[0]}" if in_layer else "its config.json makes a model without them"
         raise ModelError(
-            f"base_model {base_model}: {len(strange)} tensors of its files are not used, {strange[0]} first: {kept}, and another model "
-            f"than the files hold would be used. Compare config.json with the original's, or {remedy} if this is meant"
+            f"base_model {base_model}: {quantity(len(strange), 'tensor')} of its files {are(len(strange))} not used, {strange[0]} first: "
+            f"{kept}, and another model than the files hold would be used. Compare config.json with the original's, or {remedy} if this is "
+            "meant"
         )
     ignored = {name for name in found.nowhere if _matches(found.may_be_ignored, name) and not _BUFFER.search(name)}
     left = sorted(beyond | ignored | set(found.other_modalities))
-    return [f"{len(left)} tensors of {base_model} are not part of the model that is used, {left[0]} first"] if left else []
+    said = f"{quantity(len(left), 'tensor')} of {base_model} {are(len(left))} not part of the model that is used"
+    return [f"{said}, {left[0]} first"] if left else []
 
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -247,8 +250,8 @@ def _compare(files: _Files) -> _Comparison:
     quantized = sorted(name for name in tensors if tensors[name].dtype == _STRANGE and name in dict(model.named_parameters()))
     if quantized:
         raise ModelError(
-            f"base_model {base_model}: {len(quantized)} tensors are no plain numbers of 16 bits or more, {quantized[0]} first. "
-            "Use the original, unquantised model"
+            f"base_model {base_model}: {quantity(len(quantized), 'tensor')} {are(len(quantized))} no plain numbers of 16 bits or more, "
+            f"{quantized[0]} first. Use the original, unquantised model"
         )
     unexpected = frozenset(map(str, loading_info["unexpected_keys"]))
     nowhere = frozenset(tensors.keys() - model.state_dict().keys() - unexpected)
@@ -260,6 +263,6 @@ def refuse_incomplete(found: dict[str, Any], base_model: str) -> None:
     lacking = sorted(str(key[0] if isinstance(key, tuple) else key) for key in (*found["missing_keys"], *found["mismatched_keys"]))
     if lacking:
         raise ModelError(
-            f"base_model {base_model}: {len(lacking)} tensors are missing or of another shape, {lacking[0]} first. "
-            "Compare config.json with the original's, or copy the base again"
+            f"base_model {base_model}: {quantity(len(lacking), 'tensor')} {are(len(lacking))} missing or of another shape, "
+            f"{lacking[0]} first. Compare config.json with the original's, or copy the base again"
         )
