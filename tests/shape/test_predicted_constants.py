@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from tlora.shape.cost import CostModel
 from tlora.shape.gpu_models import GpuModel, find_gpu
 from tlora.shape.hardware import LIVE_GPU, cost_model, extrapolated_fields
 from tlora.shape.memory import MemoryModel, Phase
-from tlora.shape.predicted_constants import is_predicted, live_constants, predicted_constants
+from tlora.shape.predicted_constants import is_predicted, live_constants, live_stage_rates, predicted_constants
 
 # Layers, weights and features of one, those of the head, width, whether products are in 8 bits, bytes: as counted from these bases.
 SHAPES = {
@@ -100,3 +101,11 @@ def test_a_live_scheduler_knows_that_a_small_step_leaves_a_gpu_idle() -> None:
     cost = CostModel({"mine": live_constants(3.4e9)})
     alone = cost.alone_step_seconds("mine", 700.0, 1)
     assert 0.015 < alone < 0.04 and cost.micro_batch_seconds("mine", 1400.0, 1, 1, 2) < 1.5 * alone
+
+
+def test_stages_send_as_the_planner_has_it_and_between_hosts_over_a_line_of_ten_gigabits() -> None:
+    assert live_stage_rates(H200) == (350e9, 1.25e9) and live_stage_rates(H200, "host") == (50e9, 1.25e9)
+    assert live_stage_rates(CARD) == live_stage_rates(CARD, "host") == (25e9, 1.25e9)
+    slow = replace(CARD, link_gb_per_second=1.0)
+    assert live_stage_rates(slow) == (1e9, 1e9), "a line between hosts is no faster than the link to it"
+    assert live_stage_rates(None) == (math.inf, 1.25e9)

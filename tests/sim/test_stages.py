@@ -14,6 +14,7 @@ import pytest
 from tests.cases import in_every_run
 from tests.scheduler.invariants import check
 from tests.scheduler.test_unequal_stages import MEMORY
+from tests.shape.test_predicted_constants import SHAPES as COUNTED
 from tests.sim.small_clusters import BASE, FREE_MOVES, events_of, group_of, made_job, until
 from tlora.cluster.controller import run
 from tlora.errors import ConfigError
@@ -31,6 +32,7 @@ from tlora.sim.records import SimulationResult
 from tlora.sim.run import run_scenario
 from tlora.sim.scenario import Scenario, cost_of, layout_named, memory_of, scene_of
 from tlora.sim.simulate import simulate, simulated_cluster
+from tlora.sim.stages import parts_of
 
 FREE = Conditions(moves=FREE_MOVES)
 ROOM = 650 * 10**6  # the base has 800 MB: half of it fits
@@ -153,6 +155,14 @@ def test_stages_of_a_base_with_constants_are_its_layers_and_ends(name: str) -> N
     if not shape.tied:  # of those whose head is small, so that it leaves each stage half of the layers
         open_at_first = 1.5 * constants.activation_bytes_per_token + 8 * shape.hidden  # three micro-batches, and the boundary's buffers
         assert counted.bytes_on(2, 4096, 0) == pytest.approx(counted.bytes_by_gpus[1] + 4096 * open_at_first, rel=0.06)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shapes_are_those_that_were_counted_from_the_bases(name: str) -> None:
+    layers, weights, features, head, head_features, width, *_ = COUNTED[name]
+    shape, parts = SHAPES[name], parts_of(SHAPES[name], 1e12, 1e6)
+    assert (shape.layers, shape.hidden) == (layers, width) and parts.layer_weights == (weights,) * layers
+    assert parts.layer_features == (features,) * layers and (parts.head_weights, parts.head_features) == (head, head_features)
 
 
 def test_jobs_ask_for_as_many_gpus_as_hold_their_base() -> None:

@@ -19,14 +19,20 @@ _ELEMENT_BYTES, _SUM_BYTES = 2, 4  # of a 16-bit base, whose embedding and head 
 
 @functools.lru_cache(maxsize=64)
 def staged_memory(shape: DecoderShape, base_bytes: float, activation_bytes_per_token: float) -> BaseMemory:
-    """Of a base of so many bytes in all, cut as a worker cuts it, without recomputation, of which constants know nothing. What a token
-    takes is kept by the layers, each as much, in each micro-batch that a stage has open.
+    """Of a base of so many bytes in all, cut as a worker cuts it."""
+    parts = parts_of(shape, base_bytes, activation_bytes_per_token)
+    return with_stages(base_memory(parts.memory, [parts.memory.base_bytes] * MOST_GPUS, 0), parts, ordered=True)
+
+
+def parts_of(shape: DecoderShape, base_bytes: float, activation_bytes_per_token: float) -> BaseParts:
+    """Without recomputation, of which constants know nothing. What a token takes is kept by the layers, each as much, in each micro-batch
+    that a stage has open.
     """
     head = shape.vocabulary * shape.hidden
     ends = _ELEMENT_BYTES * head
     decoder_bytes = int(base_bytes) - (1 if shape.tied else 2) * ends
     kept = activation_bytes_per_token / shape.layers
-    parts = BaseParts(
+    return BaseParts(
         memory=MemoryModel(int(base_bytes), (Phase(0.0, activation_bytes_per_token, 0.0, kept),), 0, _ELEMENT_BYTES, _SUM_BYTES),
         layers=tuple(f"layers.{number}" for number in range(shape.layers)),
         layer_bytes=(decoder_bytes // shape.layers,) * shape.layers,
@@ -42,7 +48,6 @@ def staged_memory(shape: DecoderShape, base_bytes: float, activation_bytes_per_t
         streamed=None,
         precision_bytes={},
     )
-    return with_stages(base_memory(parts.memory, [parts.memory.base_bytes] * MOST_GPUS, 0), parts, ordered=True)
 
 
 def memory_found(cost: CostModel, num_gpus: int) -> MemoryFound | None:
