@@ -81,13 +81,18 @@ def fields_of(value: Any) -> dict[str, Any]:
     return _adapter(type(value)).dump_python((value,), mode="json")[0]
 
 
-def value_of(kind: type[_Value], fields: object) -> _Value:
-    """The inverse of `fields_of`. Unknown fields, missing ones without a default, and values of another type raise ValueError."""
+def value_of(kind: type[_Value], fields: object, *, strict: bool = False) -> _Value:
+    """The inverse of `fields_of`. Unknown fields, missing ones without a default, and values of another type raise ValueError; with
+    `strict` also those that could be made one of it, such as a number in a string.
+    """
     try:
+        if strict:  # of JSON: a list is a tuple there, and nowhere else
+            return _adapter(kind).validate_json(json.dumps([fields]), strict=True)[0]
         return _adapter(kind).validate_python((fields,))[0]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join([kind.__name__, *map(str, first['loc'][1:])])}: {first['msg']}") from None
+        where = ".".join([kind.__name__, *map(str, first["loc"][1:])])
+        raise ValueError(f"{where} is {first['input']!r}: {first['msg']}") from None
 
 
 @cache

@@ -6,14 +6,12 @@ are seconds on the back end's clock and are passed with an event, not in it.
 
 from __future__ import annotations
 
-import json
 import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from typing import Any, Literal, cast
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from tlora.json_file import value_of
 
 DEFAULT_MAX_SLOWDOWN = 1.5
 
@@ -349,16 +347,4 @@ def from_json(found: Mapping[str, Any]) -> Event | Action:
     if kind is None:
         raise ValueError(f"unknown event or action {found.get('type')!r}; known are {', '.join(_KINDS)}")
     values = {key: value for key, value in found.items() if key != "type"}
-    try:
-        return cast("Event | Action", _adapter(kind).validate_json(json.dumps([values]))[0])
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join([kind.__name__, *map(str, first["loc"][1:])])
-        raise ValueError(f"{where} is {first['input']!r}: {first['msg']}") from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[tuple[Any]]:
-    """Of a list of one: pydantic takes no configuration for a dataclass alone."""
-    one: Any = tuple.__class_getitem__(kind)
-    return TypeAdapter(one, config=ConfigDict(extra="forbid", strict=True))
+    return cast("Event | Action", value_of(kind, values, strict=True))

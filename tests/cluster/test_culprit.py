@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.profiled import submitted_at_once
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import TWO_LINEARS, job, run_spec, sha256, steps_taken, train, write_rows
 from tlora.cluster.controller import run
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
-from tlora.cluster.reconciler import LocalJob
 from tlora.live.cluster_run import submit_all
-from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import Action, Event, GroupLost, JobFailed, JobFinished, JobGroup, JobSubmitted, ParallelPlan, StartGroup, StepsDone
 
 # Runs in each rank's process before anything else does: the batch of one job, and of no other, kills it, as a broken kernel would.
@@ -69,14 +68,7 @@ def test_the_culprit_fails_by_itself_and_all_others_are_as_alone(tmp_path: Path,
         if order["name"] != "culprit":
             train(base, tmp_path / "alone" / order["name"], [order], deterministic=True)
     spec = run_spec(base, tmp_path / "out", orders)
-    made = profile_jobs(spec)
-    arrivals: list[tuple[float, JobSubmitted]] = []
-    jobs: dict[str, LocalJob] = {}
-    for order in spec.jobs:
-        profiled = made[order.name]
-        assert isinstance(profiled, ProfiledJob)
-        arrivals.append((0.0, JobSubmitted(order.name, "tiny", 1, profiled.profile)))
-        jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
+    jobs, arrivals = submitted_at_once(spec)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
     machine = LocalMachine((0,), "cpu", {"tiny": str(base)}, tmp_path / "out", deterministic=True)
     told: list[Event | Action] = []

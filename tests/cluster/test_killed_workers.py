@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.cluster.memory_group import MemoryGroup, memory_group
+from tests.cluster.profiled import submitted_at_once
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, run_spec, sha256, steps_taken, train, write_rows
 from tests.process_hooks import REPORT_EACH_STEP, let_hold, slow_down
@@ -24,10 +25,8 @@ from tlora.cluster.controller import run
 from tlora.cluster.crash_attribution import MOST_DEATHS
 from tlora.cluster.event_log import EventLog
 from tlora.cluster.local import LocalBackend, LocalMachine
-from tlora.cluster.reconciler import LocalJob
 from tlora.cluster.worker_pool import Limits
 from tlora.live.cluster_run import submit_all
-from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.protocol import (
     Action,
     Event,
@@ -134,18 +133,11 @@ def test_a_worker_that_is_killed_again_and_again_costs_no_bytes(tmp_path: Path, 
     ]
     train(base, tmp_path / "alone", orders, deterministic=True)
     spec = run_spec(base, tmp_path / "out", orders)
-    made = profile_jobs(spec)
+    jobs, arrivals = submitted_at_once(spec)
     let_hold(monkeypatch, tmp_path, REPORT_EACH_STEP)
     machine = LocalMachine((0, 1), "cpu", {"tiny": str(base)}, tmp_path / "out", True, 0.5, limits=Limits(stopped=0.5))
     told: list[Event | Action] = []
     with memory_group() as starving, LocalBackend(machine) as backend, closing(EventLog(tmp_path / "events.jsonl")) as log:
-        arrivals: list[tuple[float, JobSubmitted]] = []
-        jobs: dict[str, LocalJob] = {}
-        for order in spec.jobs:
-            profiled = made[order.name]
-            assert isinstance(profiled, ProfiledJob)
-            arrivals.append((0.0, JobSubmitted(order.name, "tiny", 1, profiled.profile)))
-            jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
         submit_all(backend, jobs, arrivals)
         with slow_down(steps) as go_on:
             killer = Killer(backend, starving, kills, go_on)

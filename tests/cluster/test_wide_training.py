@@ -15,6 +15,7 @@ from typing import Any, Literal
 import pytest
 
 import tlora
+from tests.cluster.profiled import submitted_at_once
 from tests.engine.conftest import save_base
 from tests.engine.tiny_runs import job, rows, run_spec, same_bytes, sha256, steps_taken, write_rows
 from tests.process_hooks import REPORT_EACH_STEP, let_hold, slow_down
@@ -133,14 +134,7 @@ def run_script(
 ) -> None:
     """`machine`: fields of `LocalMachine`. `listener`: for hosts to come."""
     spec = run_spec(world.base, out, world.orders)
-    made = profile_jobs(spec)
-    arrivals: list[tuple[float, JobSubmitted]] = []
-    jobs: dict[str, LocalJob] = {}
-    for order in spec.jobs:
-        profiled = made[order.name]
-        assert isinstance(profiled, ProfiledJob)
-        arrivals.append((0.0, JobSubmitted(order.name, "tiny", order.gpus, profiled.profile)))
-        jobs[order.name] = LocalJob(order, profiled.train_set, profiled.eval_set)
+    jobs, arrivals = submitted_at_once(spec)
     place = LocalMachine(gpus, world.device, {"tiny": str(world.base)}, out, deterministic=True, **machine)
     with LocalBackend(place, note, listener) as backend, closing(EventLog(out / "events.jsonl")) as log:
         script.backend = backend
