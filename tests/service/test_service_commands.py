@@ -205,6 +205,17 @@ def test_pause_resume_cancel_and_what_cannot_be(slow_desk: Desk) -> None:
     assert job_controller("submit", "jobs.yaml", "--start-from", "polite", status=2).output.count("has no adapter") == 1
 
 
+def test_a_file_that_is_refused_is_named_and_not_called_uploaded(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "long.jsonl").write_bytes(ROW * 9)
+    (place / "several.yaml").write_text(
+        "base_model: base\njobs: [{name: a, data: data.jsonl}, {name: b, data: long.jsonl}, {name: c, data: same.jsonl}]"
+    )
+    for desk in _job_controller(tmp_path / "server", monkeypatch, limits={"file_rows": 8}):
+        found = desk("submit", "several.yaml", status=2)
+        assert f"error: {place / 'long.jsonl'}: the file has more than 8 rows; split it" in found.output
+        assert "data.jsonl (" in found.output and "long.jsonl (" not in found.output
+
+
 def test_the_key_that_the_docs_have_made_for_others_submits(job_controller: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "service.md").read_text()
     (command,) = re.findall(r"`tlora (keys create NAME --tenant TEAM[^`]*)`", text)

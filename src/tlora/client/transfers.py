@@ -15,7 +15,7 @@ import httpx
 from tlora import durable, manifest
 from tlora.api import FileList, FileView, JobView
 from tlora.client.connection import Connection
-from tlora.errors import ConfigError, DataError
+from tlora.errors import ConfigError, DataError, ServiceError
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MOST_FILES = 1000
@@ -82,11 +82,12 @@ class _Stream(io.RawIOBase):
 
 
 _CHUNK = 1 << 20
+_OF_A_FILE = (400, 413, 422, 507)  # statuses of what is refused of one file: its form, its size, the room that is left
 _KEPT = " ._-()[]+,@=~!#"  # characters of a file's name that servers take
 
 
 def upload_files(connection: Connection, files: Sequence[Path], say: Callable[[str, int, bool], None]) -> dict[Path, str]:
-    """The server's id of each file. `say` gets a file's name, its bytes, and whether the server had it already.
+    """The server's id of each file. `say` gets a file's name, its bytes, and whether the server had it already, once it has it.
 
     Raises DataError for a file that cannot be read or changes meanwhile, ServiceError for what the server refuses.
     """
@@ -97,8 +98,8 @@ def upload_files(connection: Connection, files: Sequence[Path], say: Callable[[s
         content = (digest, path.suffix.lower())
         if content not in known:
             found = _find(connection, *content)
-            say(path.name, size, found is not None)
             known[content] = found.id if found is not None else _upload(connection, path, digest).id
+            say(path.name, size, found is not None)
         ids[path] = known[content]
     return ids
 
@@ -115,7 +116,12 @@ def _upload(connection: Connection, path: Path, digest: str) -> FileView:
         except OSError as error:
             raise _unreadable(path, error) from None
 
-    made = connection.send_form("/v1/files", FileView, make)
+    try:
+        made = connection.send_form("/v1/files", FileView, make)
+    except ServiceError as error:
+        if error.status not in _OF_A_FILE:
+            raise
+        raise ServiceError(f"{path}: {error}", error.status, error.code) from None
     if made.sha256 != digest:
         raise DataError(f"{path}: changed while it was uploaded. Submit again when nothing writes to it")
     return made
