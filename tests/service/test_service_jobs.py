@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.service.served import ROW, Served, serving, until
+from tlora.service.database import file_rows, job_rows
 
 
 def test_a_job_is_accepted_trained_and_its_adapter_downloaded(served: Served) -> None:
@@ -30,6 +31,19 @@ def test_a_job_is_accepted_trained_and_its_adapter_downloaded(served: Served) ->
     assert [row["loss"] for row in metrics["data"]] == [2.5, 1.5]  # the torn third row comes later
     assert served.ask("alice", "GET", f"/v1/jobs/{made['id']}/metrics", 200, params={"offset": metrics["next_offset"]})["data"] == []
     assert any("trained 10 steps" in line for line in served.ask("alice", "GET", f"/v1/jobs/{made['id']}/logs", 200)["lines"])
+
+
+def test_a_jobs_logs_have_the_tenants_names_of_files_and_no_paths_of_the_server(served: Served) -> None:
+    made = served.submit("alice")
+    services, job, file = served.opened.services, made["id"], made["order"]["data"]["file"]
+    directory, name = services.config.directory, served.ask("alice", "GET", f"/v1/files/{file}", 200)["filename"]
+    tenant = services.read(lambda connection: job_rows.row_of(connection, job).tenant)
+    path = services.read(lambda connection: file_rows.paths_of(connection, directory, tenant, [file]))[file]
+    (directory / "workers").mkdir(exist_ok=True)
+    (directory / "workers" / "gpu0.log").write_text(f"{job}: r is 4, as in {directory}/jobs/job-0\n{job}: {path}: 3 rows\n")
+    lines = served.ask("alice", "GET", f"/v1/jobs/{job}/logs", 200)["lines"]
+    assert f"{job}: r is 4, as in /jobs/job-0" in lines and f"{job}: {name}: 3 rows" in lines
+    assert str(directory) not in "".join(lines)
 
 
 def test_bad_data_fails_that_job_with_the_tenants_own_file_name_and_row(served: Served) -> None:

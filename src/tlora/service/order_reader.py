@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Engine, Row
+from sqlalchemy import Connection, Engine, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from tlora.api import OrderSpec, job_spec
@@ -95,18 +95,22 @@ class OrderReader:
         return row.intake is not None and all(Path(row.intake[key]).is_dir() for key in ("train_set", "eval_set") if row.intake[key])
 
     def in_tenants_words(self, job_id: str, message: str) -> str:
-        """Files by the names that the tenant gave them, not by where they lie, and keys as an order has them."""
-        for key, ours in _KEYS.items():
-            message = re.sub(rf"(?<![\w'\"]){key}\b", ours, message)
+        """What `in_tenants_words` makes of it for the job of that id."""
         with self._engine.connect() as connection:
-            row = job_rows.row_of(connection, job_id)
-            if row is None:
-                return message
-            order = OrderSpec.model_validate(row.order)
-            paths = file_rows.paths_of(connection, self._directory, row.tenant, order.data.file_ids)
-            for file, path in paths.items():
-                message = message.replace(str(path), file_rows.name_of(connection, file))
-        return message.replace(str(self._directory), "")
+            return in_tenants_words(connection, self._directory, job_rows.row_of(connection, job_id), message)
+
+
+def in_tenants_words(connection: Connection, directory: Path, row: Row[Any] | None, message: str) -> str:
+    """Files by the names that the tenant of the job in `row` gave them, not by where they lie, and keys as an order has them."""
+    for key, ours in _KEYS.items():
+        message = re.sub(rf"(?<![\w'\"]){key}\b", ours, message)
+    if row is None:
+        return message
+    order = OrderSpec.model_validate(row.order)
+    paths = file_rows.paths_of(connection, directory, row.tenant, order.data.file_ids)
+    for file, path in paths.items():
+        message = message.replace(str(path), file_rows.name_of(connection, file))
+    return message.replace(str(directory), "")
 
 
 def submit(cluster: Cluster, row: Row[Any], spec: JobSpec, most_gpus: int, least_gpus: int) -> None:

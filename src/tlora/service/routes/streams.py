@@ -21,6 +21,7 @@ from tlora.service.access import caller_of
 from tlora.service.archives import entries_of, stream_tar, tar_bytes
 from tlora.service.database import file_rows, job_rows
 from tlora.service.keys import Caller
+from tlora.service.order_reader import in_tenants_words
 from tlora.service.problems import RefusedError
 from tlora.service.routes.jobs import REFUSALS, Cursor, JobId
 from tlora.service.services import Services, event_view, services_of
@@ -141,12 +142,13 @@ def read_metrics(job_id: JobId, request: Request, offset: Annotated[int, Query(g
 def read_logs(job_id: JobId, request: Request) -> LogText:
     """What workers said of this job, and its events in words."""
     services, tenant = services_of(request), caller_of(request).tenant
-    _find(request, job_id)
+    row, directory = _find(request, job_id), services.config.directory
     events = services.read(lambda connection: job_rows.list_events(connection, tenant, job_id, 0, 1000))
     lines = [f"{row.kind}: {row.message}" for row in events]
-    for log in sorted((services.config.directory / "workers").glob("*.log")):
+    for log in sorted((directory / "workers").glob("*.log")):
         lines += _lines_of(job_id, log)
-    return LogText(lines=lines)
+    said = services.read(lambda connection: in_tenants_words(connection, directory, row, "\n".join(lines)))
+    return LogText(lines=said.split("\n"))
 
 
 def _lines_of(job_id: str, log: Path) -> Iterator[str]:
