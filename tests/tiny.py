@@ -154,10 +154,11 @@ BEFORE_HEAD: dict[str, PretrainedConfig] = {
     "bert": BertConfig(**SHAPE, is_decoder=True),
 }
 """Between decoder and head there is a dense layer with a norm."""
+_OF_QWEN4 = Qwen4ExpTextConfig().layer_types  # one of its two kinds has another name in each version
 _FALCON: dict[str, Any] = {**SHAPE, "ffn_hidden_size": 96}
 ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "qwen4-exp": Qwen4ExpTextConfig(
-        **{**SHAPE, **LINEAR, "layer_types": ["linear_attention", "indexed_attention"]},
+        **{**SHAPE, **LINEAR, "layer_types": ["linear_attention", *(set(_OF_QWEN4) - {"linear_attention"})]},
         **dict.fromkeys(("num_experts", "hc_count"), 4),
         num_experts_per_tok=2,
         moe_intermediate_size=32,
