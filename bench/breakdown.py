@@ -82,7 +82,7 @@ def record(model: SuperModel, work: Callable[[], None]) -> list[dict[str, Any]]:
     model.measure_gradients = lambda job_ids: SimpleNamespace(update=_in_range(OPTIMIZER, measure(job_ids).update))  # type: ignore[method-assign, assignment]
     try:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        with profile(activities=activities) as profiler, record_function(WHOLE):
+        with profile(activities=activities, acc_events=True) as profiler, record_function(WHOLE):
             work()
             machine.wait(model.device)
     finally:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 
@@ -43,8 +41,22 @@ class LengthJob:
         return [Item(int(sample), int(self.lengths[sample])) for sample in order[place * self.batch_size : (place + 1) * self.batch_size]]
 
 
+class _Batches:
+    """A job's, without an end. They can be copied where they stand, which iterators of itertools cannot from Python 3.14 on."""
+
+    def __init__(self, job: LengthJob, seed: int) -> None:
+        self._job, self._seed, self._number = job, seed, 0
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        return self
+
+    def __next__(self) -> list[Item]:
+        self._number += 1
+        return self._job.batch(self._seed, self._number - 1)
+
+
 def offered(jobs: Sequence[LengthJob]) -> dict[str, OfferedJob]:
-    return {job.name: OfferedJob(job.name, map(partial(job.batch, seed), itertools.count())) for seed, job in enumerate(jobs)}
+    return {job.name: OfferedJob(job.name, _Batches(job, seed)) for seed, job in enumerate(jobs)}
 
 
 def real_jobs() -> list[LengthJob]:

@@ -88,6 +88,8 @@ def read_yaml(text: str, where: Callable[[int], str], problems: list[Problem]) -
         node = _LOADER(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
+        if "maximum nesting depth" in str(error.problem):  # libyaml's own from 0.2.6 on, which reads ahead of the check
+            raise ConfigError(f"{where(line)}: {_TOO_DEEP}") from None
         if error.problem_mark and re.match(r" *\t", "".join(text.split("\n")[line - 1 : line])):  # which libyaml does not say
             raise ConfigError(f"{where(line)}: the line begins with a tab, and YAML takes spaces alone; indent it with spaces") from None
         raise ConfigError(
