@@ -154,7 +154,7 @@ BEFORE_HEAD: dict[str, PretrainedConfig] = {
     "bert": BertConfig(**SHAPE, is_decoder=True),
 }
 """Between decoder and head there is a dense layer with a norm."""
-_OF_QWEN4 = Qwen4ExpTextConfig().layer_types  # one of its two kinds has another name in each version
+_OF_QWEN4 = Qwen4ExpTextConfig().layer_types or []  # one of its two kinds has another name in each version
 _FALCON: dict[str, Any] = {**SHAPE, "ffn_hidden_size": 96}
 ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "qwen4-exp": Qwen4ExpTextConfig(
