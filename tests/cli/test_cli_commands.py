@@ -361,6 +361,14 @@ def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callab
     assert [line for line in out.splitlines() if line.startswith("warning: ")] == ["warning: tight", "warning: sql: rank is large"]
 
 
+def test_check_says_nothing_of_an_adapter_that_cannot_be_placed(jobs_file: Path, use: Callable[..., None]):
+    bad = job_check("bad", trainable_parameters=0, memory_bytes=0, problems=("adapter_config.json: use_dora=True",))
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(job_check("polite"), bad))
+    _, out, _ = call("check", jobs_file)
+    row = next(line for line in out.splitlines() if line.startswith("bad"))
+    assert row.split()[-1] == "42", "its steps are the last that is known"
+
+
 def test_check_says_no_more_than_it_knows_of_a_gpu(jobs_file: Path, use: Callable[..., None]):
     use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(job_check("sql"), device="cuda"))
     _, out, _ = call("check", jobs_file)

@@ -115,9 +115,9 @@ def _print_tables(console: Console, check: RunCheck) -> None:
     data: Columns = {name: _about_data(field) for name, field in _DATA_COLUMNS.items()}
     sizes: Columns = {
         "steps": lambda job: str(job.total_steps or ""),
-        "rank": lambda job: str(job.rank),
-        "parameters": lambda job: count_text(job.trainable_parameters),
-        "memory": lambda job: bytes_text(job.memory_bytes),
+        "rank": _about_adapter(lambda job: str(job.rank)),
+        "parameters": _about_adapter(lambda job: count_text(job.trainable_parameters)),
+        "memory": _about_adapter(lambda job: bytes_text(job.memory_bytes)),
     }
     for columns in [data | sizes] if console.width >= 120 else [data, sizes]:
         table = open_table()
@@ -139,6 +139,11 @@ def _print_tables(console: Console, check: RunCheck) -> None:
                 shown = [_field(job.eval_data, field) for field in _DATA_COLUMNS.values()]
                 table.add_row("  its evaluation", *shown, *[""] * (len(columns) - len(shown)), style="dim")
         console.print(table)
+
+
+def _about_adapter(text: Callable[[JobCheck], str]) -> Callable[[JobCheck], str]:
+    """Nothing of an adapter that cannot be placed: its rank is not known, and it takes no memory."""
+    return lambda job: text(job) if job.trainable_parameters else ""
 
 
 def _about_data(field: str) -> Callable[[JobCheck], str]:
