@@ -72,6 +72,7 @@ def test_a_class_that_leaves_out_what_its_text_model_does_to_logits_is_said() ->
     make_base(model, "aya")
 
 
+@pytest.mark.skipif(tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="LFM2 mixes samples there by itself")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_short_convolution_without_bounds_is_refused_though_it_leaks_less_than_rounding(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,8 @@ def check_gradient(found_P: torch.Tensor, expected_P: torch.Tensor, rounds: bool
 @pytest.mark.filterwarnings("ignore")  # of transformers, about configs as tiny as these
 def test_a_load_does_what_the_plan_says(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
+    if family not in families():
+        pytest.skip("not in this transformers")
     config = tiny(families()[family])
     auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
 
