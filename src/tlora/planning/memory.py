@@ -159,7 +159,10 @@ def _estimate(model: SuperModel, device: torch.device, rank: int, adapts_experts
     shapes = list(model.targets().values())
     attention = sum(element * heads * size + 4 * heads for _, heads, size in queries) / layers  # layers may differ in both
     recurrent = sum(weight_CW.shape[0] for _, weight_CW, *_ in calls.convolutions)
-    recurrent += sum(v_TGV.shape[1:].numel() for _, _, v_TGV, *_ in calls.delta_rules)
+    read = [[x.shape[1:].numel() for x in args[:3]] for args in calls.delta_rules]
+    if 0 < recurrent < sum(map(sum, read)):  # transformers below 5.23 repeats queries and keys for the values' heads: copies, kept as well
+        recurrent += sum(q + k for q, k, _ in read)
+    recurrent += sum(v for *_, v in read)
     inverses = sum(inverse_bytes(v_TGV) for _, _, v_TGV, *_ in calls.delta_rules)
     given = sum(n for _, n in shapes) + recurrent + calls.beside_linears + outputs
     layer = (element * given + inverses) / layers + attention
