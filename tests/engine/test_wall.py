@@ -92,7 +92,7 @@ def raise_for_victim(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, is_
 BUG, NO_MEMORY = TypeError("a bug"), MemoryError("no memory")
 STEPS: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "planning": (SuperModel, "layout", lambda _, spec: getattr(spec, "name", "") == "victim"),
-    "length": (job_plan, "longest_sample", lambda data: len(data.train) == 17),
+    "length": (job_plan, "_check_length", lambda job, _: job.spec.name == "victim"),
     "directory": (durable, "make_directory", lambda path: path.name == "victim"),
     "job.json": (admission, "write_job_file", lambda directory, _: directory.name == "victim"),
     "start": (start, "init_state", lambda layout, *_: layout.largest_rank == 5),

@@ -238,8 +238,8 @@ def test_workers_train_on_while_the_server_is_away_and_are_found_with_their_jobs
         assert workers_of(directory) == workers and workers, "the same processes"
         processes = [psutil.Process(pid) for pid in workers]
         assert servers[1].job(job)["started_at"] == before["started_at"]
-        told = [event["message"] for event in servers[1].ask("GET", f"/v1/jobs/{job}/events")["data"]]
-        assert any("while the server was away" in message for message in told), told
+        events = f"/v1/jobs/{job}/events"  # in which it is said after its steps can be seen
+        until(lambda: any("while the server was away" in event["message"] for event in servers[1].ask("GET", events)["data"]))
         steps = servers[1].steps(job)
         assert steps == sorted(set(steps)), "no step was done twice"
         assert servers[1].end() == 0
