@@ -26,7 +26,7 @@ import torch
 
 from bench import machine
 from tlora.engine.messages import FROM_RANK, TO_RANK, Sending, Written
-from tlora.engine.ranks.lending_line import LENDING, Frame, read_frame
+from tlora.engine.ranks.lending_line import LENDING, Frame, framed, read_frame
 from tlora.engine.ranks.link import encode, with_content
 from tlora.link.lines import Line
 from tlora.link.tls import TlsStream, make_certificate, server_context
@@ -55,8 +55,7 @@ def lead(connection: socket.socket, network: socket.socket, certificate: Path) -
     stream.handshake(SECONDS)
     line, host = Line(connection), Line(stream)
     for received in line.lines():
-        parts = encode(TO_RANK, with_content(FROM_RANK.decode(received), line))
-        host.send(LENDING.encode(Frame(1, sum(map(len, parts)))), *parts)
+        host.send(*framed(1, encode(TO_RANK, with_content(FROM_RANK.decode(received), line))))
 
 
 def lend(network: socket.socket, connection: socket.socket) -> None:

@@ -13,15 +13,18 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_address
 from tlora.link.lines import Buffer
 
+T = TypeVar("T")
 HANDSHAKE_SECONDS = 30.0  # of a worker; a controller has less patience with strangers
 _CHUNK = 1 << 18  # read or sent at once: several records that stay in a processor's cache
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
@@ -87,18 +90,17 @@ class TlsStream:
             return taken
 
     def recv(self, size: int) -> bytes:
-        while True:
-            with self._state, suppress(ssl.SSLWantReadError):
-                return self._tls.read(size)
-            self._flush()  # TLS may have something to answer
-            self._receive()
+        return self._once_come(partial(self._tls.read, size))
 
     def recv_into(self, target: memoryview) -> int:
         """All that has come and that it holds; nothing comes after 0."""
+        return self._once_come(partial(self._read_records, target))
+
+    def _once_come(self, read: Callable[[], T]) -> T:
         while True:
             with self._state, suppress(ssl.SSLWantReadError):
-                return self._read_records(target)
-            self._flush()
+                return read()
+            self._flush()  # TLS may have something to answer
             self._receive()
 
     def _read_records(self, target: memoryview) -> int:

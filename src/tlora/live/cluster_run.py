@@ -293,9 +293,8 @@ class _Run:
         place, base = torch.device(self._places[0]), self._base
         names = [self._known[number].name for number in self._numbers if number in self._known]
         speed, told = speed_here(names)
-        parts = self._parts if place.type == "cuda" else None
         slowest = slowest_here(names)
-        constants = live_constants(base.num_bytes, parts, slowest)
+        constants = live_constants(base.num_bytes, self._parts if place.type == "cuda" else None, slowest)
         like = f"those of {nearest_base(base.num_bytes)}" + ("" if speed == 1.0 else f" on an H200, times {speed:.2f}")
         until = "what `tlora plan` predicts" if is_predicted(constants) else like
         for line in (*told, f"{self._policy} on {len(self._places)} x {place.type}; speeds as measured, until then {until}"):

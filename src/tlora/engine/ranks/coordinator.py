@@ -82,8 +82,7 @@ class Coordinator:
         self._spans: dict[str, dict[str, Any]] = {}
         self._dispatcher: Dispatcher | None = None
         self._shown = 0.0
-        self._stopping = False
-        self._interrupted = False
+        self._stopping, self._interrupted = False, False
         self.shared = False  # the base, by all ranks
         self._stages: tuple[LayerRange, ...] = ()  # of the base, one for each rank
         self._assigned = order.run  # as the ranks get it

@@ -17,7 +17,7 @@ from typing import Any
 from tlora.engine.interrupts import OF_THE_TERMINAL, blocked_in_children
 from tlora.engine.messages import FROM_RANK, TO_RANK, Enter, Faulty, FromRank, Leave, Sending, Spread, Stop, ToRank
 from tlora.engine.ranks.gpu_change import worker_device
-from tlora.engine.ranks.lending_line import BEAT_SECONDS, LENDING, Frame, KillRank, Lent, RankEnded, StartRank, read_frame
+from tlora.engine.ranks.lending_line import BEAT_SECONDS, LENDING, Frame, KillRank, Lent, RankEnded, StartRank, framed, read_frame
 from tlora.engine.ranks.link import Meeting, encode
 from tlora.engine.ranks.rank_group import RANK_OF_WORKER
 from tlora.errors import TloraError
@@ -79,7 +79,7 @@ class Lender:
             return ()
 
     def _send(self, line: Line, rank: int, *parts: Buffer) -> None:
-        line.send(LENDING.encode(Frame(rank, sum(map(len, parts)))), *parts)
+        line.send(*framed(rank, parts))
 
     def _end_rank(self, line: Line, rank: int) -> None:
         process = self._processes[rank]

@@ -4,12 +4,12 @@ has the line itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tlora.engine.messages import Sending, Written
 from tlora.link.keyed_listener import CUT_SECONDS
-from tlora.link.lines import LONGEST_LINE, Line
+from tlora.link.lines import LONGEST_LINE, Buffer, Line
 from tlora.link.transfer import PIECE_BYTES
 from tlora.message_codec import Codec, message
 
@@ -60,6 +60,11 @@ class Frame:
 
 LendingMessage = Lent | StartRank | KillRank | RankEnded | Frame
 LENDING: Codec[LendingMessage] = Codec(LendingMessage)
+
+
+def framed(rank: int, parts: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """A message to or from the rank, in parts, with the line that announces them."""
+    return LENDING.encode(Frame(rank, sum(map(len, parts)))), *parts
 
 
 def read_frame(line: Line, frame: Frame, decode: Callable[[bytes], T]) -> T | Sending:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlora.engine.messages import FROM_RANK, FromRank, Sending
-from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, LendingMessage, Lent, RankEnded, StartRank, read_frame
+from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, LendingMessage, Lent, RankEnded, StartRank, framed, read_frame
 from tlora.errors import RankError
 from tlora.link.keyed_listener import CUT_SECONDS, KeyedListener
 from tlora.link.lines import Buffer, Line
@@ -47,12 +47,12 @@ class LentRank:
 
     def send(self, *parts: Buffer) -> None:
         """A message to the rank, with the bytes that belong to it."""
-        head = LENDING.encode(Frame(self.rank, sum(map(len, parts))))
+        frame = framed(self.rank, parts)
         with self._lock:
             if self.line is None:
-                self._unsent.append(b"".join((head, *parts)))
+                self._unsent.append(b"".join(frame))
             else:
-                self.line.send(head, *parts)
+                self.line.send(*frame)
 
     def end(self) -> None:
         """Nothing more is said to it; its lender stays."""
