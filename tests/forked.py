@@ -276,7 +276,7 @@ def _become(request: dict[str, Any]) -> None:
     extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = extra if request["safe_path"] else [request["directory"], *extra]
     sys.orig_argv[:], sys.argv[:] = request["command"], request["arguments"]
-    if torch := sys.modules.get("torch"):  # in any case, so that threads that load a base do not race for the pool that a fork leaves behind
+    if torch := sys.modules.get("torch"):  # always, or threads that load a base race for the pool of before the fork
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()))
     if extra:
         sys.modules.pop("sitecustomize", None)
