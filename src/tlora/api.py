@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, field_validator, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -21,8 +21,10 @@ OPEN: tuple[Status, ...] = ("preparing", "queued", "running", "paused")
 ENDED: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 Purpose = Literal["fine-tune", "evals", "user_data"]
 Scope = Literal["read", "submit", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 DEFAULT_TENANT = "default"
 MOST_SOURCES = 100
+MISSED = "missed its deadline"
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=f"^{NAME_PATTERN.pattern}$")]
 StartId = Annotated[str, Field(min_length=1, max_length=90, pattern="^[a-z]+-[0-9a-z]{1,56}(:checkpoint-[0-9]{1,12})?$")]
 ObjectId = Annotated[str, Field(min_length=1, max_length=64, pattern="^[a-z]+-[0-9a-z]{1,56}$")]
@@ -243,6 +245,7 @@ class JobView(Answer):
     estimated_start: float | None = None  # if no other job comes; None where it is too far away to be foreseen
     reason: str | None = None  # why it failed
     warnings: list[str] = []
+    deadline_missed: bool = False  # its `deadline_seconds` passed before it ended
     sweep: str | None = None
     cloned_from: str | None = None
     order: Annotated[OrderSpec, AsSent()]

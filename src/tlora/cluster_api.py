@@ -36,13 +36,14 @@ class GroupView(Answer):
 
 
 class WaitingView(Answer):
-    """`place`: among all tenants' jobs that wait for a GPU, 1 being the next; `estimated_start`: as of a job."""
+    """`place`: among all tenants' jobs that wait for a GPU, 1 being the next; `estimated_start`, `deadline_missed`: as of a job."""
 
     job: str
     name: str
     reason: str
     place: int | None = None
     estimated_start: float | None = None
+    deadline_missed: bool = False
 
 
 class HostView(Answer):

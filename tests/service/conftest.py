@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.service.desk import JOBS, Desk, at_desk
 from tests.service.postgres import make_database, postgres_server
-from tests.service.served import Served, serving
+from tests.service.served import ROW, Served, serving
 
 _numbers = itertools.count()
 
@@ -51,3 +52,29 @@ def served_slowly(tmp_path: Path) -> Iterator[Served]:
     """One whose jobs train as the test says."""
     with serving(tmp_path / "server", eager=False) as found:
         yield found
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a jobs file and its data, where the user is."""
+    directory = tmp_path / "here"
+    directory.mkdir()
+    (directory / "jobs.yaml").write_text(JOBS)
+    (directory / "data.jsonl").write_bytes(ROW * 8)
+    (directory / "same.jsonl").write_bytes(ROW * 8)
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("COLUMNS", "300")
+    return directory
+
+
+@pytest.fixture
+def job_controller(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    """Jobs are trained at once."""
+    yield from at_desk(tmp_path / "server", monkeypatch)
+
+
+@pytest.fixture
+def slow_desk(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    """Jobs are trained when the test says so."""
+    yield from at_desk(tmp_path / "server", monkeypatch, eager=False)

@@ -102,3 +102,30 @@ def test_saving_a_key_keeps_the_others() -> None:
     assert find_access({}).url == "https://two.example"
     assert find_access({"TLORA_URL": "https://one.example"}).key == KEY
     assert key_file().stat().st_mode & 0o777 == 0o600
+
+
+def test_a_server_with_a_directory_of_its_own_is_found_with_what_the_message_says(home: Path) -> None:
+    """`tlora serve --data-dir`: no server is known, no key, or the key of the one in the default directory."""
+    own = home / "own"
+    own.mkdir()
+    (own / "address").write_text("http://127.0.0.1:8401\n")
+    (own / "first-key").write_text(KEY + "\n")
+    (own / "first-key").chmod(0o600)
+    remedy = r"one with a --data-dir of its own is found with TLORA_HOME=DIRECTORY"
+    for environment in ({}, {"TLORA_URL": "http://127.0.0.1:8401"}):
+        with pytest.raises(ConfigError, match=remedy):
+            find_access(environment)
+    with pytest.raises(ConfigError) as caught:  # of a server on another machine there is no directory here
+        find_access({"TLORA_URL": "https://one.example"})
+    assert "TLORA_HOME" not in str(caught.value)
+
+
+def test_a_directory_of_a_server_is_found_by_what_the_message_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "server").mkdir()
+    (home / "server" / "address").write_text("http://127.0.0.1:8321\n")
+    first = home / "server" / "first-key"
+    first.write_text(KEY + "\n")
+    first.chmod(0o600)
+    assert find_access({}).of_directory == home / "server"
+    save_key("http://127.0.0.1:8321", KEY)
+    assert find_access({}).of_directory is None

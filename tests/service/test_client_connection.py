@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -113,6 +114,17 @@ def test_what_is_not_the_answer_is_one_clear_error(found: httpx.Response, words:
     with pytest.raises(ServiceError, match=words) as caught:
         connection.get("/v1/bases", BaseList)
     assert "tml-secret" not in str(caught.value)
+
+
+def test_a_first_key_that_is_unknown_says_whose_it_is_and_where_the_right_one_lies(tmp_path: Path) -> None:
+    """`tlora serve --data-dir` at the address of the server in the default directory: its first key is another's."""
+    access = Access("http://127.0.0.1:8321", "tml-secret-key", "x", str(tmp_path / "first-key"), tmp_path)
+    transport = httpx.MockTransport(lambda _: refusal(401, "invalid_key"))
+    with Connection(access, transport) as connection, pytest.raises(ServiceError) as caught:
+        connection.get("/v1/bases", BaseList)
+    whose = f"the key from {tmp_path / 'first-key'} is unknown there: it is of the server that was last started over {tmp_path}"
+    assert whose in str(caught.value)
+    assert "If the one there has a --data-dir of its own, set TLORA_HOME to that; else save a key with `tlora login`" in str(caught.value)
 
 
 def test_plain_connections_ask_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
-from tests.service.served import ROW, Served, listening, until
+from tests.service.desk import Desk, at_desk
+from tests.service.served import ROW, until
 from tlora import manifest
 from tlora.api import JobView
 from tlora.cli import server_commands
@@ -20,80 +20,6 @@ from tlora.cli.commands import app
 from tlora.client.connection import Connection
 from tlora.client.jobs import Sight
 from tlora.jobs_file import read_jobs_file
-
-JOBS = """base_model: base
-defaults: {r: 4, max_length: 64}
-jobs:
-  - {name: polite, data: {path: data.jsonl, eval_size: 2}, max_steps: 5}
-  - {name: sql, data: [data.jsonl, same.jsonl], learning_rate: 1e-4}
-  - {name: grid, data: data.jsonl, sweep: {r: [8, 16], learning_rate: [1e-3, 5e-4]}}
-"""
-
-
-@dataclass
-class Desk:
-    """A user at a terminal with a server."""
-
-    served: Served
-    url: str
-    monkeypatch: pytest.MonkeyPatch
-
-    def __call__(self, *arguments: str, tenant: str = "alice", stdin: str | None = None, status: int = 0) -> Result:
-        scopes = ("read", "submit", "admin") if tenant == "operator" else ("read", "submit")
-        self.monkeypatch.setenv("TLORA_API_KEY", self.served.key(tenant, *scopes))
-        found = CliRunner().invoke(app, list(arguments), input=stdin)
-        assert found.exit_code == status, (found.exit_code, found.output, found.exception)
-        return found
-
-    def asked(self, path: str, tenant: str = "alice") -> Any:
-        return self.served.ask(tenant, "GET", path, 200)
-
-    def tick_until(self, look: Callable[[], bool]) -> None:
-        """The picture of the cluster is drawn anew with what happens there."""
-
-        def see() -> bool:
-            self.served.cluster.tick()
-            return look()
-
-        until(see)
-
-    def wait(self, name: str, status: str) -> dict[str, Any]:
-        return until(
-            lambda: next((job for job in self.asked("/v1/jobs?limit=100")["data"] if (job["name"], job["status"]) == (name, status)), None)
-        )
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a jobs file and its data, where the user is."""
-    directory = tmp_path / "here"
-    directory.mkdir()
-    (directory / "jobs.yaml").write_text(JOBS)
-    (directory / "data.jsonl").write_bytes(ROW * 8)
-    (directory / "same.jsonl").write_bytes(ROW * 8)
-    monkeypatch.chdir(directory)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("COLUMNS", "300")
-    return directory
-
-
-def _job_controller(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Desk]:
-    with listening(directory, **options) as (served, url):
-        monkeypatch.setenv("TLORA_URL", url)
-        monkeypatch.setenv("TLORA_HOME", str(directory))
-        yield Desk(served, url, monkeypatch)
-
-
-@pytest.fixture
-def job_controller(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    """Jobs are trained at once."""
-    yield from _job_controller(tmp_path / "server", monkeypatch)
-
-
-@pytest.fixture
-def slow_desk(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    """Jobs are trained when the test says so."""
-    yield from _job_controller(tmp_path / "server", monkeypatch, eager=False)
 
 
 def test_a_jobs_file_is_submitted_as_it_trains(job_controller: Desk) -> None:
@@ -210,7 +136,7 @@ def test_a_file_that_is_refused_is_named_and_not_called_uploaded(tmp_path: Path,
     (place / "several.yaml").write_text(
         "base_model: base\njobs: [{name: a, data: data.jsonl}, {name: b, data: long.jsonl}, {name: c, data: same.jsonl}]"
     )
-    for desk in _job_controller(tmp_path / "server", monkeypatch, limits={"file_rows": 8}):
+    for desk in at_desk(tmp_path / "server", monkeypatch, limits={"file_rows": 8}):
         found = desk("submit", "several.yaml", status=2)
         assert f"error: {place / 'long.jsonl'}: the file has more than 8 rows; split it" in found.output
         assert "data.jsonl (" in found.output and "long.jsonl (" not in found.output

@@ -26,7 +26,7 @@ from tlora.cli.server_commands import (
     restore,
     serve,
 )
-from tlora.cli.service_commands import cancel, clone, download, jobs, pause, queue, resume, show, submit
+from tlora.cli.service_commands import cancel, clone, download, files, jobs, pause, queue, resume, show, submit
 from tlora.cli.simulate_command import simulate
 from tlora.cli.terminal import (
     Command,
@@ -302,6 +302,7 @@ _PANELS = {
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
         add_command(app, _command, panel=_panel)
+app.add_typer(files, name="files", rich_help_panel="Jobs on a server")
 app.add_typer(keys, name="keys", rich_help_panel="A server")
 app.add_typer(bases, name="bases", rich_help_panel="A server")
 

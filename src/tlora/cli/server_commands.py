@@ -195,6 +195,7 @@ def create_key(
     from tlora.api import NewKeyView
 
     scopes = scope or ["read", "submit"]
+    _check_scopes(scopes)
     if local:
         from tlora.service.keys import create_key as create
         from tlora.service.services import new_key_view
@@ -211,6 +212,17 @@ def create_key(
     note(f"{key.id}: tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again")
     if "submit" in scopes and "read" not in scopes:
         note("without read it sends orders and files, and sees none: `tlora submit` needs --scope read --scope submit, the default")
+
+
+def _check_scopes(given: list[str]) -> None:
+    """Raises ConfigError, as for `read,submit` in one."""
+    from tlora.api import SCOPES
+    from tlora.errors import ConfigError
+
+    for scope in given:
+        if scope not in SCOPES:
+            several = "Give --scope once for each: --scope read --scope submit"
+            raise ConfigError(f"--scope {scope!r}: is not one of {', '.join(SCOPES)}. {several}")
 
 
 def list_keys(local: Local = False, data_dir: DataDir = None, config: Config = None, as_json: Json = False) -> None:

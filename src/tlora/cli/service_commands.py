@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from tlora.cli.terminal import note, open_console, path_text, printable, say, say_error, say_json
+from tlora.cli.terminal import add_command, note, open_console, path_text, printable, say, say_error, say_json
 
+T = TypeVar("T")
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,7 +26,12 @@ JobsFile = Annotated[Path, typer.Argument(metavar="JOBS.YAML", help="As for `tlo
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the file, as in train.", show_default=False)
 ]
+Limit = Annotated[int, typer.Option(min=1, help="So many at most.")]
+Every = Annotated[bool, typer.Option("--all", help="Without a limit.")]
 Follow = Annotated[bool, typer.Option("--follow", help="Watch the jobs until they have ended; Ctrl-C leaves them running.")]
+
+
+files = typer.Typer(help="Files of yours on a server, which jobs learn from.", no_args_is_help=True)
 
 
 @contextmanager
@@ -70,8 +76,8 @@ def submit(
 def jobs(
     status: Annotated[str | None, typer.Option(metavar="STATUS", help="Such as running or failed.", show_default=False)] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Jobs of this name.", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(min=1, help="So many at most.")] = 50,
-    every: Annotated[bool, typer.Option("--all", help="Without a limit.")] = False,
+    limit: Limit = 50,
+    every: Every = False,
     as_json: Json = False,
 ) -> None:
     """List your jobs on the server, the newest first."""
@@ -79,7 +85,7 @@ def jobs(
         from tlora.cli.service_view import print_jobs
         from tlora.client.jobs import list_jobs
 
-        listing = list(list_jobs(connection, None if every else limit, status, name))
+        listing = _newest(list_jobs(connection, None if every else limit + 1, status, name), None if every else limit)
         if as_json:
             say_json(listing)
         else:
@@ -178,19 +184,63 @@ def queue(as_json: Json = False) -> None:
         print_cluster(open_console(), cluster, running)
 
 
-def _change(names: Sequence[str], verb: str) -> None:
-    """Change all jobs that can be changed; print why for the others and exit with status 2."""
+def list_files(limit: Limit = 50, every: Every = False, as_json: Json = False) -> None:
+    """List your uploaded files on the server, the newest first, and how much of the tenant's storage is used."""
     with connected() as connection:
-        from tlora.api import OPEN, JobView
-        from tlora.client.jobs import find_job
+        from tlora.api import StorageView
+        from tlora.cli.service_view import print_files
+        from tlora.client.transfers import list_files as list_uploads
+
+        listing = _newest(list_uploads(connection, None if every else limit + 1), None if every else limit)
+        if as_json:
+            say_json(listing)
+        else:
+            print_files(open_console(), listing, connection.get("/v1/storage", StorageView))
+
+
+def delete_files(names: Annotated[list[str], typer.Argument(metavar="FILE...", help="Ids or names.", show_default=False)]) -> None:
+    """Delete uploaded files. Refused of one while a job that has not ended learns from it."""
+    from tlora.api import Deleted
+    from tlora.client.transfers import find_file
+
+    def delete(connection: Connection, name: str) -> str:
+        found = find_file(connection, name)
+        connection.send("DELETE", f"/v1/files/{found}", Deleted)
+        return f"{name} ({found}): deleted" if found != name else f"{name}: deleted"
+
+    _for_each(names, delete)
+
+
+def _newest(found: Iterable[T], limit: int | None) -> list[T]:
+    """`limit` of them, if it is given; what is left out is said."""
+    listing = list(found)
+    if limit is not None and len(listing) > limit:
+        note(f"the newest {limit:,}; --all lists the others too")
+    return listing[:limit]
+
+
+def _change(names: Sequence[str], verb: str) -> None:
+    """Change all jobs that can be changed."""
+    from tlora.api import OPEN, JobView
+    from tlora.client.jobs import find_job
+
+    def change(connection: Connection, name: str) -> str:
+        view = find_job(connection, name, OPEN)
+        changed = connection.send("POST", f"/v1/jobs/{view.id}/{verb}", JobView)
+        return f"{changed.name}: {changed.status}"
+
+    _for_each(names, change)
+
+
+def _for_each(names: Sequence[str], act: Callable[[Connection, str], str]) -> None:
+    """Print what `act` returns of each name, or why the server refuses it; then exit with status 2."""
+    with connected() as connection:
         from tlora.errors import ServiceError
 
         refused = False
         for name in names:
             try:
-                view = find_job(connection, name, OPEN)
-                changed = connection.send("POST", f"/v1/jobs/{view.id}/{verb}", JobView)
-                say(f"{changed.name}: {changed.status}")
+                say(act(connection, name))
             except ServiceError as error:
                 if not error.status:
                     raise
@@ -225,3 +275,7 @@ def _follow(connection: Connection, console: Console, jobs: Sequence[JobView]) -
             console.print(Text(f"\n{subject} on at {connection.access.url}{ended}. See: {again}"), soft_wrap=True)
             return 130
     return 0 if all(job.status == "succeeded" for job in latest.values()) else 1
+
+
+for _name, _command in {"list": list_files, "delete": delete_files}.items():
+    add_command(files, _command, _name)

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tlora.api import BaseView, EventView, JobView, KeyView
+from tlora.api import MISSED, BaseView, EventView, FileView, JobView, KeyView, StorageView
 from tlora.cli.terminal import bytes_text, open_table, printable, shows_live
 from tlora.client.jobs import Sight
 from tlora.cluster_api import ClusterView, HostView
@@ -36,8 +36,13 @@ def steps_text(job: JobView) -> str:
 
 
 def why(job: JobView) -> str:
-    """Why the job is not running."""
-    return job.reason or ("" if job.status == "running" else job.waiting_for or "")
+    """Why the job is not running, and whether it is late."""
+    reason = job.reason or ("" if job.status == "running" else job.waiting_for or "")
+    return _with_deadline(reason, job.deadline_missed)
+
+
+def _with_deadline(text: str, missed: bool) -> str:
+    return "; ".join(filter(None, (text, MISSED if missed else "")))
 
 
 def _loss(loss: float | None) -> str:
@@ -78,6 +83,7 @@ def print_job(console: Console, job: JobView, events: Sequence[EventView]) -> No
         "submitted": time_text(job.created_at),
         "started": time_text(job.started_at) if job.started_at else "",
         "ended": time_text(job.ended_at) if job.ended_at else "",
+        "deadline": _deadline(job, order.get("deadline_seconds")),
         "step": steps_text(job),
         "train loss": _loss(job.train_loss),
         "eval loss": _loss(job.eval_loss),
@@ -107,6 +113,10 @@ def print_job(console: Console, job: JobView, events: Sequence[EventView]) -> No
             console.print(Text(printable(f"{time_text(event.created_at)}  {event.message}"), style="dim"), soft_wrap=True)
 
 
+def _deadline(job: JobView, seconds: float | None) -> str:
+    return "" if seconds is None else time_text(job.created_at + seconds) + (", missed" if job.deadline_missed else "")
+
+
 def _defaults() -> dict[str, Any]:
     scheduled = {key: JobSpec.model_fields[key].default for key in SCHEDULED}
     of_order = {"gpus": 1, "start_from": None, "metadata": {}}
@@ -131,7 +141,10 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
     table.add_column("jobs that share it", overflow="fold")
     for group in sorted(cluster.groups, key=lambda group: group.gpus):
         listed = [
-            f"{view.name} ({steps_text(view) or DASH})" if (view := running.get(job)) else waiting.get(job, job) for job in group.jobs
+            f"{view.name} ({steps_text(view) or DASH}{f', {MISSED}' if view.deadline_missed else ''})"
+            if (view := running.get(job))
+            else waiting.get(job, job)
+            for job in group.jobs
         ]
         listed += [f"{group.other_jobs} of others"] if group.other_jobs else []
         kind = [Text(printable(cluster.kinds_of(group.gpus)))] if unlike else []
@@ -155,7 +168,7 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         queue.add_column("waiting", overflow="fold")
         queue.add_column("for", overflow="fold")
         for one in cluster.waiting:
-            queue.add_row(Text(printable(one.name)), Text(printable(one.reason)))
+            queue.add_row(Text(printable(one.name)), Text(printable(_with_deadline(one.reason, one.deadline_missed))))
         console.print(queue)
     else:
         console.print(Text("no job of yours waits", style="dim"))
@@ -191,6 +204,17 @@ def print_keys(console: Console, keys: Iterable[KeyView]) -> None:
             key.id, Text(printable(key.tenant)), Text(printable(key.name)), ", ".join(key.scopes), time_text(key.created_at), revoked
         )
     console.print(table)
+
+
+def print_files(console: Console, files: Iterable[FileView], storage: StorageView) -> None:
+    table = open_table()
+    for name in ("file", "id", "size", "purpose", "uploaded"):
+        table.add_column(name, overflow="fold", justify="right" if name == "size" else "left")
+    for file in files:
+        table.add_row(Text(printable(file.filename)), file.id, bytes_text(file.bytes), file.purpose, time_text(file.created_at))
+    console.print(table if table.row_count else Text("no files; `tlora submit` uploads those of its jobs", style="dim"))
+    kept, tokens, most = (bytes_text(count) for count in (storage.files_bytes, storage.tokenized_bytes, storage.limit_bytes))
+    console.print(Text(f"storage: files {kept}, tokenized data {tokens}, of {most}", style="dim"), soft_wrap=True)
 
 
 def print_bases(console: Console, bases: Iterable[BaseView]) -> None:
@@ -256,6 +280,7 @@ class PlainFollower:
         parts += [f"train loss {loss_text(job.train_loss)}"] if job.train_loss is not None else []
         parts += [f"waits for {job.waiting_for}"] if job.status == "queued" and job.waiting_for else []
         parts += [job.reason] if job.reason else []
+        parts += [MISSED] if job.deadline_missed else []
         self._say(", ".join(parts), STYLES.get(job.status, "") if job.has_ended else "")
 
     def _say(self, line: str, style: str) -> None:

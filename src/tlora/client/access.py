@@ -14,20 +14,24 @@ from urllib.parse import urlsplit
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
-from tlora.server_directory import ADDRESS, FIRST_KEY, default_directory
+from tlora.server_directory import ADDRESS, FIRST_KEY, HOME, default_directory
 
 URL, KEY = "TLORA_URL", "TLORA_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_OWN_DIRECTORY = f"one with a --data-dir of its own is found with {HOME}=DIRECTORY"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A server's URL without a final slash, the key for it, and where the two come from, for messages."""
+    """A server's URL without a final slash, the key for it, and where the two come from, for messages. `of_directory`: whose first key
+    it is, if it is one.
+    """
 
     url: str
     key: str
     url_from: str
     key_from: str
+    of_directory: Path | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -66,9 +70,10 @@ def find_access(environment: Mapping[str, str] = os.environ) -> Access:
         return Access(url, check_key(saved.keys[origin], str(key_file())), url_from, str(key_file()))
     local, path = _local_url(), default_directory() / FIRST_KEY
     if local is not None and origin == origin_of(local) and path.is_file():
-        return Access(url, check_key(_private_text(path).strip(), str(path)), url_from, str(path))
+        return Access(url, check_key(_private_text(path).strip(), str(path)), url_from, str(path), path.parent)
+    own = f". {_OWN_DIRECTORY}" if urlsplit(url).hostname in _LOOPBACK else ""
     raise ConfigError(
-        f"there is no key for {origin}. Set {KEY}, or save one with `tlora login {url}`; keys of other servers are not sent there"
+        f"there is no key for {origin}. Set {KEY}, or save one with `tlora login {url}`; keys of other servers are not sent there{own}"
     )
 
 
@@ -88,7 +93,9 @@ def find_url(environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
     elif (local := _local_url()) is not None:
         url, where = local, str(default_directory() / ADDRESS)
     else:
-        raise ConfigError(f"no server is known: set {URL}, or `tlora login URL`. `tlora serve` starts one on this machine")
+        raise ConfigError(
+            f"no server is known: set {URL}, or `tlora login URL`. `tlora serve` starts one on this machine; {_OWN_DIRECTORY}"
+        )
     origin_of(url)
     return url.rstrip("/"), where
 

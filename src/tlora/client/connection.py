@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -13,11 +13,14 @@ from typing import Any, TypeVar, cast
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from tlora.api import EventList, FileList, JobList
 from tlora.client.access import Access, origin_of
 from tlora.errors import ServiceError
+from tlora.server_directory import HOME
 from tlora.version import __version__
 
 Answer = TypeVar("Answer", bound=BaseModel)
+Page = TypeVar("Page", JobList, FileList, EventList)
 VERSION_HEADER = "tlora-version"
 _DELAYS = (0.2, 0.5, 1.0, 2.0, 4.0)  # seconds before each new try
 _LONGEST_WAIT = 30.0  # seconds, that an answer may ask to wait
@@ -49,6 +52,17 @@ class Connection:
     def get(self, path: str, kind: type[Answer], **params: str | int | None) -> Answer:
         asked = {key: value for key, value in params.items() if value is not None}
         return self._read(self._repeat(lambda: self._http.request("GET", self._url(path), params=asked, headers=self._headers())), kind)
+
+    def pages(self, path: str, kind: type[Page], most: int | None = None, size: int = 100, **params: str | None) -> Iterator[Page]:
+        """Of a list, `size` entries each, until `most` entries or its end."""
+        cursor, count = None, 0
+        while most is None or count < most:
+            limit = size if most is None else min(size, most - count)
+            page = self.get(path, kind, limit=limit, cursor=cursor, **params)
+            yield page
+            cursor, count = page.next_cursor, count + len(page.data)
+            if cursor is None:
+                return
 
     def send(self, method: str, path: str, kind: type[Answer], body: Mapping[str, Any] | None = None) -> Answer:
         """With a key of its own, so that it is done once however often it is sent."""
@@ -135,12 +149,21 @@ class Connection:
             return
         code, message = _error_of(answer)
         if status == 401:
-            message = f"{url}: the key from {self.access.key_from} is unknown there, or revoked. Save another with `tlora login`"
+            message = f"{url}: the key from {self.access.key_from} {self._unknown_key()}"
         elif status == 403:
             message = f"{message} (this key is from {self.access.key_from})"
         elif status == 421:
             message = f"{url}: {message}"
         raise ServiceError(message + self._versions(always=False, status=status), status, code)
+
+    def _unknown_key(self) -> str:
+        """What is wrong with the key, and what helps."""
+        if (directory := self.access.of_directory) is None:
+            return "is unknown there, or revoked. Save another with `tlora login`"
+        return (
+            f"is unknown there: it is of the server that was last started over {directory}, or revoked. If the one there has a --data-dir "
+            f"of its own, set {HOME} to that; else save a key with `tlora login`"
+        )
 
     def _versions(self, always: bool, status: int = 0) -> str:
         """Where another version may be the reason."""

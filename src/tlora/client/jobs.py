@@ -55,25 +55,14 @@ def find_start(connection: Connection, start: str) -> str:
 
 def list_jobs(connection: Connection, most: int | None, status: str | None = None, name: str | None = None) -> Iterator[JobView]:
     """The newest first, `most` of them, or all."""
-    cursor, count = None, 0
-    while most is None or count < most:
-        limit = _PAGE if most is None else min(_PAGE, most - count)
-        page = connection.get("/v1/jobs", JobList, limit=limit, cursor=cursor, status=status, name=name)
+    for page in connection.pages("/v1/jobs", JobList, most, status=status, name=name):
         yield from page.data
-        cursor, count = page.next_cursor, count + len(page.data)
-        if cursor is None:
-            return
 
 
 def list_events(connection: Connection, job_id: str) -> Iterator[EventView]:
     """All of a job's, the oldest first."""
-    cursor = None
-    while True:
-        page = connection.get(f"/v1/jobs/{job_id}/events", EventList, limit=1000, cursor=cursor)
+    for page in connection.pages(f"/v1/jobs/{job_id}/events", EventList, size=1000):
         yield from page.data
-        cursor = page.next_cursor
-        if cursor is None:
-            return
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,25 @@ def upload_files(connection: Connection, files: Sequence[Path], say: Callable[[s
     return ids
 
 
+def list_files(connection: Connection, most: int | None = None) -> Iterator[FileView]:
+    """The newest first, `most` of them, or all."""
+    for page in connection.pages("/v1/files", FileList, most):
+        yield from page.data
+
+
+def find_file(connection: Connection, name: str) -> str:
+    """The id of the file of that id or name. Raises ServiceError where there is none of that name, or more than one."""
+    if re.fullmatch(r"[a-z]+-[0-9a-z-]+", name):  # names have a suffix
+        return name
+    found = [file.id for file in list_files(connection) if file.filename == name]
+    if not found:
+        raise ServiceError(f"there is no file {name!r}. `tlora files list` lists those that there are", 404, "not_found")
+    if len(found) > 1:
+        listed = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
+        raise ServiceError(f"{len(found)} files are named {name!r}: {listed}. Give an id", 409, "ambiguous")
+    return found[0]
+
+
 def _find(connection: Connection, digest: str, suffix: str) -> FileView | None:
     page = connection.get("/v1/files", FileList, sha256=digest, limit=100)
     return next((file for file in page.data if file.sha256 == digest and file.filename.lower().endswith(suffix)), None)

@@ -11,18 +11,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from sqlalchemy import Connection, Engine, select, update
 
 from tlora import durable
-from tlora.api import DEFAULT_TENANT, Scope
+from tlora.api import DEFAULT_TENANT, SCOPES, Scope
 from tlora.errors import ConfigError
 from tlora.job import NAME_PATTERN
 from tlora.service.database.tables import keys, tenants
 
 PREFIX = "tml-"
-SCOPES: tuple[Scope, ...] = get_args(Scope)
 _LOOKUP_DIGITS = 16
 _REMEMBER_SECONDS = 2.0  # a key that another process revoked is refused after so long
 _MOST_REMEMBERED = 10_000

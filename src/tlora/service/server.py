@@ -27,7 +27,7 @@ from tlora.cluster.listeners import TlsListener
 from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.errors import ConfigError
 from tlora.link.address import tcp_place
-from tlora.server_directory import ADDRESS, FIRST_KEY
+from tlora.server_directory import ADDRESS, FIRST_KEY, HOME, default_directory
 from tlora.service.app import make_app
 from tlora.service.backend_factory import BackendFactory
 from tlora.service.config import ServerConfig
@@ -203,6 +203,8 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     durable.write_file(config.directory / ADDRESS, url + "\n")
     say(f"tlora serves at {url}; everything lies in {config.directory}")
+    if config.directory.resolve() != default_directory().resolve():
+        say(f"commands of this user on this machine find it with {HOME}={config.directory}")
     if config.worker_listen is not None:
         say(f"workers may come to {config.worker_listen} over TLS; `tlora worker-token {config.directory}` makes a token for them")
     if found.first_key is not None:

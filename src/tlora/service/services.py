@@ -61,11 +61,17 @@ def job_view(
         estimated_start=queue_place[1],
         reason=row.reason or None,
         warnings=intake.get("warnings", []),
+        deadline_missed=deadline_missed(row.created, row.ended, row.order.get("deadline_seconds")),
         sweep=row.sweep,
         cloned_from=row.cloned_from,
         order=order or OrderSpec.model_validate(row.order),
         result=row.result,
     )
+
+
+def deadline_missed(created: float, ended: float | None, seconds: float | None) -> bool:
+    """Whether a job had not ended, or has not by now, `seconds` after it was accepted."""
+    return seconds is not None and created + seconds < (ended or time.time())
 
 
 def event_view(row: Row[Any]) -> EventView:

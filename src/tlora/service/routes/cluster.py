@@ -16,7 +16,7 @@ from tlora.service.access import caller_of
 from tlora.service.database.tables import jobs
 from tlora.service.live_state import ClusterSnapshot
 from tlora.service.routes.jobs import REFUSALS
-from tlora.service.services import Services, services_of
+from tlora.service.services import Services, deadline_missed, services_of
 from tlora.service.usage import saved_usage
 
 router = APIRouter(responses=REFUSALS)
@@ -28,7 +28,9 @@ def show_cluster(request: Request) -> ClusterView:
     """Groups on their GPUs and the queue. Of other tenants' jobs only numbers are shown."""
     services, tenant = services_of(request), caller_of(request).tenant
     snapshot = services.live.snapshot
-    query = select(jobs.c.id, jobs.c.name, jobs.c.status).where(jobs.c.tenant == tenant, jobs.c.ended.is_(None)).order_by(jobs.c.serial)
+    seconds = jobs.c.order["deadline_seconds"].as_float().label("deadline_seconds")
+    columns = (jobs.c.id, jobs.c.name, jobs.c.status, jobs.c.created, jobs.c.ended, seconds)
+    query = select(*columns).where(jobs.c.tenant == tenant, jobs.c.ended.is_(None)).order_by(jobs.c.serial)
     rows = services.read(lambda connection: connection.execute(query).all())
     own = {row.id for row in rows}
     in_groups = {job for group in snapshot.groups for job in group.job_ids}
@@ -48,7 +50,10 @@ def show_cluster(request: Request) -> ClusterView:
     for row in rows:
         if (reason := services.live.waiting_for(row.id, row.status)) is not None:
             place, starts = services.live.queue_place(row.id, row.status)
-            waiting.append(WaitingView(job=row.id, name=row.name, reason=reason, place=place, estimated_start=starts))
+            missed = deadline_missed(row.created, row.ended, row.deadline_seconds)
+            waiting.append(
+                WaitingView(job=row.id, name=row.name, reason=reason, place=place, estimated_start=starts, deadline_missed=missed)
+            )
     behind = len(snapshot.waiting) + 1  # those that have no place yet; those whose group loads their base are the first
     waiting.sort(key=lambda one: one.place or (0 if one.job in in_groups else behind))
     return ClusterView(

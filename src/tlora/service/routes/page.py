@@ -158,9 +158,8 @@ def show_job_page(job_id: JobId, request: Request) -> Response:
     events = services.read(lambda connection: job_rows.list_events(connection, tenant, job_id, 0, 1000))
     job = services.view(row)
     losses = read_losses(_metrics(services, job_id), _CHART_BYTES, _CHART_POINTS)
-    page = _page(
-        "job.html", root, job=job, losses=losses, events=events[-_LAST_EVENTS:], settings=_settings(row.order), ended=job.status in ENDED
-    )
+    found = {"deadline": row.created + (row.order.get("deadline_seconds") or 0.0), "settings": _settings(row.order)}
+    page = _page("job.html", root, job=job, losses=losses, events=events[-_LAST_EVENTS:], ended=job.status in ENDED, **found)
     return _packed(request, page)
 
 
