@@ -48,6 +48,13 @@ def test_metrics_and_labels_of_the_dashboard_and_the_alerts_are_in_the_reference
             assert set(re.split(r",\s*", by)) <= {"le"} | set().union(*(known[name] for name in names)), expression
 
 
+def test_what_grows_is_asked_of_counters() -> None:
+    """A gauge of the store falls as ended jobs are removed, which `increase` takes for a restart and counts anew."""
+    for expression in expressions():
+        for name in re.findall(r"(?:rate|increase)\((tlora_[a-z_]+)", expression):
+            assert name.endswith(("_total", "_bucket")), expression
+
+
 def test_the_reference_has_what_a_server_says_and_nothing_else(tmp_path: Path) -> None:
     with serving(tmp_path, eager=False) as served:
         job = served.submit("alice")["id"]
@@ -61,7 +68,8 @@ def test_the_reference_has_what_a_server_says_and_nothing_else(tmp_path: Path) -
     typed = dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, flags=re.MULTILINE))
     said = {name for name in typed if name.startswith("tlora_") and not name.endswith("_created")}
     assert said == labels_of(REFERENCE.read_text(encoding="utf-8")).keys()
-    assert re.search(r'^tlora_tenant_jobs\{status="running",tenant="[^"]+"\} 1.0$', text, flags=re.MULTILINE), text
+    assert re.search(r'^tlora_tenant_jobs\{status="running",tenant="alice"\} 1.0$', text, flags=re.MULTILINE), text
+    assert re.search(r'^tlora_requests_total\{code="201",method="POST",tenant="alice"\} 1.0$', text, flags=re.MULTILINE), text
     (there,) = re.findall(r'^tlora_gpus\{host="([^"]+)"\} ', text, flags=re.MULTILINE)
     assert f'tlora_gpus_busy{{host="{there}"}} 1.0' in text
 

@@ -38,3 +38,29 @@ def test_one_that_is_cancelled_meanwhile_does_not_go_on(tmp_path: Path) -> None:
         after.wait("alice", jobs[1], "succeeded")
         assert after.ask("alice", "GET", f"/v1/jobs/{jobs[0]}")["status"] == "cancelled"
         assert jobs[0] not in after.cluster.placed
+
+
+def test_a_base_that_cannot_be_trained_over_is_given_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the right path, or the same once something lies there. It kept its first path and its fault for ever."""
+    with serving(tmp_path) as served:
+        admin = {"Authorization": f"Bearer {served.key('operator', 'admin', 'read')}"}
+
+        def add(path: str, status: int) -> None:
+            served.ask("operator", "POST", "/v1/bases", status, json={"name": "new", "path": path}, headers=admin)
+
+        def becomes(status: str) -> None:
+            until(lambda: (status, "new") in {(base["status"], base["name"]) for base in served.ask("alice", "GET", "/v1/bases")["data"]})
+
+        for path in ("models/nwe", "models/new", "models/new"):
+            add(path, 201)
+            becomes("ready")
+            add("models/other", 409)
+            served.intakes[0].tell({"key": "base:new", "problem": "no such directory"})
+            becomes("failed")
+        add("models/new", 201)
+        becomes("ready")
+        served.wait("alice", served.submit("alice", base_model="new")["id"], "succeeded")
+    given = {"base": "models/base", "new": "models/nwe"}
+    with caplog.at_level(logging.WARNING), serving(tmp_path, base_models=given) as served:
+        assert served.opened.services.bases["new"] == "models/new"
+        assert "base model new: models/new is used, as `tlora bases add` has stored it, and not models/nwe of the settings" in caplog.text

@@ -36,7 +36,7 @@ def test_every_request_has_a_line_and_each_change_one_in_the_audit(tmp_path: Pat
     access, audit = (lines_of(tmp_path / "server" / "logs" / name) for name in ("access.log", "audit.log"))
     asked = [(line["method"], line["path"], line["code"], line["tenant"]) for line in access]
     tenant = access[0]["tenant"]
-    assert tenant and ("GET", "/v1/jobs", 200, tenant) in asked and ("POST", "/v1/keys", 403, tenant) in asked
+    assert tenant == "alice" and ("GET", "/v1/jobs", 200, tenant) in asked and ("POST", "/v1/keys", 403, tenant) in asked
     changed = [(line["method"], line["path"]) for line in audit]
     assert changed[-3:] == [("POST", "/v1/jobs"), ("POST", f"/v1/jobs/{made['id']}/cancel"), ("POST", "/v1/keys")]
     assert all(line["key"].startswith("key-") and line["tenant"] and line["seconds"] >= 0 for line in audit)

@@ -94,6 +94,11 @@ def test_nothing_is_replaced_and_nothing_is_made_where_no_store_is(tmp_path: Pat
             restore(config, tmp_path / "copy")
     with pytest.raises(ConfigError, match="no server has its store there"):
         back_up(config_of(tmp_path / "nothing"), tmp_path / "more")
+    elsewhere = tmp_path / "elsewhere"  # a server whose store is PostgreSQL's
+    elsewhere.mkdir()
+    (elsewhere / "store.json").write_text("{}")
+    with pytest.raises(ConfigError, match="the store of its server lies at the database_url of its settings: give them with --config"):
+        back_up(config_of(elsewhere), tmp_path / "more")
     with pytest.raises(ConfigError, match="is no backup"):
         restore(config_of(tmp_path / "nothing"), tmp_path / "server")
     for work in (lambda config: back_up(config, tmp_path / "more"), lambda config: restore(config, tmp_path / "copy")):

@@ -242,14 +242,19 @@ def test_limits_of_the_server(tmp_path: Path) -> None:
         assert served.ask("alice", "POST", "/v1/jobs", 400, json=served.order("alice", file, r=32))["error"]["code"] == "rank_too_large"
         full = served.ask("alice", "POST", "/v1/files", 413, files={"file": ("b.jsonl", ROW * 170)}, data={"purpose": "fine-tune"})
         assert full["error"]["code"] == "storage_full"
+        assert full["error"]["message"].endswith("Delete files that you do not need, or wait until jobs have ended")
+        full = served.ask("alice", "POST", "/v1/files", 413, files={"file": ("b.jsonl", ROW * 200)}, data={"purpose": "fine-tune"})
+        assert "That alone is more than all of it: send less, or ask the operator" in full["error"]["message"]
         wide = {"job": served.order("alice", file), "sweep": {"r": [1, 2, 3, 4]}}
         assert "more than 3" in served.ask("alice", "POST", "/v1/sweeps", 400, json=wide)["error"]["message"]
         many = {"job": served.order("alice", file), "sweep": {"r": [1, 2, 3]}}
-        assert served.ask("alice", "POST", "/v1/sweeps", 429, json=many)["error"]["code"] == "too_many_jobs"
+        refused = served.ask("alice", "POST", "/v1/sweeps", 429, json=many)["error"]
+        assert refused["code"] == "too_many_jobs" and refused["message"].endswith("3 more would exceed its 2. Submit 2 at most")
         assert served.ask("alice", "GET", "/v1/jobs", 200)["data"] == []
         for _ in range(2):
             served.ask("alice", "POST", "/v1/jobs", 201, json=served.order("alice", file))
-        assert served.ask("alice", "POST", "/v1/jobs", 429, json=served.order("alice", file))["error"]["code"] == "too_many_jobs"
+        refused = served.ask("alice", "POST", "/v1/jobs", 429, json=served.order("alice", file))["error"]
+        assert refused["code"] == "too_many_jobs" and refused["message"].endswith("1 more would exceed its 2. Wait for some, or cancel")
         served.submit("bob")  # another tenant has its own
 
 

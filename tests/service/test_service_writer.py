@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psycopg
 import pytest
 from sqlalchemy import Connection, Engine, select
+from sqlalchemy.exc import OperationalError
 
 from tests.service.fake_cluster import fake_hall
 from tests.service.served import Served, config_of, until
@@ -115,6 +118,28 @@ def test_neighbours_of_one_work_are_done_in_one_call(engine: Engine) -> None:
     with pytest.raises(ValueError, match="refused"):
         found[1].result()
     assert names(engine) == ["a", "b", "between", "c", "d"]
+
+
+def test_a_database_that_cannot_be_written_is_logged_once_and_when_it_can_again(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """With what its driver says; requests are told no address."""
+    words = 'connection to server at "10.0.0.7", port 5432 failed'
+    silent: list[Exception] = []
+
+    def fail(where: str) -> None:
+        if silent and where == "before commit":
+            raise silent[0]
+
+    writer = Writer(engine, failpoint=fail)
+    with caplog.at_level(logging.WARNING):
+        silent.append(OperationalError("COMMIT", {}, psycopg.OperationalError(words)))
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"the database cannot be written \(its server cannot be reached\); nothing was kept"):
+                writer.do(add("no"))
+        silent.clear()
+        writer.do(add("one"))
+        writer.do(add("two"))
+    writer.close()
+    assert [caplog.text.count(line) for line in (words, "the database can be written again")] == [1, 1] and names(engine) == ["one", "two"]
 
 
 def test_a_bell_that_cannot_ring_ends_nothing(engine: Engine) -> None:

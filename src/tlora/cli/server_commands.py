@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -371,16 +372,15 @@ def _config(config: Path | None, data_dir: Path | None) -> ServerConfig:
 
 def _in_store(config: ServerConfig, operation: Callable[[Connection], T]) -> T:
     """Run `operation` on this user's store. Raises ConfigError if there is none, or it belongs to another user."""
-    import os
-
     from tlora.errors import ConfigError
+    from tlora.service.database.store import DATABASE
     from tlora.service.server import with_store
+    from tlora.service.store_id import check_store
 
     directory = config.directory
     if config.database_url is None:
-        if not (directory / "tlora.db").is_file():
-            raise ConfigError(f"{directory}: no server has its store there. Give the right --data-dir, or start `tlora serve` once")
-        if (directory / "tlora.db").stat().st_uid != os.getuid():
+        check_store(directory)
+        if (directory / DATABASE).stat().st_uid != os.getuid():
             raise ConfigError(f"{directory}: belongs to another user. Run this as that user, or ask the server with an admin key")
     result: Any = with_store(config, operation)
     return result

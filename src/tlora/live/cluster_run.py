@@ -37,6 +37,7 @@ from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
+from tlora.live.arrivals import Arrival, Deadlines, arrival_of
 from tlora.planning.base_parts import count_parts
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
 from tlora.planning.memory import ACTIVATION_RANK, count_base, memory_limit
@@ -77,8 +78,6 @@ from tlora.supermodel.weight_files import check_unused
 from tlora.wording.numbers import gib, place_names, quantity
 from tlora.worker_protocol import settings_of
 from tlora.writable_directory import check_writable
-
-Arrival = tuple[float, JobSubmitted | JobRequest]
 
 
 def submit_all(backend: LocalBackend, jobs: Mapping[str, LocalJob], arrivals: Iterable[Arrival]) -> None:
@@ -207,13 +206,16 @@ class _Run:
             learned.teach(scheduler.state.cost, _BASE, of, backend.now())
             scheduler.state.kinds.begin = lambda kind, cost: learned.teach_kind(kind, cost, backend.now())
             least = self._least_gpus()
-            submit_all(backend, jobs, [_arrival(spec, profiled[spec.name], self._most_gpus, least) for spec in specs])
+            arrivals = [arrival_of(spec, _BASE, profiled[spec.name], self._most_gpus, least) for spec in specs]
+            submit_all(backend, jobs, arrivals)
+            deadlines = Deadlines(arrivals, self._watcher.note)
             for name in untold:
                 log.write(backend.now(), JobFinished(name))
 
             def see(seconds: float, item: Event | Action) -> None:
                 log.write(seconds, item)
                 self._see(item)
+                deadlines.see(seconds, item)
                 if isinstance(item, Tick):
                     learned.see(seconds)
 
@@ -390,11 +392,3 @@ def _numbers(places: Sequence[str]) -> tuple[int, ...]:
     if places[0].partition(":")[0] == "cuda":
         return numbers_of([int(place.partition(":")[2]) for place in places])
     return tuple(range(len(places)))
-
-
-def _arrival(spec: JobSpec, job: ProfiledJob, there: int | None, least: int) -> Arrival:
-    """`there`: how many GPUs the job can get at most, if that is known."""
-    deadline = None if spec.deadline_seconds is None else spec.arrival_seconds + spec.deadline_seconds
-    rest = {"priority": spec.priority, "deadline": deadline, "max_slowdown": spec.max_slowdown}
-    gpus = max(least, spec.gpus if there is None else min(spec.gpus, there))
-    return spec.arrival_seconds, JobSubmitted(spec.name, _BASE, gpus, job.profile, **rest, least_gpus=least)

@@ -21,11 +21,10 @@ from tlora.errors import ConfigError, DataError
 from tlora.json_file import read_object
 from tlora.service import store_id
 from tlora.service.config import ServerConfig
-from tlora.service.database.store import SCHEMA
+from tlora.service.database.store import DATABASE, SCHEMA
 from tlora.version import __version__
 
 INDEX = "BACKUP.json"
-_DATABASE = "tlora.db"
 _COPIED = ("files", "jobs", "bases")
 _SECRETS = ("secret", "first-key", store_id.FILE)
 _CHUNK = 1 << 20
@@ -46,8 +45,7 @@ def back_up(config: ServerConfig, target: Path) -> Copied:
     source = config.directory
     if config.database_url is not None:
         raise ConfigError("database_url: this copies the SQLite store of a server's directory. Use pg_dump, then copy the directory")
-    if not (source / _DATABASE).is_file():
-        raise ConfigError(f"{source}: no server has its store there. Give the right --data-dir")
+    store_id.check_store(source)
     if target.exists():
         raise ConfigError(f"{target}: is there already, and nothing is replaced. Choose a new directory")
     if target.absolute().is_relative_to(source):
@@ -55,8 +53,8 @@ def back_up(config: ServerConfig, target: Path) -> Copied:
     durable.make_directory(target.absolute().parent)
     with _scratch(target) as scratch:
         index: dict[str, dict[str, int | str]] = {}
-        _copy_database(source / _DATABASE, scratch / _DATABASE)
-        index[_DATABASE] = _entry(scratch / _DATABASE)
+        _copy_database(source / DATABASE, scratch / DATABASE)
+        index[DATABASE] = _entry(scratch / DATABASE)
         for name in _SECRETS:
             if (source / name).is_file():
                 index[name] = _copy(source / name, scratch / name)
@@ -64,7 +62,7 @@ def back_up(config: ServerConfig, target: Path) -> Copied:
         for name in _COPIED:
             for folder in sorted((source / name).iterdir()) if (source / name).is_dir() else ():
                 index |= _copy_tree(folder, scratch, source)
-        with sqlite3.connect(scratch / _DATABASE) as connection:
+        with sqlite3.connect(scratch / DATABASE) as connection:
             jobs = int(connection.execute("SELECT count(*) FROM jobs").fetchone()[0])
             files = int(connection.execute("SELECT count(*) FROM files WHERE deleted IS NULL").fetchone()[0])
         connection.close()
@@ -103,7 +101,7 @@ def restore(config: ServerConfig, source: Path) -> int:
                 raise DataError(f"{source / name}: is not what was backed up; the backup is damaged, and nothing was restored")
             if name in _SECRETS:
                 place.chmod(0o600)
-        still_open = _reopen(scratch / _DATABASE)
+        still_open = _reopen(scratch / DATABASE)
         for job_id in still_open:
             _move_paths(scratch / "jobs" / job_id / "job.json", str(index["directory"]), str(target))
         if target.exists():

@@ -52,8 +52,7 @@ class Controller:
 
     def __init__(self, config: ServerConfig, engine: Engine, writer: Writer, live: LiveState, backend_factory: BackendFactory) -> None:
         self._config, self._engine, self._writer, self._live = config, engine, writer, live
-        self._backend_factory = backend_factory
-        self._directory = config.directory
+        self._backend_factory, self._directory = backend_factory, config.directory
         for name in ("jobs", "workers", "bases", "tokens", "files"):
             durable.make_directory(self._directory / name)
         self._lock = threading.RLock()
@@ -146,6 +145,7 @@ class Controller:
     def base_added(self, name: str, path: str) -> None:
         with self._lock:
             self._bases[name] = path
+            self._problems.pop(name, None)  # it may have been mended
             self._feeder.put(self._homeless.pop(name, []))
         self._look_at_base(name)
 
@@ -258,6 +258,7 @@ class Controller:
                 for row in self._early.pop(name, []):
                     self._outcomes.fail(row.id, answer["problem"])
                 return
+            self._problems.pop(name, None)
             self._sizes[name] = answer["bytes"]
             self._capacity.learn(name, self._bases[name])
             if self.scheduler is not None and self._cluster is not None:

@@ -22,6 +22,11 @@ from tlora.service.database.tables import keys, tenants
 
 PREFIX = "tml-"
 _LOOKUP_DIGITS = 16
+_VALID = (
+    select(keys.c.id, keys.c.tenant, keys.c.hash, keys.c.scopes, tenants.c.name.label("tenant_name"))
+    .join(tenants, tenants.c.id == keys.c.tenant)
+    .where(keys.c.revoked.is_(None))
+)
 _REMEMBER_SECONDS = 2.0  # a key that another process revoked is refused after so long
 _MOST_REMEMBERED = 10_000
 
@@ -117,6 +122,7 @@ class KeyRing:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, Caller | None]] = {}  # by the key's hash
         self._valid: dict[str, tuple[float, bool]] = {}  # by the key's id
+        self._names: dict[str, str] = {}  # of tenants whose keys were looked up
 
     def find(self, secret: str) -> Caller | None:
         """The key's caller; None for a key that is unknown or revoked."""
@@ -134,6 +140,10 @@ class KeyRing:
             self._known[hashed] = (now + _REMEMBER_SECONDS, caller)
         return caller
 
+    def name_of(self, tenant: str) -> str:
+        """The name of a tenant of whom a key was found, as operators know it."""
+        return self._names.get(tenant, tenant)
+
     def remembers(self, secret: str) -> bool:
         """Whether `find` answers at once, without asking the database."""
         with self._lock:
@@ -148,10 +158,12 @@ class KeyRing:
         if remembered is not None and now < remembered[0]:
             return remembered[1]
         with self._engine.connect() as connection:
-            found = connection.execute(select(keys.c.id).where(keys.c.id == key_id, keys.c.revoked.is_(None))).first() is not None
+            row = connection.execute(_VALID.where(keys.c.id == key_id)).first()
         with self._lock:
-            self._valid[key_id] = (now + _REMEMBER_SECONDS, found)
-        return found
+            self._valid[key_id] = (now + _REMEMBER_SECONDS, row is not None)
+            if row is not None:
+                self._names[row.tenant] = row.tenant_name
+        return row is not None
 
     def forget(self) -> None:
         """A key has been revoked."""
@@ -160,11 +172,10 @@ class KeyRing:
             self._valid.clear()
 
     def _look_up(self, hashed: str) -> Caller | None:
-        query = select(keys.c.id, keys.c.tenant, keys.c.hash, keys.c.scopes)
-        query = query.where(keys.c.lookup == hashed[:_LOOKUP_DIGITS], keys.c.revoked.is_(None))
         found = None
         with self._engine.connect() as connection:
-            for row in connection.execute(query):
+            for row in connection.execute(_VALID.where(keys.c.lookup == hashed[:_LOOKUP_DIGITS])):
                 if hmac.compare_digest(row.hash, hashed):
+                    self._names[row.tenant] = row.tenant_name
                     found = Caller(row.id, row.tenant, frozenset(row.scopes.split()))
         return found

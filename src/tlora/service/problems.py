@@ -18,7 +18,7 @@ from starlette.routing import Match
 from tlora.api import OrderedData, OrderSpec
 from tlora.errors import TloraError
 from tlora.jobs_file import suggest
-from tlora.service.database.writer import StoreError
+from tlora.service.database.writer import StoreError, driver_words
 from tlora.service.orders import known_keys
 
 _MOST_SHOWN = 200  # characters of a value that is refused
@@ -82,9 +82,8 @@ async def on_database_error(_: Request, error: Exception) -> JSONResponse:
 
 
 def silent_database(error: SQLAlchemyError) -> JSONResponse:
-    """The answer to a read that the database did not answer. What failed is the connection, so the words are the driver's own."""
-    why = " ".join(str(getattr(error, "orig", None) or error).split())
-    return _unavailable(f"the database does not answer ({why}). Send the request again later")
+    """The answer to a read that the database did not answer."""
+    return _unavailable(f"the database does not answer ({driver_words(error)}). Send the request again later")
 
 
 def _unavailable(message: str) -> JSONResponse:
@@ -101,7 +100,10 @@ async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 405:
         allowed = ", ".join(_methods_of(request))
         return answer(405, "wrong_method", f"{request.method} is not for this route; it has {allowed}", headers={"Allow": allowed})
-    code = {404: "unknown_route", 405: "wrong_method", 408: "too_slow", 413: "too_large"}.get(error.status_code, "refused")
+    if error.status_code == 404:
+        route = ascii(request.url.path[:_MOST_SHOWN])
+        return answer(404, "unknown_route", f"there is no route {route}. GET /openapi.json lists those that there are")
+    code = {405: "wrong_method", 408: "too_slow", 413: "too_large"}.get(error.status_code, "refused")
     return answer(error.status_code, code, str(error.detail), headers=error.headers)
 
 
@@ -156,6 +158,8 @@ def _told(item: Mapping[str, Any], body: type[BaseModel]) -> str:
         return text
     if item["type"] == "missing":
         return f"{where}: missing; it must be given"
+    if isinstance(item["input"], bytes):
+        return "the body is not sent as JSON. Send it with `Content-Type: application/json`"
     if item["type"] == "json_invalid":
         return f"the body is not JSON: {item.get('ctx', {}).get('error', text)}"
     return f"{where}: {ascii(item['input'])[:_MOST_SHOWN]} is refused: {text}"

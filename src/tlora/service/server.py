@@ -95,7 +95,13 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
         identity.keep()
         writer = Writer(engine, notifier.ring, failpoint, lease.check)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
-        known = config.base_models | _stored_bases(engine)
+        stored = _stored_bases(engine)
+        for name in (name for name, path in config.base_models.items() if stored.get(name, path) != path):
+            logging.getLogger(__name__).warning(
+                "base model %s: %s is used, as `tlora bases add` has stored it, and not %s of the settings. Choose another name for that",
+                *(name, stored[name], config.base_models[name]),
+            )
+        known = config.base_models | stored
         controller = Controller(config, engine, writer, live, backend_factory)
         ring = KeyRing(engine)
         browser_sessions = BrowserSessions(secret, ring)

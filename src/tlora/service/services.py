@@ -141,7 +141,8 @@ class Services:
     began: float = field(default_factory=time.time)
 
     def see(self, answered: Answered) -> None:
-        """The answer to a request begins."""
+        """The answer to a request begins. Operators read of tenants by their names."""
+        answered = answered._replace(tenant=self.ring.name_of(answered.tenant))
         self.numbers.see(answered)
         self.log.see(answered)
 

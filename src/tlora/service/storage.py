@@ -109,11 +109,14 @@ class Storage:
                 return
             idle = self._idle(connection, tenant, self._sets.get(tenant, {}), self.clock.now())
             if sum(one.bytes for one in idle.values()) < excess:
+                remedy = "Delete files that you do not need, or wait until jobs have ended"
+                if more > self._most:
+                    remedy = "That alone is more than all of it: send less, or ask the operator for a larger limit (storage_bytes)"
                 raise RefusedError(
                     413,
                     "storage_full",
                     f"this tenant's files have {used.files:,} bytes and their tokenized data has {used.tokens:,}; {more:,} more would "
-                    f"exceed its {self._most:,}. Delete files that you do not need, or wait until jobs have ended",
+                    f"exceed its {self._most:,}. {remedy}",
                 )
             self._make_room(tenant, idle, excess)
 

@@ -14,12 +14,21 @@ from sqlalchemy import Connection, Select, select
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
-from tlora.service.database.store import sqlite_file
+from tlora.service.database.store import DATABASE, sqlite_file
 from tlora.service.database.tables import files, jobs
 from tlora.service.keys import new_id
 
 FILE = "store.json"
 _CONTENT = ("files", "jobs")  # directories that hold what cannot be made again
+
+
+def check_store(directory: Path) -> None:
+    """Raises ConfigError where no SQLite store lies in `directory`."""
+    if (directory / DATABASE).is_file():
+        return
+    if (directory / FILE).is_file():
+        raise ConfigError(f"{directory}: the store of its server lies at the database_url of its settings: give them with --config")
+    raise ConfigError(f"{directory}: no server has its store there. Give the right --data-dir, or start `tlora serve` once")
 
 
 class StoreId:

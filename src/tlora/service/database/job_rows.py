@@ -150,7 +150,8 @@ def _insert(connection: Connection, rows: list[dict[str, Any]]) -> list[Row[Any]
 def _check_quota(count: int, more: int, limits: Limits) -> None:
     if count + more > limits.open_jobs:
         open_jobs = quantity(count, "job of this tenant has", "jobs of this tenant have")
-        message = f"{open_jobs} not ended, and {more} more would exceed its {limits.open_jobs}; wait for some, or cancel"
+        remedy = "Wait for some, or cancel" if more <= limits.open_jobs else f"Submit {limits.open_jobs} at most"
+        message = f"{open_jobs} not ended, and {more} more would exceed its {limits.open_jobs}. {remedy}"
         raise RefusedError(429, "too_many_jobs", message)
 
 

@@ -18,6 +18,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from tlora.errors import ConfigError
 
+DATABASE = "tlora.db"  # SQLite's file in a server's directory
 SCHEMA = "0003"  # the newest of `migrations/versions`
 BUSY_SECONDS = 30.0  # that a writer waits for another process, such as `tlora keys create --local`
 _IDLE_MILLISECONDS = 30_000
@@ -43,7 +44,7 @@ _MIGRATIONS = Path(__file__).parent / "migrations"
 
 def default_url(directory: Path) -> str:
     """SQLite in the server's own directory."""
-    return f"sqlite:///{directory / 'tlora.db'}"
+    return f"sqlite:///{directory / DATABASE}"
 
 
 def open_store(url: str) -> Engine:

@@ -182,6 +182,8 @@ class Writer:
             return
         self.commits += 1
         self.operations += len(done)
+        if self.problem is not None:
+            logging.getLogger(__name__).warning("the database can be written again")
         self.problem = None
         try:
             self._on_commit()
@@ -219,10 +221,20 @@ class Writer:
         while (earlier := first.__cause__ or first.__context__) is not None:  # SQLite rolls back when its disk is full: undoing fails too
             first = earlier
         why = " ".join(str(getattr(first, "orig", first)).split())
-        self.problem = f"the database cannot be written ({why})"
+        if self.problem is None:
+            logging.getLogger(__name__).warning("the database cannot be written (%s). Until it can, requests are answered with 503", why)
+        self.problem = f"the database cannot be written ({driver_words(first)})"
         for _, future in batch:
             if not future.done():
                 future.set_exception(StoreError(f"{self.problem}; nothing was kept. Send the request again later"))
+
+
+def driver_words(error: BaseException) -> str:
+    """What a database's driver says, for whoever asks: where its server cannot be reached, neither its address nor its user."""
+    said = getattr(error, "orig", None) or error
+    if getattr(said, "sqlstate", "") is None:  # of PostgreSQL's errors only those of the connection have none
+        return "its server cannot be reached"
+    return " ".join(str(said).split())
 
 
 def _work_of(item: _Item) -> object:

@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 
 from tlora.cluster_api import ClusterView, Drained, DrainOrder, GroupView, HostDrained, HostDrainOrder, HostView, WaitingView
 from tlora.service.access import caller_of
-from tlora.service.database.tables import jobs
+from tlora.service.database.tables import jobs, tenants
 from tlora.service.live_state import ClusterSnapshot
 from tlora.service.routes.jobs import REFUSALS
 from tlora.service.services import Services, deadline_missed, services_of
@@ -172,12 +172,13 @@ def _count_tenants(services: Services, registry: CollectorRegistry) -> None:
     """Jobs that have not ended, and GPU time as the scheduler counts it, by tenant."""
     open_jobs = Gauge("tlora_tenant_jobs", "Jobs that have not ended.", ["tenant", "status"], registry=registry)
     used = Gauge("tlora_tenant_gpu_seconds", "GPU time used, halved in each half-life.", ["tenant"], registry=registry)
+    names = {row.id: row.name for row in services.read(lambda connection: connection.execute(select(tenants.c.id, tenants.c.name)).all())}
     query = select(jobs.c.tenant, jobs.c.status, func.count()).where(jobs.c.ended.is_(None)).group_by(jobs.c.tenant, jobs.c.status)
     for tenant, status, count in services.read(lambda connection: connection.execute(query).all()):
-        open_jobs.labels(tenant, status).set(count)
+        open_jobs.labels(names[tenant], status).set(count)
     half_life = services.config.usage_half_life_seconds
     for tenant, seconds in services.read(lambda connection: saved_usage(connection, half_life)).items():
-        used.labels(tenant).set(seconds)
+        used.labels(names.get(tenant, tenant)).set(seconds)
 
 
 def _count_gpus(snapshot: ClusterSnapshot, registry: CollectorRegistry) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, delete, select
 from starlette.concurrency import run_in_threadpool
 
 from tlora.api import BaseList, BaseOrder, BaseView, Deleted, KeyList, KeyOrder, ModelList, ModelView, NewKeyView
@@ -61,14 +61,15 @@ def list_bases(request: Request) -> BaseList:
 
 @router.post("/bases", tags=["bases"], status_code=201)
 async def add_base(order: BaseOrder, request: Request) -> BaseView:
-    """Let orders name a base. Whether it can be trained over is seen beside; GET /v1/bases tells."""
+    """Let orders name a base. Whether it can be trained over is seen beside; GET /v1/bases tells. One that cannot may be given anew."""
     services = services_of(request)
 
     def insert(connection: Connection) -> None:
         path = connection.execute(select(bases.c.path).where(bases.c.name == order.name)).scalar() or services.bases.get(order.name)
-        if path is not None and path != order.path:
+        if path is not None and path != order.path and services.job_controller.base_status(order.name)[0] != "failed":
             raise RefusedError(409, "other_base", f"base {order.name!r} is {path!r} already. Choose another name", "name")
-        if path is None:
+        if path != order.path:
+            connection.execute(delete(bases).where(bases.c.name == order.name))  # what lies there cannot be trained over, or was moved
             connection.execute(bases.insert().values(name=order.name, path=order.path, created=time.time()))
 
     def announce(_: None) -> None:
