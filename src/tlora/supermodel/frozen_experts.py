@@ -61,6 +61,11 @@ def stand_in(model: nn.Module) -> None:
             module.forward = MethodType(_STAND_INS[kind], module)
 
 
+def rows_to_rows(model: nn.Module) -> list[str]:
+    """Names of those that give rows as wide as they get."""
+    return [name for name, kind, _ in _frozen(model, adaptable_modules(model)) if kind != "sorted"]
+
+
 def _frozen(model: nn.Module, adaptable: Iterable[str]) -> Iterator[tuple[str, Kind, dict[str, nn.Parameter]]]:
     known = set(adaptable)
     for name, module in model.named_modules():

@@ -22,6 +22,7 @@ from tlora.sharing.layer_stream import LayerStream
 from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
 from tlora.supermodel.base_config import one_line, package_missing, refuse_strange_config, unreadable
+from tlora.supermodel.drawn_weights import why_not_packed_drawn
 from tlora.supermodel.failed_proof import UnpackedError, why_not_finite, why_not_packed, why_of_other_tokens
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.handed_keywords import hand_on_keywords
@@ -263,7 +264,8 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     stand_in(model.requires_grad_(False).eval())
     _fit_to_packed(decoder := decoder_of(model, base_model))
     base = Base(model, decoder, find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
-    return _with_outlined_head(replace(base, why_one_by_one=why_not_together(base, _run_two_tokens)))
+    why = why_not_together(base, _run_two_tokens) or why_not_packed_drawn(base, make_base)
+    return _with_outlined_head(replace(base, why_one_by_one=why))
 
 
 def _fit_to_packed(decoder: Any) -> None:
