@@ -185,8 +185,8 @@ def test_every_option_is_handed_on(monkeypatch: pytest.MonkeyPatch, trace: str) 
         (("--nodes", "16"), "error: nodes '16': write their number, an x"),
         (("--seeds", "2-0"), "error: --seeds 2-0: a range goes up"),
         (("--seeds", "a"), "error: --seeds a: write whole numbers"),
-        (("--load", "0"), "error: a load of 0.0 cannot be had"),
-        (("--truth-error", "2"), "error: speed_error is 2.0"),
+        (("--load", "0"), "error: load 0: it is the share of the GPUs"),
+        (("--truth-error", "2"), "error: truth_error is 2: "),
         (("--html", "."), "error: . cannot be written (it is a directory)"),
         (("--csv", "small.csv"), "error: small.csv/metrics.csv cannot be written"),
         (("--sweep", "laod=1", "--out", "rows.csv"), "error: sweep 'laod': there is no such axis; did you mean 'load'?"),
@@ -293,6 +293,7 @@ def test_jobs_that_can_never_run_are_told(trace: str) -> None:
     assert code == 0 and "warning: rejected jobs (load counts the others only): gpus 4: 1" in out
     code, out, err = call("--trace", trace, "--nodes", "1x1", "--jobs", "1")
     assert code == 2 and not out and err.startswith("error: no job of this trace can run on this cluster. 'a', the first, is rejected: ")
+    assert err.endswith("Ask for fewer; or simulate other GPUs (--gpus, --nodes, --memory-limit)\n")
 
 
 def test_options_that_axes_replace_are_said(trace: str) -> None:
@@ -361,8 +362,8 @@ def test_a_sweep_and_its_page(trace: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_settings_at_their_bounds_are_simulated(trace: str) -> None:
-    axes = "load=0.001:1000,kappa=0.001:1000"
-    options = ("--delay", "1000", "--mtbf-hours", "0.1", "--seed", "9" * 15, "--out", "rows.csv")
+    axes = "load=0.001:10,kappa=0.001:1000"
+    options = ("--delay", "10", "--mtbf-hours", "0.1", "--seed", "9" * 15, "--out", "rows.csv")
     code, out, _ = call("--trace", trace, "--nodes", "2x8", "--policy", "residual_capacity", "--sweep", axes, *options)
     assert code == 0 and out.endswith("4 rows: rows.csv\n")
 

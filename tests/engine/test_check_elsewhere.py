@@ -89,6 +89,8 @@ def test_a_file_of_a_gpu_with_a_key_twice(tmp_path: Path) -> None:
     ("changed", "said"),
     [
         ({"memory": "24XB"}, "memory: not a number of bytes"),
+        ({"memory": 24}, "memory: Input should be greater than or equal to 131072"),
+        ({"compute_capability": 89}, "compute_capability: Input should be less than or equal to 20"),
         ({"tflops": None}, "tflops: Field required"),
         ({"compute_capability": "new"}, "compute_capability: Input should be a valid number"),
         ({"links": 3}, "links: Extra inputs are not permitted"),

@@ -124,8 +124,8 @@ class _GpuFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
-    memory: Bytes
-    compute_capability: Annotated[float, Field(ge=3, lt=100)]
+    memory: Annotated[Bytes, Field(ge=1 << 17)]  # neither 24 nor 24576 is one of a GPU
+    compute_capability: Annotated[float, Field(ge=3, le=20)]  # 8.9, not 89
     tflops: Annotated[float, Field(gt=0, le=1e6)]
     link_gb_per_second: Annotated[float, Field(gt=0, le=1e4)] = _GEN4
     peer_gb_per_second: Annotated[float, Field(ge=0, le=1e4)] = 0.0

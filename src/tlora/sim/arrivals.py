@@ -14,7 +14,7 @@ from tlora.errors import ConfigError
 from tlora.sim.trace import Trace, rebased
 from tlora.wording.numbers import quantity
 
-LOADS = (0.001, 1000.0)  # the least and the most that can be asked for
+LOADS = (0.001, 10.0)  # the least and the most that can be asked for: above 1 jobs wait ever longer, and --closed has no end
 
 
 def first(trace: Trace, count: int) -> Trace:
@@ -66,5 +66,8 @@ def at_load(trace: Trace, gpus: int, load: float, counted: Trace | None = None) 
     """
     least, most = LOADS
     if not least <= load <= most:
-        raise ConfigError(f"a load of {load} cannot be had. Give a number from {least:g} to {most:g}, such as 0.9")
+        raise ConfigError(
+            f"load {load:g}: it is the share of the GPUs that the jobs ask for, from {least:g} to {most:g}. Give 0.9 for 90 %, or --closed "
+            "for all jobs at once"
+        )
     return compressed(trace, load / natural_load(counted or trace, gpus))

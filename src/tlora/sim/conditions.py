@@ -15,7 +15,7 @@ from tlora.shape.cost import CostModel
 from tlora.shape.moves import MoveCosts
 
 _DAY_SECONDS = 86400.0
-_MOST_DELAY = 1000.0
+_MOST_DELAY = 10.0
 MOST_HALF_LIFE_SECONDS = 1e9  # as of a server
 _HOURS = (0.1, 1e9)  # between failures and until the repair: with less between them nothing would ever be done
 
@@ -46,16 +46,23 @@ class Conditions:
     saturated: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("speed_error", "length_error", "drift"):
-            share: float = getattr(self, name)
+        for name, share in (
+            ("truth_error", self.speed_error),
+            ("length_error", self.length_error),
+            ("drift", self.drift),
+        ):  # as options say
             if not 0 <= share < 1:
-                raise ConfigError(f"{name} is {share}: it is a share of what was predicted, from 0 to less than 1. Give 0.15 for +-15 %")
+                raise ConfigError(f"{name} is {share:g}: it is a share of what was predicted, from 0 to less than 1. Give 0.15 for +-15 %")
         if not 0 <= self.delay <= _MOST_DELAY:
-            raise ConfigError(f"delay is {self.delay}: it is a multiple of the time of a start, from 0 to {_MOST_DELAY:g}. Give 0.5")
+            raise ConfigError(
+                f"delay is {self.delay:g}: it is a share of the time of a start, from 0 to {_MOST_DELAY:g}. Give 0.5 for half as long again"
+            )
         least, most = _HOURS
         for name, hours in (("mtbf_hours", self.mtbf_hours), ("repair_hours", self.repair_hours)):
             if hours is not None and not least <= hours <= most:
-                raise ConfigError(f"{name} is {hours}: it must be a number of hours from {least:g} to {most:,.0f}. Give 300 for 300 hours")
+                raise ConfigError(
+                    f"{name} is {hours:g}: it must be a number of hours from {least:g} to {most:,.0f}. Give 300 for 300 hours"
+                )
         if not 0 < self.usage_half_life_seconds <= MOST_HALF_LIFE_SECONDS:
             raise ConfigError(
                 f"usage_half_life_seconds is {self.usage_half_life_seconds:g}: it must be above 0 and at most "

@@ -364,7 +364,10 @@ def warning_of(rejected: dict[str, str], jobs: Sequence[MappedJob]) -> str:
         return ""
     name, reason = next(iter(rejected.items()))
     if len(rejected) == len(jobs):
-        raise ConfigError(f"no job of this trace can run on this cluster. {name!r}, the first, is rejected: {reason}")
+        raise ConfigError(
+            f"no job of this trace can run on this cluster. {name!r}, the first, is rejected: {reason}; or simulate other GPUs (--gpus, "
+            "--nodes, --memory-limit)"
+        )
     asked = {job.job.job_id: job.job.gpus * job.recorded_seconds for job in jobs}
     total = sum(asked.values())
     share = f", {sum(asked[name] for name in rejected) / total:.1%} of the GPU time asked for," if total else ""
