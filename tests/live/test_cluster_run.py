@@ -370,6 +370,20 @@ def test_what_concerns_all_is_one_error(world: World, tmp_path: Path) -> None:
         train_on_cluster(run_spec(other, tmp_path / "out", world.orders[1:2], deterministic=True), device="cpu")
 
 
+def test_memory_is_counted_for_the_largest_adapter(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def count(_model: object, _device: object, _layout: str, *adapters: object) -> None:
+        asked.append(adapters)
+        raise ModelError("enough")
+
+    monkeypatch.setattr(cluster_run, "count_base", count)
+    run = run_spec(world.base, tmp_path, [job("a", str(world.data), r=8), job("b", str(world.data), r=130)])
+    with pytest.raises(ModelError, match="enough"):
+        train_on_cluster(run, device="cpu")
+    assert asked == [(192, False)]
+
+
 def test_train_says_what_it_does_not_read(world: World, tmp_path: Path) -> None:
     lines: list[str] = []
     train(world.base, tmp_path, [{**world.orders[1], "arrival_seconds": 5, "max_steps": 1}], watcher=Watcher(note=lines.append))

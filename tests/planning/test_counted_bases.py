@@ -21,9 +21,9 @@ from tlora.adapter_shape import expert_jobs
 from tlora.job import JobSpec
 from tlora.json_file import fields_of, value_of
 from tlora.kernels.chunk_layout import list_chunks
-from tlora.planning.base_parts import count_parts
+from tlora.planning.base_parts import count_parts, counted_adapters
 from tlora.planning.job_work import counting_jobs
-from tlora.planning.memory import inverse_bytes, measure, rule_bytes
+from tlora.planning.memory import count_base, inverse_bytes, measure, rule_bytes
 from tlora.planning.planned_job import PlannedJob
 from tlora.shape.base_parts import BaseParts
 from tlora.shape.memory import MemoryModel
@@ -143,3 +143,18 @@ def test_jobs_at_experts_of_llama_4_and_at_attention_alone_are_counted_as_they_a
     Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
     model = SuperModel(outline(str(tmp_path), dtype))
     assert measure(model, 0, GPU, 16, "some") == measure(model, 0, GPU, 16, True), "where all take a token to as many"
+
+
+def test_a_scheduler_counts_the_largest_adapters_of_jobs_that_it_knows(tmp_path: Path) -> None:
+    orders = ({"r": 16}, {"r": 200}, {"r": 16, "target_parameters": ["down_proj"]})
+    few, wide, experts = (JobSpec.model_validate({"name": "a", "data": {"path": "a.jsonl"}} | order) for order in orders)
+    assert counted_adapters([few]) == (64, False) and counted_adapters([few, wide, experts]) == (256, "some")
+    Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2).save_pretrained(tmp_path)
+    model = SuperModel(outline(str(tmp_path), "bfloat16"))
+    for jobs in ([few], [wide], [few, experts], [wide, experts]):
+        rank, adapts_experts = counted_adapters(jobs)
+        worker, counted = measure(model, 0, GPU, rank, adapts_experts), count_base(model, GPU, "auto", rank, adapts_experts)
+        found = counted.fixed_bytes + 8192 * counted.token_bytes
+        assert found == pytest.approx(worker.activation_bytes(8192), rel=1e-6), jobs
+    tokens = [count_base(model, GPU, "auto", *counted_adapters([each])).token_bytes for each in (few, wide, experts)]
+    assert tokens[1] - tokens[0] >= 2 * (256 - 64) * len(model.targets()) and tokens[2] > tokens[0]

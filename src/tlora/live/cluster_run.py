@@ -38,9 +38,9 @@ from tlora.errors import ConfigError, TloraError
 from tlora.job import JobSpec, RunSpec
 from tlora.link.address import tcp_place
 from tlora.live.arrivals import Arrival, Deadlines, arrival_of
-from tlora.planning.base_parts import count_parts
+from tlora.planning.base_parts import count_parts, counted_adapters
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.planning.memory import ACTIVATION_RANK, count_base, memory_limit
+from tlora.planning.memory import count_base, memory_limit
 from tlora.progress.cluster import ClusterProgress
 from tlora.progress.view import JobProgress, ProgressView, logged_values
 from tlora.protocol import (
@@ -238,13 +238,13 @@ class _Run:
 
     @cached_property
     def _memory(self) -> BaseMemory:
-        memory = count_base(self._model, torch.device(self._places[0]), self._run.layout)
+        memory = count_base(self._model, torch.device(self._places[0]), self._run.layout, *counted_adapters(self._run.jobs))
         cut = self._run.layout == "stages" and self._most_gpus != 1
         return with_stages(memory, self._parts, ordered=cut) if cut or self._hosts_may_come else memory
 
     @cached_property
     def _parts(self) -> BaseParts:
-        return count_parts(self._model, torch.device(self._places[0]), ACTIVATION_RANK)
+        return count_parts(self._model, torch.device(self._places[0]), *counted_adapters(self._run.jobs))
 
     @property
     def _most_gpus(self) -> int | None:

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from tlora.adapter_shape import ExpertJobs
-from tlora.job import RunSpec
+from tlora.job import JobSpec, RunSpec
+from tlora.kernels.lora_tables import rank_width
 from tlora.planning.job_sketch import largest_adapter
 from tlora.planning.memory import (
+    ACTIVATION_RANK,
     bytes_when_shared,
     bytes_when_streamed,
     can_be_cut,
@@ -63,6 +65,12 @@ def count_parts(model: SuperModel, device: torch.device, rank: int, adapts_exper
         in_parts=in_parts,
         other_weights=others if adapts_experts == "some" and others != weights else (),
     )
+
+
+def counted_adapters(jobs: Sequence[JobSpec]) -> tuple[int, ExpertJobs]:
+    """Up to which rank workers that train all `jobs` count activations (`memory_bound.py`), and whether for adapters of experts."""
+    rank, adapts_experts = largest_adapter(jobs)
+    return rank_width(max(rank, ACTIVATION_RANK)), adapts_experts
 
 
 def _layer_weights(model: SuperModel, layer_names: Sequence[str], adapts_experts: bool) -> tuple[int, ...]:

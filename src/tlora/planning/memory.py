@@ -307,10 +307,18 @@ def bytes_by_gpus(model: SuperModel, device: torch.device, layout: LayoutSetting
     return [alone, *(bytes_when_shared(model, base_bytes, count) for count in range(2, MOST_GPUS + 1))]
 
 
-def count_base(model: SuperModel, device: torch.device, layout: LayoutSetting = "auto") -> BaseMemory:
-    """What a scheduler must know of the base's bytes on GPUs such as `device`. `model` is on the meta device. Raises ModelError."""
+def count_base(
+    model: SuperModel,
+    device: torch.device,
+    layout: LayoutSetting = "auto",
+    rank: int = ACTIVATION_RANK,
+    adapts_experts: ExpertJobs = False,
+) -> BaseMemory:
+    """What a scheduler must know of the base's bytes on GPUs such as `device`, for jobs with adapters of up to `rank`, of experts too or
+    not. `model` is on the meta device. Raises ModelError.
+    """
     count = measure_in_parts if layout in ("shared", "streamed") and may_be_cut(model) else measure
-    memory = count(model, model.base.num_bytes, device, ACTIVATION_RANK)
+    memory = count(model, model.base.num_bytes, device, rank, adapts_experts)
     streams = device.type == "cuda" and can_be_cut(model)
     streamed = bytes_when_streamed(model, model.base.num_bytes, device).on_device(Streaming().slots) if streams else 0
     return base_memory(memory, bytes_by_gpus(model, device, layout), streamed)
