@@ -48,7 +48,10 @@ def test_unknown_columns_list_what_is_known() -> None:
         {"question": "a", "answer": "b"},
         "no data format has the columns question, answer; rename .*prompt_completion: prompt \\+ completion",
     )
-    refused({}, "no data format has the columns none")
+    refused({}, "the row has no columns; write those of one format")
+    refused(
+        {"version": 1, "data": [{"prompt": "a", "completion": "b"}]}, "'data' holds a list of objects: if those are the rows, the file must"
+    )
 
 
 def test_a_later_row_without_the_columns_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from tlora.errors import ConfigError
 from tlora.job import DataConfig, JobSpec, RunSpec, TrainConfig
 from tlora.jobs_file import located, read_jobs_file, suggest
+from tlora.jobs_file.spelling import meant
 
 
 def problems_of(directory: Path, text: str | bytes, *overrides: str) -> list[str]:
@@ -353,6 +355,30 @@ def test_old_spellings_name_only_what_exists():
     ours = {*JOB_NAMES, *RunSpec.model_fields, "defaults", "sweep"}
     assert {right for right, _ in _OLD.values()} <= ours
     assert not set(_OLD) & (ours - {"path"}), "a key of ours cannot be an old spelling"
+
+
+@pytest.mark.parametrize(
+    "key", ["use_dora", "use_qalora", "optim_target_modules", "ld_alpha", "loss_type", "init_lora_weights", "deepspeed"]
+)
+def test_a_key_of_peft_or_trl_to_which_nothing_corresponds_is_told_why(tmp_path: Path, key: str):
+    """And not that a similar name was meant, such as `use_rslora`."""
+    problem = one_problem(tmp_path, JOB.format(f"{key}: 3"))
+    assert f"{key}: unknown key; " in problem and problem.endswith("; leave it out") and "did you mean" not in problem
+
+
+def test_no_field_of_peft_is_taken_for_a_similar_one():
+    from peft import LoraConfig
+
+    from tlora.jobs_file.spelling import _OLD
+
+    similar = {field.name: meant(field.name, JOB_NAMES)[0] for field in dataclasses.fields(LoraConfig) if field.name not in JOB_NAMES}
+    assert {name: ours for name, ours in similar.items() if ours and name not in _OLD} == {}
+
+
+@pytest.mark.parametrize("text", ["defaults: {bf16: true}\njobs: [{name: a, data: d}]", "jobs: [{name: a, data: d, bf16: true}]"])
+def test_a_spelling_of_a_key_of_the_run_is_told_its_place(tmp_path: Path, text: str):
+    problem = one_problem(tmp_path, f"base_model: b\n{text}")
+    assert problem.endswith("bf16: unknown key; did you mean 'dtype' ('auto', 'float32', 'bfloat16' or 'float16') at the top of the file?")
 
 
 def test_suggest():

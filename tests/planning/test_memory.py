@@ -425,6 +425,8 @@ def test_heads_beyond_the_kernels_take_the_plain_path(size: int, fits: bool, tmp
     ("fields", "said"),
     [
         ({"warmup_steps": 100}, "warmup_steps 100 is 100 steps, and the run has 6: its learning rate comes to 0.0005 of 0.01"),
+        ({"warmup_steps": 0.1, "max_steps": 1}, "warmup_steps 0.1 makes the learning rate 0 at the run's only step, which changes nothing"),
+        ({"warmup_steps": 0, "max_steps": 1}, ""),
         ({"warmup_steps": 5}, ""),
         ({"warmup_steps": 0.1}, ""),
         ({"warmup_steps": 100, "lr_scheduler_type": "constant"}, ""),

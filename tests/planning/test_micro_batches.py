@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -206,9 +207,11 @@ def test_check_shows_the_plan_next_to_one_number_for_all() -> None:
 
 
 @pytest.mark.parametrize("low", [20, 128])
-@pytest.mark.parametrize("budget", [1024, 2048, 4096])
+@pytest.mark.parametrize("budget", [1024, 2048, 4096, 65_536])
 def test_micro_batches_are_as_full_as_the_packer_makes_them(low: int, budget: int) -> None:
-    """Of four jobs with batches of eight samples each; alone are those that are longer than the budget."""
+    """Of four jobs with batches of eight samples each, which never fill the largest budget; alone are those that are longer than the
+    budget.
+    """
 
     def batches(seed: int) -> Iterator[list[int]]:
         dice = np.random.default_rng(seed)
@@ -217,9 +220,18 @@ def test_micro_batches_are_as_full_as_the_packer_makes_them(low: int, budget: in
 
     packed = pack_all([flow_of(f"job{i}", batches(i)) for i in range(4)], budget, 300, in_order=False)
     tokens, counts = np.unique([row.tokens for batch in packed for row in batch.rows], return_counts=True)
-    lengths = SampleLengths(tokens, tokens * counts / (tokens * counts).sum())
+    offered = 4 * float(np.mean([sum(batch) for batch in itertools.islice(batches(4), 200)]))
+    lengths = SampleLengths(tokens, tokens * counts / (tokens * counts).sum(), offered)
     shared = [batch.tokens for batch in packed if batch.tokens <= budget]
     assert _filled(budget, lengths) == pytest.approx(np.mean(shared), rel=0.06)
+
+
+def test_a_budget_beyond_what_the_jobs_offer_is_predicted_to_be_no_faster() -> None:
+    """Two batches of 4 x 256 tokens: all of both is 2,048 tokens, however many a micro-batch could hold."""
+    _, jobs = sharing([(4, 256), (4, 256)])
+    lengths = sample_lengths(jobs)
+    each = [cost_of(MicroBatches(budget, RecomputePlan()), lengths, COST) for budget in (2048, 4096, 16_384)]
+    assert lengths.offered == 2048 and each[1:] == [COST.at(2048, 0)] * 2 and each[0] >= each[1]
 
 
 def test_a_class_without_small_tiles_pays_more_for_a_micro_batch() -> None:

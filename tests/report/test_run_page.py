@@ -55,6 +55,16 @@ def test_page_of_one_and_of_a_hundred_jobs(tmp_path: Path, count: int, steps: in
     assert ("find a job" in reader.attributes("placeholder")) == (count > FAINT_UP_TO)
 
 
+def test_axes_of_time_say_whether_stops_are_part_of_it(tmp_path: Path) -> None:
+    """A run that was stopped and resumed hours later goes on at its last second; its page must not look as if it had never stopped."""
+    make_run(tmp_path, 2, 40, seconds=60)
+    shares = read_charts(report(tmp_path))["Share per job"]
+    assert shares["layout"]["xaxis"]["title"]["text"].startswith("time that the run has run, without stops (")
+    (tmp_path / "run.jsonl").unlink()  # as in the directory of a cluster, whose clock goes on
+    losses = read_charts(report(tmp_path))["Train loss"]
+    assert losses["layout"]["meta"]["x"]["time"].startswith("time since the run's start (")
+
+
 def test_results_table_holds_the_results(eight: tuple[Path, list[str], str]) -> None:
     run_dir, names, page = eight
     reader = PageReader(page)

@@ -41,7 +41,11 @@ def detect(row: Row) -> Format:
         if all(column in row.value for column in columns):
             return name
     known = "; ".join(f"{name}: {' + '.join(columns)}" for name, columns in samples.items())
-    raise DataError(f"{row.place}: no data format has the columns {found_columns(row)}; rename them to those of one format ({known})")
+    wrapped = next((key for key, value in row.value.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
+    inside = "" if wrapped is None else f". {wrapped!r} holds a list of objects: if those are the rows, the file must be that list alone"
+    found = f"no data format has the columns {found_columns(row)}" if row.value else "the row has no columns"
+    remedy = "rename them to" if row.value else "write"
+    raise DataError(f"{row.place}: {found}; {remedy} those of one format ({known}){inside}")
 
 
 def read_examples(row: Row, data_format: Format) -> list[Example]:

@@ -240,7 +240,7 @@ def _meant(key: str, known: tuple[str, ...], holder: str) -> str:
     if not holder and key in _JOB_KEYS:
         return f"{key!r} belongs in `defaults` or on a job (--set defaults.{key}=... or jobs.NAME.{key}=...)"
     sentence = suggest(key, known)
-    if sentence.startswith("known here") and holder == "a job" and suggest(key, _RUN_KEYS).startswith("did"):
+    if sentence.startswith("known here") and holder and suggest(key, _RUN_KEYS).startswith("did"):
         return f"{suggest(key, _RUN_KEYS)[:-1]} at the top of the file?"
     if sentence.startswith("known here") and not holder and suggest(key, _JOB_KEYS).startswith("did"):
         return f"{suggest(key, _JOB_KEYS)[:-1]} in `defaults` or on a job?"

@@ -9,8 +9,24 @@ _BATCH = "batch_size", "samples per optimizer step; micro-batches are made by th
 _TRAIN_ON = "train_on", "'completions' is the default, 'last' trains the last answer alone, 'all' every token"
 _SHARE = "warmup_steps", "a value below 1 is a share of all steps"
 _EVAL = "eval_size", "a value below 1 is a share of the rows"
-_DTYPE = "dtype", "'auto', 'float32', 'bfloat16' or 'float16', at the top of the file"
+_DTYPE = "dtype", "'auto', 'float32', 'bfloat16' or 'float16'"
 _EPOCH = "'epoch' or a number of steps"
+
+_PLAIN = "adapters are plain LoRA, without biases, and begin as PEFT's do by default"
+_OWN_CHOICE = "the program decides this itself"
+
+# Keys of PEFT, transformers and TRL to which nothing here corresponds -> why. A similar name would be another thing.
+_ABSENT: dict[str, str] = {
+    **dict.fromkeys(("use_dora", "use_qalora", "qalora_group_size", "use_bdlora", "layer_replication", "bias", "lora_bias"), _PLAIN),
+    **dict.fromkeys(("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "arrow_config"), _PLAIN),
+    **dict.fromkeys(("optim", "optimizer", "optim_args", "optim_target_modules"), "the optimizer is AdamW"),
+    **dict.fromkeys(
+        ("loss_type", "ld_alpha", "use_weighting", "label_smoothing"), "each objective has one loss, that of `dpo` is the sigmoid's"
+    ),
+    **dict.fromkeys(("per_device_eval_batch_size", "eval_batch_size", "eval_packing", "group_by_length", "padding_free"), _OWN_CHOICE),
+    **dict.fromkeys(("attn_implementation", "flash_attention", "flash_attn", "torch_compile", "use_liger_kernel"), _OWN_CHOICE),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), "`--gpus` trains on several GPUs"),
+}
 
 # Other programs' key -> (ours, what to know about it).
 _OLD: dict[str, tuple[str, str]] = {
@@ -48,6 +64,8 @@ _OLD: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("model_name_or_path", "model", "model_name", "base_model_name_or_path", "pretrained_model"), ("base_model", "")),
     **dict.fromkeys(("output", "out", "out_dir", "save_dir", "output_path"), ("output_dir", "")),
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "precision", "fp32"), _DTYPE),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), ("base_precision", "'nf4' or 'fp8'")),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), ("recompute", "'auto' is the default")),
     **dict.fromkeys(("full_determinism", "use_deterministic_algorithms"), ("deterministic", "")),
     **dict.fromkeys(("beta1", "adam_b1"), ("adam_beta1", "")),
     **dict.fromkeys(("beta2", "adam_b2"), ("adam_beta2", "")),
@@ -75,19 +93,23 @@ _OLD: dict[str, tuple[str, str]] = {
 
 def meant(key: str, known: Iterable[str]) -> tuple[str, str]:
     """Which of `known` was probably meant by a key that is not among them, "" for none, and what to know about it."""
-    names = list(known)
-    right, note = _OLD.get(key.lower().replace("-", "_"), ("", ""))
+    names, spelt = list(known), key.lower().replace("-", "_")
+    right, note = _OLD.get(spelt, ("", ""))
     if right in names:
         return right, note
+    if spelt in _ABSENT:
+        return "", ""
     by_folded = {name.casefold(): name for name in reversed(names)}
     close = difflib.get_close_matches(key.casefold().replace("-", "_"), by_folded, n=1, cutoff=0.7)
     return (by_folded[close[0]] if close else ""), ""
 
 
 def suggest(key: str, known: Iterable[str]) -> str:
-    """A hint for a key that is not among `known`: the one that was probably meant, or else all of them."""
+    """A hint for a key that is not among `known`: the one that was probably meant, or why there is none, or else all of them."""
     names = list(known)
     right, note = meant(key, names)
     if right:
         return f"did you mean {right!r}" + (f" ({note})" if note else "") + "?"
+    if why := _ABSENT.get(key.lower().replace("-", "_")):
+        return f"{why}; leave it out"
     return f"known here: {', '.join(sorted(names))}"

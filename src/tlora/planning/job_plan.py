@@ -100,8 +100,10 @@ def _warmup_warnings(spec: JobSpec, epoch: int) -> list[str]:
     """A run that ends within its warm-up never trains at its learning rate, and its schedule never begins."""
     steps = spec.total_steps(epoch)
     warmup = 0 if spec.lr_scheduler_type == "constant" else spec.warmup_count(steps)
-    if warmup < steps or warmup == 0 or steps == 1:
+    if warmup < steps or warmup == 0:
         return []
+    if steps == 1:
+        return [f"warmup_steps {spec.warmup_steps:g} makes the learning rate 0 at the run's only step, which changes nothing. Write 0"]
     highest = spec.learning_rate * (steps - 1) / warmup
     return [
         f"warmup_steps {spec.warmup_steps:g} is {quantity(warmup, 'step')}, and the run has {steps}: its learning rate comes to "

@@ -31,6 +31,7 @@ _PIPELINED, _PIPELINED_STEP = (
     120,
     512,
 )  # micro-batches that are sent through a pipeline in prediction; tokens between budgets that are tried
+_NO_CAP = 1 << 40  # tokens
 _MOST_SLOWED = 1.5  # rather than that, jobs take turns
 
 
@@ -44,11 +45,13 @@ class MicroBatches(NamedTuple):
 @dataclass(frozen=True)
 class SampleLengths:
     """Of the samples that a run trains on: lengths without repetition, shortest first, and what share of all tokens lies in each. Jobs
-    count alike: while they train together, each computes as many tokens.
+    count alike: while they train together, each computes as many tokens. `offered`: the budget that holds a global batch of each job: no
+    micro-batch gets more, since the next batch of a job enters when its last one is through.
     """
 
     tokens: npt.NDArray[np.int64]
     shares: npt.NDArray[np.float64]
+    offered: float = math.inf
 
 
 def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
@@ -59,7 +62,9 @@ def sample_lengths(jobs: Sequence[PlannedJob]) -> SampleLengths:
         return SampleLengths(np.zeros(0, np.int64), np.zeros(0))
     parts = [tokens * counts / (tokens * counts).sum() / len(found) for tokens, counts in found]
     tokens, places = np.unique(np.concatenate([tokens for tokens, _ in found]), return_inverse=True)
-    return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64))
+    means, spreads = zip(*(replica_batch(job) for job in jobs if job.data is not None), strict=True)
+    offered = auto_token_budget(1, means, _NO_CAP, filled=False, spreads=spreads)
+    return SampleLengths(tokens, np.bincount(places, np.concatenate(parts), len(tokens)).astype(np.float64), offered)
 
 
 def in_stages(cost: TokenCost, stages: int, jobs: Sequence[PlannedJob], overhead: StageOverhead, run_tokens: int) -> TokenCost:
@@ -186,15 +191,15 @@ def cost_of(found: MicroBatches, lengths: SampleLengths, cost: TokenCost) -> flo
 
 def _filled(budget: int, lengths: SampleLengths) -> int:
     """Tokens of a micro-batch that samples share, on average. With a mean of m tokens a sample and n = budget / m of them what is left is
-    about 0.9 m / n^2, and no more than m / 4, as `pack` fills them.
+    about 0.9 m / n^2, and no more than m / 4, as `pack` fills them. No budget gets more tokens than the jobs offer.
     """
     short = lengths.tokens <= budget
     shares = lengths.shares[short]
-    if not shares.sum():
+    if not (shared := float(shares.sum())):
         return budget
-    mean = float(shares.sum() / (shares / lengths.tokens[short]).sum())
+    mean = shared / float((shares / lengths.tokens[short]).sum())
     few, most = _UNFILLED
-    return max(1, round(budget - mean * min(most, few * (mean / budget) ** 2)))
+    return max(1, round(min(budget - mean * min(most, few * (mean / budget) ** 2), shared * lengths.offered)))
 
 
 def fastest_budget(largest: int, recompute: RecomputePlan, cost: TokenCost) -> int:

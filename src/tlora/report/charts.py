@@ -126,7 +126,9 @@ def _average_note(run: RunView, curves: Sequence[JobCurve]) -> str:
 
 
 def _x_titles(run: RunView) -> dict[str, str]:
-    return {"step": "optimizer step", "tokens": "trained tokens", "time": f"time since the run's start ({time_unit(run.seconds)[1]})"}
+    """The clock of a run with rows of its own stands still from a stop to its resume; that of a cluster, which has none, does not."""
+    time = "time that the run has run, without stops" if run.rows else "time since the run's start"
+    return {"step": "optimizer step", "tokens": "trained tokens", "time": f"{time} ({time_unit(run.seconds)[1]})"}
 
 
 def _figure(traces: list[Trace], y_title: str, x_titles: dict[str, str]) -> Figure:
