@@ -248,6 +248,7 @@ def test_the_line_of_a_default_is_the_defaults_line_told_once(tmp_path: Path):
         ("r=3", "--set r=3: r: unknown key; 'r' belongs in `defaults` or on a job (--set defaults.r=... or jobs.NAME.r=...)"),
         ("jobs.b.r=3", "--set jobs.b.r=3: unknown job; known here: polite"),
         ("jobs.polit.r=3", "--set jobs.polit.r=3: unknown job; did you mean 'polite'?"),
+        ("polite.r=3", "--set polite.r=3: 'polite' is a job; write jobs.polite.r=3"),
         ("jobs.polite=3", "--set jobs.polite=3: write jobs.NAME.key=value"),
         ("jobs=3", "--set jobs=3: write jobs.NAME.key=value"),
         ("defaults=3", "--set defaults=3: write defaults.key=value"),

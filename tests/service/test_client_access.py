@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tlora.cli import worker_commands
 from tlora.client.access import check_key, find_access, find_url, key_file, origin_of, save_key
 from tlora.errors import ConfigError
+from tlora.service.store_id import check_store
 
 KEY = "tml-" + "k" * 40
 
@@ -111,7 +117,7 @@ def test_a_server_with_a_directory_of_its_own_is_found_with_what_the_message_say
     (own / "address").write_text("http://127.0.0.1:8401\n")
     (own / "first-key").write_text(KEY + "\n")
     (own / "first-key").chmod(0o600)
-    remedy = r"one with a --data-dir of its own is found with TLORA_HOME=DIRECTORY"
+    remedy = r"; a server with a --data-dir of its own is found with TLORA_HOME=DIRECTORY"
     for environment in ({}, {"TLORA_URL": "http://127.0.0.1:8401"}):
         with pytest.raises(ConfigError, match=remedy):
             find_access(environment)
@@ -129,3 +135,45 @@ def test_a_directory_of_a_server_is_found_by_what_the_message_says(home: Path, m
     assert find_access({}).of_directory == home / "server"
     save_key("http://127.0.0.1:8321", KEY)
     assert find_access({}).of_directory is None
+
+
+def test_a_first_key_of_another_user_is_left_where_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root, over the directory of a service's user: to remove its file would lose the only copy."""
+    (home / "server").mkdir()
+    (home / "server" / "address").write_text("http://127.0.0.1:8321\n")
+    first = home / "server" / "first-key"
+    first.write_text(KEY + "\n")
+    first.chmod(0o600)
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match=r"first-key: belongs to another user.*Run this as that user .*or set TLORA_API_KEY") as caught:
+        find_access({})
+    assert "Remove" not in str(caught.value)
+
+
+def test_a_directory_that_another_user_keeps_to_itself_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a client and for what works in a store: each ended with a traceback."""
+    find_tokens = worker_commands._store  # what `tlora worker-token` begins with
+    with tempfile.TemporaryDirectory() as found, kept_out(closed := Path(found) / "closed"):
+        monkeypatch.setenv("TLORA_HOME", str(closed / "server"))
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(found) / "config"))
+        for look in (find_access, find_url, lambda: check_store(closed / "server"), lambda: find_tokens(closed / "server")):
+            with pytest.raises(ConfigError, match=r"closed/server: this user may not look into it\. Run this as the user of its server"):
+                look()
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(closed))
+        with pytest.raises(ConfigError, match=r"keys\.json: .*[Pp]ermission denied.*XDG_CONFIG_HOME"):
+            find_access({})
+
+
+@contextmanager
+def kept_out(directory: Path) -> Iterator[None]:
+    """This process may not look into the directory, which is made."""
+    directory.mkdir()
+    directory.parent.chmod(0o755)
+    directory.chmod(0)
+    if os.getuid() == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(os.getuid())
+        directory.chmod(0o700)

@@ -115,9 +115,10 @@ def worker_token(
 def _store(directory: Path | None) -> Path:
     """The directory of a controller's files about workers. Raises ConfigError if there is no controller, or another user's."""
     from tlora.errors import ConfigError
-    from tlora.server_directory import default_directory
+    from tlora.server_directory import check_rights, default_directory
 
     root = directory or default_directory()
+    check_rights(root)
     store = root / "workers"
     if not store.is_dir():
         raise ConfigError(

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
-from tlora.server_directory import ADDRESS, FIRST_KEY, HOME, default_directory
+from tlora.server_directory import ADDRESS, FIRST_KEY, HOME, check_rights, default_directory
 
 URL, KEY = "TLORA_URL", "TLORA_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_OWN_DIRECTORY = f"one with a --data-dir of its own is found with {HOME}=DIRECTORY"
+_OWN_DIRECTORY = f"a server with a --data-dir of its own is found with {HOME}=DIRECTORY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def find_access(environment: Mapping[str, str] = os.environ) -> Access:
     local, path = _local_url(), default_directory() / FIRST_KEY
     if local is not None and origin == origin_of(local) and path.is_file():
         return Access(url, check_key(_private_text(path).strip(), str(path)), url_from, str(path), path.parent)
-    own = f". {_OWN_DIRECTORY}" if urlsplit(url).hostname in _LOOPBACK else ""
+    own = f"; {_OWN_DIRECTORY}" if urlsplit(url).hostname in _LOOPBACK else ""
     raise ConfigError(
         f"there is no key for {origin}. Set {KEY}, or save one with `tlora login {url}`; keys of other servers are not sent there{own}"
     )
@@ -121,8 +121,11 @@ class _Saved:
 
 def _saved() -> _Saved:
     path = key_file()
-    if not path.exists():
-        return _Saved("", {})
+    try:
+        if not path.exists():
+            return _Saved("", {})
+    except PermissionError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Set XDG_CONFIG_HOME to a directory of this user's") from None
     _refuse_rights(path)
     try:
         found = read_object(path)
@@ -137,6 +140,7 @@ def _saved() -> _Saved:
 def _local_url() -> str | None:
     """Of this user's server; it may have ended."""
     path = default_directory() / ADDRESS
+    check_rights(path.parent)
     try:
         return _private_text(path).strip() if path.is_file() else None
     except UnicodeDecodeError:
@@ -156,4 +160,7 @@ def _refuse_rights(path: Path) -> None:
     if mode & 0o077:
         raise ConfigError(f"{path}: others may read it (mode {mode:04o}), and it holds keys. chmod 600 {path}")
     if status.st_uid != os.getuid():
-        raise ConfigError(f"{path}: belongs to another user, and it holds keys. Remove it, and save the key again")
+        remedy = "Remove it, and save the key again"
+        if path.name == FIRST_KEY:  # which exists once
+            remedy = f"Run this as that user (sudo -u), or set {KEY}"
+        raise ConfigError(f"{path}: belongs to another user, and it holds keys. {remedy}")

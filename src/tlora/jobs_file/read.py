@@ -178,13 +178,16 @@ def _override(override: str, layers: tuple[Fields, Fields, list[Located]], probl
     value = read_yaml(text, lambda _: where, problems)
     place = Located(value.value if value else None, 0, where)
     target, rest = run, key.split(".")
+    names = {str(name.value): job.fields for job in jobs if (name := job.fields.get("name"))}
+    if rest[0] not in _RUN_KEYS and (prefixes := [name for name in names if key.startswith(f"{name}.")]):
+        problems.append(Problem(0, where, f"{max(prefixes, key=len)!r} is a job; write jobs.{override}"))
+        return
     if rest == ["defaults"]:
         problems.append(Problem(0, where, "write defaults.key=value"))
         return
     if rest[0] == "defaults":
         target, rest = defaults, rest[1:]
     elif rest[0] == "jobs":
-        names = {str(name.value): job.fields for job in jobs if (name := job.fields.get("name"))}
         named = [name for name in names if key.startswith(f"jobs.{name}.")]
         if not named:
             whole = len(rest) < 3 and (len(rest) < 2 or rest[1] in names)

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Select, select
 from tlora import durable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
+from tlora.server_directory import check_rights
 from tlora.service.database.store import DATABASE, sqlite_file
 from tlora.service.database.tables import files, jobs
 from tlora.service.keys import new_id
@@ -24,6 +25,7 @@ _CONTENT = ("files", "jobs")  # directories that hold what cannot be made again
 
 def check_store(directory: Path) -> None:
     """Raises ConfigError where no SQLite store lies in `directory`."""
+    check_rights(directory)
     if (directory / DATABASE).is_file():
         return
     if (directory / FILE).is_file():
