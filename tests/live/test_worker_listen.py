@@ -48,13 +48,19 @@ def test_a_worker_comes_to_a_cluster_over_tls(tmp_path: Path, monkeypatch: pytes
         with subprocess.Popen(
             [*tlora, "worker", "--connect", address, "--fingerprint", facts["fingerprint"], "--gpu", "1"],
             env=os.environ | {"TLORA_WORKER_TOKEN": facts["token"]},
+            stderr=subprocess.PIPE,
         ) as worker:
             while not (out / "workers" / "gpu1.json").exists():
                 assert worker.poll() is None and cluster.poll() is None
                 time.sleep(0.01)
             assert read_object(out / "workers" / "gpu1.json")["pid"] == worker.pid
             cluster.send_signal(signal.SIGINT)
-            assert worker.wait() == 0
+            assert worker.stderr is not None
+            ended = " ".join(worker.stderr.read().decode().split())
+            assert (
+                worker.wait() == 0
+                and "this worker has saved its jobs and ends: its controller, whose log says why, has stopped it" in ended
+            )
         assert cluster.stdout is not None
         said = re.sub(r"\s+", " ", cluster.stdout.read().decode())
     assert f"workers may come to {address} over TLS; `tlora worker-token {out}` makes a token" in said

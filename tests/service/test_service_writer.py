@@ -187,9 +187,10 @@ def test_the_writers_end_ends_the_server_with_a_message_and_answers_what_waits(t
             backend_factory, _, _ = fake_hall(config.directory)
             opened = server_module.open_server
             monkeypatch.setattr(server_module, "open_server", lambda found: opened(found, backend_factory, fail))
-            server_module.serve(config, lambda _: None)
+            lines: list[str] = []
+            server_module.serve(config, lines.append)
         except TloraError as error:
-            said.write_text(str(error))
+            said.write_text("\n".join([*lines, str(error)]))
             status = 2
         finally:
             os._exit(status)
@@ -202,4 +203,5 @@ def test_the_writers_end_ends_the_server_with_a_message_and_answers_what_waits(t
         answer = client.post("/v1/keys", json={"name": "one"})
     assert answer.status_code == 503 and answer.headers["Retry-After"], answer.text
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert f"find it with TLORA_HOME={config.directory} TLORA_URL={address}\n" in said.read_text()
     assert "writer ended (SystemExit" in said.read_text() and "started again" in said.read_text()

@@ -219,6 +219,8 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
     worker.check_refusal()
     worker.dialer.close()
     anew = worker.begins_anew or (alone and host is not None)
+    if not (received or alone or anew):
+        note("this worker has saved its jobs and ends: its controller, whose log says why, has stopped it")
     return 128 + received[0] if received else _ANEW if anew else int(alone)
 
 

@@ -210,7 +210,7 @@ def serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     durable.write_file(config.directory / ADDRESS, url + "\n")
     say(f"tlora serves at {url}; everything lies in {config.directory}")
     if config.directory.resolve() != default_directory().resolve():
-        say(f"commands of this user on this machine find it with {HOME}={config.directory}")
+        say(f"commands of this user on this machine find it with {HOME}={config.directory} TLORA_URL={url}")  # login may name another
     if config.worker_listen is not None:
         say(f"workers may come to {config.worker_listen} over TLS; `tlora worker-token {config.directory}` makes a token for them")
     if found.first_key is not None:
