@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -251,6 +252,25 @@ def test_what_stands_in_for_data_is_called_what_it_is(name: str, text: str, said
         return path
 
     refused((compressed(write) if name.endswith(".gz") else write)(tmp_path / name), f"{name}: {said}")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "x.txt", "x.jsonl.gz"])
+def test_utf_16_is_called_what_it_is(name: str, tmp_path: Path) -> None:
+    """Once, and not as so many rows of broken JSON."""
+
+    def write(path: Path) -> Path:
+        path.write_bytes('{"text": "a"}\n'.encode("utf-16"))
+        return path
+
+    refused((compressed(write) if name.endswith(".gz") else write)(tmp_path / name), f"{name}: UTF-16, .*; convert it: `iconv -f UTF-16")
+
+
+def test_an_arrow_file_is_told_from_a_stream_and_how_to_convert_it(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([{"text": "a"}, {"text": "b"}])
+    feather.write_feather(table, tmp_path / "x.arrow", compression="uncompressed")
+    refused(tmp_path / "x.arrow", r"an Arrow file \(Feather\), .*pyarrow.parquet.write_table")
+    pq.write_table(feather.read_table(tmp_path / "x.arrow"), tmp_path / "y.parquet")
+    assert [row.value for row in read_rows(tmp_path / "y.parquet")] == table.to_pylist()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -21,6 +21,8 @@ from tlora.errors import DataError, shown
 _HEAD_BYTES = 1 << 12
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _PAGES = (b"<!doctype html", b"<html")
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_ARROW_FILE = b"ARROW1"  # with its blocks in any order, and a footer that says where each is
 
 
 class Source:
@@ -54,7 +56,7 @@ def open_bytes(file: Path) -> Iterator[Source]:
 
 
 def check_head(file: Path) -> None:
-    """Raises DataError if a file holds a Git LFS pointer or a web page instead of data."""
+    """Raises DataError if a file holds a Git LFS pointer or a web page instead of data, UTF-16, or an Arrow file instead of a stream."""
     with open_bytes(file) as source:
         head = source.stream.read(_HEAD_BYTES)
     if head.startswith(_LFS_POINTER):
@@ -66,6 +68,11 @@ def check_head(file: Path) -> None:
             f"{file}: a web page (HTML), not data; download the file itself: the hub and GitHub give it at an address with /resolve/ or "
             "/raw/ in place of /blob/. To train on the text of pages, write it into rows of JSONL"
         )
+    if head.startswith(_UTF_16):
+        raise DataError(f"{file}: UTF-16, as Windows PowerShell's `>` writes it; convert it: `iconv -f UTF-16 -t UTF-8 OLD > NEW`")
+    if head.startswith(_ARROW_FILE):
+        remedy = "write it with pyarrow.parquet.write_table(pyarrow.feather.read_table(OLD), NEW), NEW ending in .parquet"
+        raise DataError(f"{file}: an Arrow file (Feather), and Arrow is read as a stream, which save_to_disk writes; {remedy}")
 
 
 BATCH_ROWS = 64
