@@ -24,6 +24,10 @@ _POLL_SECONDS = 0.05
 _STALL_SECONDS = 5.0  # silences from here on are listed
 _PIECE_BYTES = 4 << 20
 _WINDOW = (0.1, 0.9)  # of all tokens: the steady part
+# Where a user's caches are, so that cold ones can be had beside those of the machine; CUDA's own does not go by XDG's variable. All else
+# is as a user's: what the program keeps where is its own affair.
+CACHES = {"XDG_CACHE_HOME": "xdg", "CUDA_CACHE_PATH": "cuda"}
+_ELSEWHERE = ("TLORA_CACHE", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR")  # which go before XDG's
 
 
 @dataclass
@@ -46,6 +50,14 @@ class Step:
     job: str
     number: int
     num_tokens: int
+
+
+def with_caches(directory: Path) -> dict[str, str]:
+    """This process's environment with a user's caches in `directory`, and without what would put some of them elsewhere."""
+    for name in CACHES.values():
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    kept = {variable: value for variable, value in os.environ.items() if variable not in _ELSEWHERE}
+    return kept | {variable: str((directory / name).resolve()) for variable, name in CACHES.items()}
 
 
 def run_process(

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -34,7 +33,7 @@ import yaml
 
 from bench import launch, machine
 from bench.base_files import make_base
-from bench.real_jobs import CACHES, JOBS_FILE
+from bench.real_jobs import JOBS_FILE
 from bench.shapes import SHAPES
 
 ROWS = ("placed", "shared", "spanning")
@@ -75,10 +74,7 @@ class Bench:
         self._options, self._base, self._directory, self._tell = options, base.resolve(), directory, tell
         content = yaml.safe_load(JOBS_FILE.read_text(encoding="utf-8"))
         self._defaults, self._jobs = content["defaults"], {job["name"]: job for job in content["jobs"]}
-        caches = {variable: directory / name for variable, name in CACHES.items()}
-        for cache in caches.values():
-            cache.mkdir(parents=True, exist_ok=True)
-        self._environment = os.environ | {variable: str(cache) for variable, cache in caches.items()}
+        self._environment = launch.with_caches(directory)
 
     def placed(self) -> dict[str, Any]:
         together = self.launch(list(self._jobs), str(self._options.gpus), warm_up=True)

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -64,9 +63,6 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 _CARD_CLASSES = {"plain-path": "plain", "sm_80": "sm_80"}  # of those cases, what TLORA_CARD_CLASS is
 KINDS = ("cold", "warm", "sigterm")
-# Where a user's caches are, so that cold ones can be had beside those of the machine; CUDA's own does not go by XDG's variable. All else
-# is as a user's: what the program keeps where is its own affair.
-CACHES = {"XDG_CACHE_HOME": "xdg", "CUDA_CACHE_PATH": "cuda"}
 _PREDICTED = re.compile(r"memory limit ([\d.]+ [GM]iB), predicted peak ([\d.]+ [GM]iB)")
 _LEAST_DISK_BYTES, _MOST_DISK_BYTES = 64 << 20, 2 << 30  # written to find the disk's rate
 
@@ -149,7 +145,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
         print(format_head(found), flush=True)
         for order in options.orders:
             if order.kind == "cold":
-                for cache in CACHES.values():
+                for cache in launch.CACHES.values():
                     shutil.rmtree(caches / cache, ignore_errors=True)
             row = _measure(order, options, Path(base["base"]), caches, directory / "run")
             found["launches"].append(row)
@@ -184,9 +180,7 @@ def _measure(order: Order, options: argparse.Namespace, base: Path, caches: Path
     ]
     command += ["--gpus", options.gpus] if options.gpus else []
     command += [part for setting in settings for part in ("--set", setting)]
-    for name in CACHES.values():
-        (caches / name).mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {variable: str((caches / name).resolve()) for variable, name in CACHES.items()}
+    environment = launch.with_caches(caches)
     if order.case in _CARD_CLASSES:
         environment[FORCED] = _CARD_CLASSES[order.case]
     signal_after = options.signal_after if order.kind == "sigterm" else None

@@ -29,7 +29,7 @@ import torch
 
 from bench import launch, machine
 from bench.base_files import make_base
-from bench.real_jobs import CACHES, JOBS_FILE
+from bench.real_jobs import JOBS_FILE
 from bench.service import Server, start
 from bench.shapes import SHAPES
 
@@ -98,7 +98,7 @@ def cold(options: argparse.Namespace, base: Path, place: Path) -> dict[str, dict
     """The jobs by `tlora train`, and by a server that has no worker yet, each with empty caches of its own."""
 
     def with_empty_caches(way: str) -> dict[str, str]:
-        return os.environ | {variable: str(place / f"caches-{way}" / name) for variable, name in CACHES.items()}
+        return launch.with_caches(place / f"caches-{way}")
 
     alone = train(options, base, place / "trained-cold", options.steps, with_empty_caches("train"))
     server = start_server(options, base, place / "cold-server", with_empty_caches("serve"))

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from bench import machine
-from bench.real_jobs import CACHES
+from bench import launch, machine
 
 WARM_UP = 2  # windows
 _REPORT = "turn: "
@@ -49,8 +48,9 @@ class Version:
     """One version of the repository at work. Its first turn begins when it has compiled and taken one optimizer step."""
 
     def __init__(self, tree: Path, arguments: Sequence[str], directory: Path) -> None:
-        caches = {variable: str(directory / name) for variable, name in CACHES.items()}
-        environment = os.environ | caches | {"PYTHONPATH": os.pathsep.join([f"{tree}/src", str(tree), os.environ.get("PYTHONPATH", "")])}
+        environment = launch.with_caches(directory) | {
+            "PYTHONPATH": os.pathsep.join([f"{tree}/src", str(tree), os.environ.get("PYTHONPATH", "")])
+        }
         program = [sys.executable, "-c", _PROGRAM, "--systems", "together", "--seconds", "1e9", "--commit", "-", *arguments]
         self._process = subprocess.Popen(
             program, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True

@@ -57,6 +57,16 @@ def test_a_process_is_told_to_stop_when_its_seconds_are_over(tmp_path: Path):
     assert errors[0].startswith("exit code -15, not 143")
 
 
+def test_caches_are_the_launchs_own_whatever_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A check or a run in this process sets some of these variables, and a user may."""
+    for variable in ("TLORA_CACHE", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH"):
+        monkeypatch.setenv(variable, "elsewhere")
+    monkeypatch.setenv("KEPT", "1")
+    found = launch.with_caches(tmp_path / "caches")
+    assert "elsewhere" not in found.values() and found["KEPT"] == "1"
+    assert found["XDG_CACHE_HOME"] == str(tmp_path / "caches" / "xdg") and (tmp_path / "caches" / "cuda").is_dir()
+
+
 def tiny(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     places = ["--base-dir", str(tmp_path / "bases"), "--caches", str(tmp_path / "caches"), "--out", str(tmp_path / "out.json")]
     short = ["--set", "dtype=float32", "--set", "defaults.max_length=48"]
@@ -66,7 +76,8 @@ def tiny(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("forked_children")
-def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_launch_of_the_command_on_a_tiny_base(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "elsewhere"))  # as a test before this one in the same process may leave it
     (tmp_path / "caches" / "xdg" / "tlora").mkdir(parents=True)
     for name in ("mine", "xdg/tlora/of-an-earlier-run"):
         (tmp_path / "caches" / name).touch()
