@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import gc
 import importlib
 import inspect
 import io
@@ -29,6 +28,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+from tlora.libraries import end_imports
 
 REPOSITORY, PYTHON = Path(__file__).parents[1], sys.executable  # a test may put another in place of the latter
 SERVERS = {
@@ -176,7 +177,7 @@ def _serve(kind: str, requests: socket.socket) -> dict[str, Any]:
         importlib.import_module(module)
     if kind == "training":
         _warm_up()
-    gc.freeze()
+    end_imports()
     return _serve_requests(kind, requests)
 
 

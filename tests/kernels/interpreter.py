@@ -167,6 +167,20 @@ def _read_one_element_as_index() -> None:
     interpreter._patch_lang_tensor = patch_tensor
 
 
+def _compare_to_bits() -> None:
+    """As Triton's, whose comparison is of its operands' type: a mask of several, of 32 bits then, is refused by loads from Triton 3.9."""
+    from triton.language import int1
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    builder: Any = InterpreterBuilder
+    compute, comparisons = builder.binary_op, {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        return TensorHandle(op(lhs.data, rhs.data), int1) if op in comparisons else compute(self, lhs, rhs, op)
+
+    builder.binary_op = binary_op
+
+
 def _patch_attr(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """As Triton's, without a dictionary of its own at each call."""
     from triton.runtime import interpreter
@@ -333,6 +347,7 @@ if find_spec("triton") is not None:
         function.__call__ = _call_from_kernel
         tritons._patch_attr = _patch_attr
         _read_one_element_as_index()
+        _compare_to_bits()
         _remember_types()
         _convert_what_differs()
         _compute_directly()

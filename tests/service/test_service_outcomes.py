@@ -6,6 +6,7 @@ import sqlite3
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_the_store_has_a_jobs_end_before_the_cluster_is_asked_for_more(tmp_path:
     def look(cluster: FakeCluster) -> list[Event]:
         polled.set()
         if ends:
-            with sqlite3.connect(database) as connection:
+            with closing(sqlite3.connect(database)) as connection:
                 statuses.append(connection.execute("SELECT status FROM jobs WHERE id = ?", (ends.pop(),)).fetchone()[0])
         events = poll(cluster)
         ends.extend(event.job_id for event in events if isinstance(event, JobFailed | JobFinished))
