@@ -360,6 +360,14 @@ def test_a_sweep_and_its_page(trace: str, tmp_path: Path) -> None:
     assert "Gain against load" in (tmp_path / "page.html").read_text()
 
 
+def test_the_factors_of_several_seeds_make_the_gain_that_is_printed(trace: str) -> None:
+    policies = "fifo/peft,fifo,residual_capacity"
+    code, out, _ = call("--trace", trace, "--nodes", "1x8", "--policy", policies, "--seeds", "0-2", "--quiet", "--json", "found.json")
+    found = json.loads(Path("found.json").read_text())
+    product, gain = math.prod(each["factor"] for each in found["decomposition"]), found["rows"][-1]["gain"]
+    assert code == 0 and product == pytest.approx(gain) and f"gain of residual_capacity: {gain:.2f} = " in out
+
+
 @pytest.mark.slow
 def test_settings_at_their_bounds_are_simulated(trace: str) -> None:
     axes = "load=0.001:10,kappa=0.001:1000"

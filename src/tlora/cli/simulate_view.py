@@ -106,7 +106,7 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
     reference = _reference(rows)
     spread = f", mean of the seeds {', '.join(map(str, seeds))} (lowest to highest)" if len(seeds) > 1 else ""
     console.print(f"gain: mean JCT of {reference} over that of the policy{spread}", style="dim", soft_wrap=True)
-    if text := decomposition_text({f"{row['policy']}/{row['kernels']}": _number(row["mean_jct_seconds"]) for row in rows}):
+    if text := decomposition_text({f"{row['policy']}/{row['kernels']}": _number(row["gain"]) for row in rows}):
         console.print(f"gain of residual_capacity: {text}", soft_wrap=True)
     for metric in shown:
         if metric.key in _EXPLAINED:

@@ -156,8 +156,7 @@ def verdict_html(view: SimulationView) -> Markup:
 
 def _decomposition(view: SimulationView) -> Markup:
     """Our policy's gain as a product of factors; empty unless the policies in between were simulated."""
-    means = {policy.name: number(policy.metrics.get("mean_jct_seconds")) for policy in view.policies}
-    text = decomposition_text(means)
+    text = decomposition_text(gains_of(view))
     return Markup("<p>Where the gain of residual_capacity comes from: <b>{}</b>.</p>").format(text) if text else Markup()
 
 

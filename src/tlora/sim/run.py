@@ -94,7 +94,7 @@ def document(outcomes: Sequence[Outcome]) -> JsonObject:
     """What a command found, as one JSON object: what was simulated, the rows of `summary`, and the factors of the gain."""
     first = outcomes[0].result
     rows = summary(outcomes)
-    decomposition = factors({str(row["name"]): float(row["mean_jct_seconds"]) for row in rows})
+    decomposition = factors({str(row["name"]): float(row["gain"]) for row in rows})
     return {
         "trace": first.trace,
         "jobs": len(first.jobs),

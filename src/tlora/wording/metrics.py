@@ -134,29 +134,30 @@ CHAIN = (  # a policy with its kernels, and what it has that the one before it h
 )
 
 
-def factors(mean_jct_seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The factor by which each addition shortens mean JCT. The factor of a missing policy is merged with the next.
+def factors(gains: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The factor by which each addition shortens mean JCT, from `gains` over the first of the chain, so that their product is the gain of
+    the last. The factor of a missing policy is merged with the next.
 
     Empty unless the first and the last of the chain are there, and one between them.
     """
-    gains: list[tuple[str, float]] = []
+    found: list[tuple[str, float]] = []
     added: list[str] = []
-    present = [name for name, _ in CHAIN if math.isfinite(mean_jct_seconds.get(name, math.nan))]
+    present = [name for name, _ in CHAIN if math.isfinite(gains.get(name, math.nan))]
     if len(present) < 3 or (present[0], present[-1]) != (CHAIN[0][0], CHAIN[-1][0]):
         return []
-    before = mean_jct_seconds[present[0]]
+    before = gains[present[0]]
     for name, means in CHAIN[1:]:
         added.append(means)
         if name in present:
-            gains.append((" and ".join(added), before / mean_jct_seconds[name]))
-            before, added = mean_jct_seconds[name], []
-    return gains
+            found.append((" and ".join(added), gains[name] / before))
+            before, added = gains[name], []
+    return found
 
 
-def decomposition_text(mean_jct_seconds: Mapping[str, float]) -> str:
+def decomposition_text(gains: Mapping[str, float]) -> str:
     """The factors as one product; empty without them."""
-    gains = factors(mean_jct_seconds)
-    if not gains:
+    found = factors(gains)
+    if not found:
         return ""
-    total = math.prod(factor for _, factor in gains)
-    return f"{total:.2f} = " + f" {TIMES} ".join(f"{means} {factor:.2f}" for means, factor in gains)
+    total = math.prod(factor for _, factor in found)
+    return f"{total:.2f} = " + f" {TIMES} ".join(f"{means} {factor:.2f}" for means, factor in found)
