@@ -13,10 +13,12 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen3NextConfig
 
 from bench.families import families, tiny
 from tlora.errors import ModelError
+from tlora.planning.memory import measure
 from tlora.supermodel import drawn_weights
 from tlora.supermodel.drawn_weights import draw, why_not_packed_drawn
 from tlora.supermodel.failed_proof import UnpackedError
 from tlora.supermodel.load import layers_of, make_any_base, outline
+from tlora.supermodel.supermodel import SuperModel
 from tlora.supermodel.text_model import auto_class, leave_out_other_modalities
 
 ONE_BY_ONE = ("bart", "roberta", "roformer", "xlm-roberta-xl", "kosmos-2.5", "minimax", "recurrent_gemma", "glm5_next", "doge")
@@ -35,6 +37,9 @@ def test_an_outline_says_what_the_load_finds(family: str, tmp_path: Path) -> Non
     leave_out_other_modalities(model.eval())
     counted, loaded = outline(str(tmp_path), "float32"), make_any_base(model, family)
     assert bool(counted.why_one_by_one) == bool(loaded.why_one_by_one) == (family in ONE_BY_ONE)
+    if counted.why_one_by_one:
+        assert counted.model.config._attn_implementation == loaded.model.config._attn_implementation
+    assert measure(SuperModel(counted), 0, torch.device("cpu")).activation_bytes(64) > 0, "a pass of it runs"
 
 
 def test_packed_linears_do_not_hide_it(tmp_path: Path) -> None:

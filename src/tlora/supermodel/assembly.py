@@ -130,7 +130,8 @@ _GROUPED = getattr(torch, "_grouped_mm", None)
 class OutlinedExperts(TorchFunctionMode):
     """Within it a grouped product of tensors without numbers is an ordinary one with its first expert: it has the same output and keeps
     the same bytes for backward. Transformers' experts run it as `torch.nn.functional.grouped_mm`. Counts of tokens are none (JetMoE's),
-    questions are answered with yes (whether a batch is one sample), and all that is looked for is there (keys that an indexer may choose).
+    questions are answered with yes (whether a batch is one sample), and all that is looked for is there (keys that an indexer may choose,
+    those behind a mask).
     """
 
     def __torch_function__(
@@ -140,8 +141,16 @@ class OutlinedExperts(TorchFunctionMode):
             return args[0] @ args[1][0]
         if func is Tensor.tolist and args[0].is_meta:
             return [0] * args[0].numel()
-        if func is Tensor.__bool__ and args[0].is_meta:
+        if func in (Tensor.__bool__, Tensor.__contains__) and args[0].is_meta:
             return True
         if func in (torch.nonzero, Tensor.nonzero) and args[0].is_meta and not (kwargs or {}).get("as_tuple"):
             return args[0].new_empty(args[0].numel(), args[0].ndim, dtype=torch.long)
+        if func is Tensor.__getitem__ and args[0].is_meta:
+            return func(args[0], tuple(map(_all_of, args[1])) if isinstance(args[1], tuple) else _all_of(args[1]))
         return func(*args, **(kwargs or {}))
+
+
+def _all_of(index: Any) -> Any:
+    """Of one that chooses by a mask without numbers, all."""
+    is_mask = isinstance(index, Tensor) and index.is_meta and index.dtype == torch.bool and index.ndim == 1
+    return slice(None) if is_mask else index

@@ -264,7 +264,7 @@ def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision 
     stand_in(model.requires_grad_(False).eval())
     _fit_to_packed(decoder := decoder_of(model, base_model))
     base = Base(model, decoder, find_head(model, base_model), base_model, recurrent=tuple(cut_at_samples(model)))
-    why = why_not_together(base, _run_two_tokens) or why_not_packed_drawn(base, make_base)
+    why = why_not_together(base, _run_two_tokens, lambda outlined: why_not_packed_drawn(outlined, make_base))
     return _with_outlined_head(replace(base, why_one_by_one=why))
 
 

@@ -93,9 +93,10 @@ def _check_linears(base: Any, ids_T: Tensor) -> None:
         raise ModelError(f"{type(base.model).__name__} lets no gradient through to its linear layers. Use another base")
 
 
-def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
-    """Of a base on the meta device: why `run`, a pass over it, fails where it does not with samples one by one; "": it runs. A pass that
-    never comes to packed attention fails, but for one through recurrent layers alone: nothing would keep its samples apart.
+def why_not_together(base: Any, run: Callable[[Any], object], prove: Callable[[Any], str] = lambda _: "") -> str:
+    """Of a base on the meta device: why `run`, a pass over it, fails where it does not with samples one by one, or `prove` says that what
+    runs is wrong; "": neither. The model then has an attention with which single samples run. A pass that never comes to packed attention
+    fails, but for one through recurrent layers alone: nothing would keep its samples apart.
     """
     before = base.model.config._attn_implementation
     try:
@@ -103,14 +104,15 @@ def why_not_together(base: Any, run: Callable[[Any], object]) -> str:
             run(base)
         if not calls and not base.recurrent:
             raise ModelError("its attention is not called through transformers' AttentionInterface")
+        why = prove(base)
     except OF_FAMILIES as error:
-        why = first_line(error)
-        for name in _IMPLEMENTATIONS:
-            with suppress(*OF_FAMILIES):
-                if takes(base.model, name):
-                    run(replace(base, why_one_by_one=why))
-                    return f"{type(base.model).__name__} cannot run packed samples: {why}"
-        takes(base.model, before)
+        why = f"{type(base.model).__name__} cannot run packed samples: {first_line(error)}"
+    for name in _IMPLEMENTATIONS if why else ():
+        with suppress(*OF_FAMILIES):
+            if takes(base.model, name):
+                run(replace(base, why_one_by_one=why))
+                return why
+    takes(base.model, before)
     return ""
 
 
