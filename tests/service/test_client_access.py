@@ -110,13 +110,18 @@ def test_saving_a_key_keeps_the_others() -> None:
     assert key_file().stat().st_mode & 0o777 == 0o600
 
 
+def put_server(directory: Path, url: str) -> None:
+    """What a server writes into its directory for clients of its user."""
+    directory.mkdir()
+    (directory / "address").write_text(url + "\n")
+    key = directory / "first-key"
+    key.write_text(KEY + "\n")
+    key.chmod(0o600)
+
+
 def test_a_server_with_a_directory_of_its_own_is_found_with_what_the_message_says(home: Path) -> None:
     """`tlora serve --data-dir`: no server is known, no key, or the key of the one in the default directory."""
-    own = home / "own"
-    own.mkdir()
-    (own / "address").write_text("http://127.0.0.1:8401\n")
-    (own / "first-key").write_text(KEY + "\n")
-    (own / "first-key").chmod(0o600)
+    put_server(home / "own", "http://127.0.0.1:8401")
     remedy = r"; a server with a --data-dir of its own is found with TLORA_HOME=DIRECTORY"
     for environment in ({}, {"TLORA_URL": "http://127.0.0.1:8401"}):
         with pytest.raises(ConfigError, match=remedy):
@@ -126,12 +131,8 @@ def test_a_server_with_a_directory_of_its_own_is_found_with_what_the_message_say
     assert "TLORA_HOME" not in str(caught.value)
 
 
-def test_a_directory_of_a_server_is_found_by_what_the_message_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "server").mkdir()
-    (home / "server" / "address").write_text("http://127.0.0.1:8321\n")
-    first = home / "server" / "first-key"
-    first.write_text(KEY + "\n")
-    first.chmod(0o600)
+def test_a_directory_of_a_server_is_found_by_what_the_message_says(home: Path) -> None:
+    put_server(home / "server", "http://127.0.0.1:8321")
     assert find_access({}).of_directory == home / "server"
     save_key("http://127.0.0.1:8321", KEY)
     assert find_access({}).of_directory is None
@@ -139,11 +140,7 @@ def test_a_directory_of_a_server_is_found_by_what_the_message_says(home: Path, m
 
 def test_a_first_key_of_another_user_is_left_where_it_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root, over the directory of a service's user: to remove its file would lose the only copy."""
-    (home / "server").mkdir()
-    (home / "server" / "address").write_text("http://127.0.0.1:8321\n")
-    first = home / "server" / "first-key"
-    first.write_text(KEY + "\n")
-    first.chmod(0o600)
+    put_server(home / "server", "http://127.0.0.1:8321")
     monkeypatch.setattr("os.getuid", lambda: 12345)
     with pytest.raises(ConfigError, match=r"first-key: belongs to another user.*Run this as that user .*or set TLORA_API_KEY") as caught:
         find_access({})
