@@ -93,7 +93,7 @@ _OLD: dict[str, tuple[str, str]] = {
 
 def meant(key: str, known: Iterable[str]) -> tuple[str, str]:
     """Which of `known` was probably meant by a key that is not among them, "" for none, and what to know about it."""
-    names, spelt = list(known), key.lower().replace("-", "_")
+    names, spelt = list(known), _spelt(key)
     right, note = _OLD.get(spelt, ("", ""))
     if right in names:
         return right, note
@@ -104,12 +104,17 @@ def meant(key: str, known: Iterable[str]) -> tuple[str, str]:
     return (by_folded[close[0]] if close else ""), ""
 
 
+def _spelt(key: str) -> str:
+    """As the keys above are."""
+    return key.lower().replace("-", "_")
+
+
 def suggest(key: str, known: Iterable[str]) -> str:
     """A hint for a key that is not among `known`: the one that was probably meant, or why there is none, or else all of them."""
     names = list(known)
     right, note = meant(key, names)
     if right:
         return f"did you mean {right!r}" + (f" ({note})" if note else "") + "?"
-    if why := _ABSENT.get(key.lower().replace("-", "_")):
+    if why := _ABSENT.get(_spelt(key)):
         return f"{why}; leave it out"
     return f"known here: {', '.join(sorted(names))}"

@@ -24,18 +24,16 @@ class Deadlines:
     """Says once of each deadline that it has passed before its job had ended."""
 
     def __init__(self, arrivals: Iterable[Arrival], say: Callable[[str], None]) -> None:
-        self._say = say
-        self._left = {
-            event.job_id: (event.deadline, event.deadline - seconds)
-            for seconds, event in arrivals
-            if isinstance(event, JobSubmitted) and event.deadline is not None
-        }
+        self._say, self._ended = say, set[str]()
+        submitted = ((at, event.deadline, event.job_id) for at, event in arrivals if isinstance(event, JobSubmitted))
+        due = [(deadline, name, at) for at, deadline, name in submitted if deadline is not None]
+        self._due = sorted(due, reverse=True)  # the last is the next
 
     def see(self, seconds: float, item: Event | Action) -> None:
         """What has happened, `seconds` on the back end's clock."""
-        for name, (deadline, after) in list(self._left.items()):
-            if deadline < seconds:
-                del self._left[name]
-                self._say(f"{name}: missed its deadline, {duration_text(after)} after its arrival")
+        while self._due and self._due[-1][0] < seconds:
+            deadline, name, arrived = self._due.pop()
+            if name not in self._ended:
+                self._say(f"{name}: missed its deadline, {duration_text(deadline - arrived)} after its arrival")
         if isinstance(item, JobFinished | JobFailed | RejectJob):
-            self._left.pop(item.job_id, None)
+            self._ended.add(item.job_id)

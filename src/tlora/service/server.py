@@ -95,18 +95,12 @@ def open_server(config: ServerConfig, backend_factory: BackendFactory | None = N
         identity.keep()
         writer = Writer(engine, notifier.ring, failpoint, lease.check)
         first = writer.do(lambda connection: write_first_key(connection, directory / FIRST_KEY))
-        stored = _stored_bases(engine)
-        for name in (name for name, path in config.base_models.items() if stored.get(name, path) != path):
-            logging.getLogger(__name__).warning(
-                "base model %s: %s is used, as `tlora bases add` has stored it, and not %s of the settings. Choose another name for that",
-                *(name, stored[name], config.base_models[name]),
-            )
-        known = config.base_models | stored
+        known = _known_bases(config.base_models, engine)
         controller = Controller(config, engine, writer, live, backend_factory)
         ring = KeyRing(engine)
         browser_sessions = BrowserSessions(secret, ring)
         log = RequestLog(directory / "logs", config.log_file_bytes)
-        rest = (notifier, dict(known), browser_sessions, controller.storage, Connections(config.connections), log)
+        rest = (notifier, known, browser_sessions, controller.storage, Connections(config.connections), log)
         services = Services(config, engine, writer, ring, Cursors(secret), live, controller, *rest)
     except BaseException:
         if engine is not None:
@@ -172,9 +166,17 @@ def missing_bases(base_models: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _stored_bases(engine: Engine) -> dict[str, str]:
+def _known_bases(settings: Mapping[str, str], engine: Engine) -> dict[str, str]:
+    """Paths of those in the settings and of those in the store, which count where a name is in both; other paths are warned of."""
     with engine.connect() as connection:
-        return {row.name: row.path for row in connection.execute(select(bases.c.name, bases.c.path))}
+        stored = {row.name: row.path for row in connection.execute(select(bases.c.name, bases.c.path))}
+    for name, path in settings.items():
+        if stored.get(name, path) != path:
+            logging.getLogger(__name__).warning(
+                "base model %s: %s is used, as `tlora bases add` has stored it, and not %s of the settings. Choose another name for that",
+                *(name, stored[name], path),
+            )
+    return {**settings, **stored}
 
 
 def _hold(directory: Path, standby: bool = False) -> int:
