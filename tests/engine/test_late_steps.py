@@ -177,7 +177,7 @@ def worker_of(base: Path, data: Path, out: Path) -> tuple[Load, dict[str, Join]]
 @pytest.mark.usefixtures("unread")
 def test_a_worker_that_stops_checkpoints_all_though_one_of_them_fails_then(wide_base: Path, data: Path, tmp_path: Path) -> None:
     load, joins = worker_of(wide_base, data, tmp_path / "out")
-    told = work(load, [SetPlan(100), *joins.values()], when(Stepped, "wild", 3, Stop()))
+    told = work(load, [SetPlan(100), *joins.values()], when(Stepped, "wild", 3, Stop()), together=True)
     assert {report.job_id for report in told if isinstance(report, Left)} == {"calm", "last"}
     assert [report.job_id for report in told if isinstance(report, Failed)] == ["wild"]
     for name in ("calm", "last"):

@@ -69,14 +69,26 @@ def report_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_room, "REPORT_SECONDS", 0.0)
 
 
-def work(load: Load, first: list[Command], answer: Answer = lambda _: []) -> list[Report]:
-    """A worker in this process: it gets `first`, and after each report what `answer` says to it; with all jobs gone, Stop."""
+def work(load: Load, first: list[Command], answer: Answer = lambda _: [], *, together: bool = False) -> list[Report]:
+    """A worker in this process: it gets `first`, and after each report what `answer` says to it; with all jobs gone, Stop.
+
+    With `together` none of the first jobs trains before all of them are in, in whatever order their threads have opened them.
+    """
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     told: list[Report] = []
     inside = {command.job.name for command in first if isinstance(command, Join)}
+    expected = set(inside) if together else set[str]()
+
+    class Gathering(Trainer):
+        def turn(self) -> bool:
+            while expected:
+                self.obey(inbox.get())
+            return super().turn()
 
     def send(report: Report) -> None:
         told.append(report)
+        if isinstance(report, Joined | Failed):
+            expected.discard(report.job_id)
         for command in answer(report):
             if isinstance(command, Join):
                 inside.add(command.job.name)
@@ -88,7 +100,7 @@ def work(load: Load, first: list[Command], answer: Answer = lambda _: []) -> lis
 
     for command in first:
         inbox.put(command)
-    Trainer(load, inbox, send).go_on()
+    Gathering(load, inbox, send).go_on()
     return told
 
 
@@ -229,7 +241,7 @@ def test_a_finished_job_hands_over_again(made: Orders, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # a worker that is stopped in a process of its own is in every run
 def test_stop_checkpoints_all(made: Orders, tmp_path: Path) -> None:
-    told = work(made.load(tmp_path), [made.join("mover"), made.join("stays")], when(Stepped, "stays", 5, Stop()))
+    told = work(made.load(tmp_path), [made.join("mover"), made.join("stays")], when(Stepped, "stays", 5, Stop()), together=True)
     for name in ("mover", "stays"):
         (left,) = of(told, Left, name)
         assert left.steps == of(told, Stepped, name)[-1].steps and read_progress(Path(left.checkpoint)).step == left.steps
