@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from test_build import make, report_of, write
 
 from tlora.data.columns import OPTIONAL, format_of, unused_columns
 from tlora.data.formats import COLUMNS, Example, Pair, read_examples, read_pair
-from tlora.data.rows import Row
+from tlora.data.rows import Row, read_rows
 from tlora.errors import DataError
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -161,3 +164,35 @@ def test_a_late_verdict_is_told_with_its_row(suffix: str, tmp_path: Path, tokeni
     with pytest.raises(DataError, match=rf"x.{suffix}, .*20[12]: .*'label'.*'?False'?"):
         make(path, tokenizers(None))
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+TABLES: dict[str, Any] = {
+    "lists": {"prompt": ["a", "b"], "completion": ["c", "d"], "id": [1, 2]},
+    "one_row": {"prompt": ["a"], "completion": ["c"]},
+    "pandas": {"prompt": {"0": "a", "1": "b"}, "completion": {"0": "c", "1": "d"}},
+    "pandas_index": {"0": {"prompt": "a", "completion": "c"}, "1": {"prompt": "b", "completion": "d"}},
+    "pandas_split": {"columns": ["prompt", "completion"], "data": [["a", "c"], ["b", "d"]]},
+    "pandas_split_with_index": {"columns": ["prompt", "completion"], "index": [0, 1], "data": [["a", "c"], ["b", "d"]]},
+    "texts": {"text": ["a", "b"]},
+    "chats": {"messages": [CHAT, CHAT]},
+    "tokens": {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3, 4]]},
+    "pairs": {"prompt": ["p", "q"], "chosen": ["a", "b"], "rejected": ["c", "d"]},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_in_one_object_is_refused_as_that_with_a_command_that_writes_its_rows(name: str, tmp_path: Path) -> None:
+    rows: Any = "pairs" if name == "pairs" else "samples"
+    write(tmp_path / "OLD", [TABLES[name]])
+    with pytest.raises(DataError, match=r"^x.jsonl, line 3: a whole table in one object: .*; convert it: `python -c '(.*)'`$") as caught:
+        format_of(row(TABLES[name]), "auto", rows)
+    subprocess.run(shlex.split(str(caught.value).split("`")[1].replace("python", sys.executable)), cwd=tmp_path, check=True)
+    (found,) = {format_of(each, "auto", rows) for each in read_rows(tmp_path / "NEW.json")}
+    for each in read_rows(tmp_path / "NEW.json"):
+        read(found, each.value)
+
+
+def test_rows_of_lists_alone_are_no_tables() -> None:
+    """Whose other columns may be texts, as many as messages."""
+    for value in (*ROWS.values(), {"messages": CHAT, "tags": ["x", "y"]}, {"input_ids": [1, 2], "tokens": ["a", "b"]}):
+        format_of(row(value), "auto", "pairs" if "chosen" in value else "samples")

@@ -331,7 +331,7 @@ def test_saved_set_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
         ("x.jsonl", b'{"text": "a"}\n42\n', r"x.jsonl, line 2: 42 is no JSON object; expected a row"),
         ("x.jsonl", b"[" * 100_000 + b"\n", r"x.jsonl, row 1: JSON nested too deeply"),
         ("x.jsonl", b'{"a":' * 100_000 + b"\n", "x.jsonl, line 1: JSON nested too deeply"),
-        ("x.json", b'{\n "text": "a"\n}\n', "x.json, line 1: broken JSON .*or one array of objects"),
+        ("x.json", b'{\n "text": "a"\n}\n', "x.json, line 1: an object over several lines; .*or one array of objects"),
         ("x.json", b'[{"text": "a"}, {"text": }]', r"x.json, row 2: broken JSON \(Expecting value"),
         ("x.json", b'[{"text": "a"}, {"text": }' + b' {"text": "b"},' * 10_000 + b"]", "x.json, row 2: broken JSON"),
         ("x.json", b'[{"text": "a"} {"text": "b"}]', r"after row 1: broken JSON, '\{' where ',' or '\]' is expected"),

@@ -14,6 +14,7 @@ from tlora.data.formats import COLUMNS, VERDICT_COLUMNS, Format, detect, verdict
 from tlora.data.messages import SYSTEM_COLUMNS, TOOL_COLUMNS, WEIGHT_KEYS, says_what_is_trained
 from tlora.data.pairs import ANSWERS, PAIR_COLUMNS, answer_columns, columns_read, refuse_empty_answer
 from tlora.data.rows import Row
+from tlora.data.tables import refuse_table
 from tlora.errors import DataError
 from tlora.job import Rows
 
@@ -35,9 +36,10 @@ _OF_A_TREE = ("message_tree_id", "parent_id")  # of Open Assistant's single mess
 
 
 def format_of(row: Row, data_format: Format | Literal["auto"], rows: Rows = "samples") -> Format:
-    """The format to read `row` by. Raises DataError for columns of no format, and for columns that say which answers are wanted if
-    `rows` does not learn from them.
+    """The format to read `row` by. Raises DataError for columns of no format, for a whole table in place of a row, and for columns that
+    say which answers are wanted if `rows` does not learn from them.
     """
+    refuse_table(row, (*COLUMNS.values(), PAIR_COLUMNS))
     row_format = _format_of(row, data_format, rows)
     seen = [column for column in _OTHER_MODALITIES if not is_empty(row.value.get(column))]
     if seen and row_format not in ("text", "segments", "tokenized"):  # of a plain text, an image's address is but one more fact

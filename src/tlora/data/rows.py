@@ -195,7 +195,7 @@ class _Lines:
                 if len(raw) > MAX_ROW_BYTES:
                     raise DataError(
                         f"{self.file}, line {self.number}: longer than {MAX_ROW_BYTES >> 20} MiB; a row is one sample: split it, "
-                        "or check that the lines end in a newline"
+                        "or check that each row is a line of its own"
                     )
                 self.position += len(raw)
                 yield raw
@@ -240,7 +240,8 @@ def _parse(text: str, place: str) -> object:
     except KeyTwiceError as error:
         return error
     except ValueError as error:
-        raise DataError(f"{place}: broken JSON ({error}); expected one JSON object a line, or one array of objects in the file") from error
+        problem = "an object over several lines" if text.strip() == "{" else f"broken JSON ({error})"
+        raise DataError(f"{place}: {problem}; expected one JSON object a line, or one array of objects in the file") from error
     except RecursionError as error:
         raise DataError(f"{place}: JSON nested too deeply; expected one flat object of columns") from error
 
