@@ -405,7 +405,7 @@ def test_worker_events(tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest
     ("error", "pattern"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (MemoryError(), "x.jsonl: preparing takes more than 8 GiB"),
+        (MemoryError(), "x.jsonl: preparing takes more than 8.00 GiB"),
         (type("PanicException", (BaseException,), {})("index out of bounds"), "x.jsonl: PanicException: index out of bounds"),
     ],
 )

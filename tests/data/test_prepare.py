@@ -250,7 +250,7 @@ def test_a_job_behind_one_that_took_all_memory_is_prepared(tmp_path: Path, token
     found = prepare(jobs)
     assert len(good(found["x.jsonl"]).train) == len(ROWS)
     failed = found["bomb.parquet"]
-    assert isinstance(failed, DataError) and "bomb.parquet: preparing takes more than 0.5 GiB of memory" in str(failed), failed
+    assert isinstance(failed, DataError) and "bomb.parquet: preparing takes more than 0.50 GiB of memory" in str(failed), failed
 
 
 def test_tokenizer_that_cannot_be_loaded_is_the_runs_trouble(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ def test_a_group_that_is_as_wanted_gives_no_action() -> None:
         ({"deadline": math.nan}, "deadline is no number"),
         ({"gpus": 13}, "13 GPUs and the cluster has 12"),
         ({"longest": 16385}, "16385 tokens, and a micro-batch on a GPU holds at most 16384"),
-        ({"parameters": 3 * 10**9}, "a micro-batch of 1024 tokens, .* of 512, take 99.7 GiB"),
-        ({"longest": 9000, "parameters": 15 * 10**8}, "a micro-batch of 16384 tokens, .* of 9000, take 88.8 GiB"),
+        ({"parameters": 3 * 10**9}, "a micro-batch of 1024 tokens, .* of 512, take 99.67 GiB"),
+        ({"longest": 9000, "parameters": 15 * 10**8}, "a micro-batch of 16384 tokens, .* of 9000, take 88.83 GiB"),
     ],
 )
 def test_a_job_that_can_never_run_is_refused_with_the_reason(wrong: dict[str, object], reason: str) -> None:

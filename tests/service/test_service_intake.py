@@ -114,7 +114,7 @@ def test_hostile_data_fails_its_job_with_file_and_row_and_no_other(asked: Asked,
         problem = asked.answer(key)["problem"]
         assert f"{key}{suffix}" in problem and said in problem, problem
     problem = asked.answer("parquet")["problem"]
-    assert "bomb.parquet: preparing takes more than 0.5 GiB of memory" in problem, problem
+    assert "bomb.parquet: preparing takes more than 0.50 GiB of memory" in problem, problem
     found = asked.answer("good")
     assert found["samples"] == 20 and found["profile"]["steps"] == 4 and found["profile"]["adapter_parameters"] > 0
     assert Path(found["train_set"]).is_dir() and found["eval_set"] is None

@@ -198,9 +198,9 @@ def test_the_kernels_gain_may_be_assumed_over_stages() -> None:
 def test_a_memory_limit_is_that_of_every_gpu() -> None:
     cost = cost_of(replace(SMALL, layout="auto"), "tlora")
     assert cost.room_bytes("llama-3-8b") == pytest.approx(40 << 30)
-    assert cost.constants["llama-3-8b"].source["gpu_bytes"] == "memory limit of 40 GiB"
+    assert cost.constants["llama-3-8b"].source["gpu_bytes"] == "memory limit of 40.00 GiB"
     assert memory_of("40GiB") == 40 << 30 and memory_of(None) is None and layout_named("stages") == "stages"
-    with pytest.raises(ConfigError, match="memory limit 137,438,953,472: a run may use 127.9 GiB of a GPU. Give less"):
+    with pytest.raises(ConfigError, match="memory limit 128.00 GiB: a run may use 127.88 GiB of a GPU. Give less"):
         cost_of(replace(SMALL, memory_limit=128 << 30), "tlora")
     with pytest.raises(ConfigError, match="memory limit '40 apples': is no number of bytes. Write such as 24GiB"):
         memory_of("40 apples")

@@ -67,7 +67,7 @@ def test_a_full_disk_is_said_once_until_it_is_not_full(tmp_path: Path) -> None:
     kept = DiskReserve(tmp_path, {"a": 3 << 20}, notes.append)
     kept.full(FULL)
     kept.full(FULL)
-    assert len(notes) == 1 and "No space left on device" in notes[0] and "3 MiB are kept back" in notes[0]
+    assert len(notes) == 1 and "No space left on device" in notes[0] and "3.0 MiB are kept back" in notes[0]
     kept.saved()
     kept.full(FULL)
     assert len(notes) == 2

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tlora.wording.numbers import are, count_text, duration_text, field_text, loss_text, quantity, setting_text, shorten, time_unit
+from tlora.wording.numbers import are, count_text, duration_text, field_text, gib, loss_text, quantity, setting_text, shorten, time_unit
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,14 @@ def test_loss_text(loss: float | None, text: str) -> None:
 )
 def test_count_text(count: float, text: str) -> None:
     assert count_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(24, "24 bytes"), (5000, "4.9 KiB"), (12 << 20, "12.0 MiB"), (1 << 29, "0.50 GiB"), (1500 << 30, "1,500.00 GiB")],
+)
+def test_gib_never_calls_a_few_bytes_none(size: int, text: str) -> None:
+    assert gib(size) == text
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from tlora.errors import DataError, ModelError
 from tlora.job import DataSource
 from tlora.link.lines import Line
 from tlora.link.supervisor import line_to_parent
+from tlora.wording.numbers import gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +80,7 @@ class Worker:
             self.send(PrepareFailed(key, _trouble(error, request.cache_dir, limits is not None), durable.is_full(error)))
         except MemoryError:
             most = MEMORY_LIMIT_BYTES if limits is None else limits.memory_bytes
-            reason = f"{data.display_name}: preparing takes more than {most / 2**30:g} GiB of memory; is one row far too long?"
+            reason = f"{data.display_name}: preparing takes more than {gib(most)} of memory; is one row far too long?"
             self.send(PrepareFailed(key, reason))
             return False
         except BaseException as error:  # a panic of the Rust tokenizer is a BaseException

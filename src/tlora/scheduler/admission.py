@@ -10,7 +10,7 @@ from tlora.scheduler.draft import finds_room
 from tlora.scheduler.job import Job, Lack, Lane
 from tlora.scheduler.state import ClusterState
 from tlora.shape.cost import CostModel
-from tlora.wording.numbers import are, quantity
+from tlora.wording.numbers import are, gib, quantity
 
 MOST_COUNTED = 2**53  # above it a float does not distinguish a whole number from the next
 
@@ -140,10 +140,10 @@ def _why_too_small(state: ClusterState, spec: JobSubmitted) -> str | None:
     budget = next((tokens for tokens in cost.budgets if tokens >= longest), cost.budgets[-1])
     if state.hosts_may_come or state.memory.rooms or cost.fits(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus):
         return None
-    needed = cost.memory_bytes(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus) / 2**30
+    needed = cost.memory_bytes(spec.base_model, profile.adapter_parameters, budget, spec.least_gpus)
     return (
         f"its base, adapter and a micro-batch of {budget} tokens, the smallest that holds its longest sample of {longest}, take "
-        f"{needed:.1f} GiB, more than may be used of a GPU. Cut its samples or its rank"
+        f"{gib(needed)}, more than may be used of a GPU. Cut its samples or its rank"
     )
 
 

@@ -17,6 +17,7 @@ from tlora.scheduler.job import Job
 from tlora.scheduler.plans import is_over_hosts
 from tlora.shape.cost import CostModel
 from tlora.shape.memory import least_gpus, must_share
+from tlora.wording.numbers import gib
 
 _ALIKE = 0.01  # of the least, which is what a GPU leaves unused at most
 
@@ -213,12 +214,12 @@ class GpuMemory:
         needed = least_bytes(cost, spec, smallest or most)
         takes = (
             f"its base, adapter and a micro-batch of its longest sample of {spec.profile.longest_sample_tokens} tokens take "
-            f"{needed / 2**30:.2f} GiB{_of_stages(cost, spec)}"
+            f"{gib(needed)}{_of_stages(cost, spec)}"
         )
         if smallest is None:
             is_base = cost.least_bytes(spec.base_model, 0, 0, spec.least_gpus, most, is_over_hosts(spec)) > most
             remedy = "Train it over a smaller base, or add larger GPUs" if is_base else "Cut its samples or its rank"
-            return f"{takes}, and at most {most / 2**30:.2f} GiB may be used of a GPU here. {remedy}"
+            return f"{takes}, and at most {gib(most)} may be used of a GPU here. {remedy}"
         roomy = self.num_roomy(smallest)
         remedy = f"Ask for {roomy}" if roomy >= spec.least_gpus else "Train it over a smaller base, or add GPUs"
         return f"{takes} on each of {spec.gpus} GPUs, and {roomy} of those here {'has' if roomy == 1 else 'have'} so much. {remedy}"

@@ -15,6 +15,7 @@ from tlora.shape.base_parts import BaseParts, with_stages
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES, BaseMemory, least_gpus
 from tlora.shape.stages import LEAST_STAGES
+from tlora.wording.numbers import gib
 
 _MOST_REMEMBERED = 1_000
 _SHAPE = {
@@ -93,13 +94,13 @@ class Capacity:
             return None
         if beside >= self._most:
             how = "streamed from the host's memory" if beside == outline.memory.streamed_bytes else f"on each of {self._gpus} GPUs"
-            parts = f", or {_gib(beside)} {how}" if beside < outline.bytes else ""
-            takes = f"base_model {base!r} alone takes {_gib(outline.bytes)}{parts}"
-            return f"{takes}, and {self._place} has {_gib(self._most)}. Order a smaller base"
-        state = _gib(ADAPTER_BYTES * parameters)
+            parts = f", or {gib(beside)} {how}" if beside < outline.bytes else ""
+            takes = f"base_model {base!r} alone takes {gib(outline.bytes)}{parts}"
+            return f"{takes}, and {self._place} has {gib(self._most)}. Order a smaller base"
+        state = gib(ADAPTER_BYTES * parameters)
         return (
-            f"an adapter of {parameters:,} parameters takes {state} with its gradient and Adam's moments, beside {_gib(beside)} "
-            f"of the base, and {self._place} has {_gib(self._most)}. Order a smaller r, or fewer target_modules"
+            f"an adapter of {parameters:,} parameters takes {state} with its gradient and Adam's moments, beside {gib(beside)} "
+            f"of the base, and {self._place} has {gib(self._most)}. Order a smaller r, or fewer target_modules"
         )
 
     def why_uncut(self, base: str) -> str | None:
@@ -133,7 +134,3 @@ class Capacity:
                 self._parameters.clear()
             self._parameters[shape] = found
         return found
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:,.2f} GiB"

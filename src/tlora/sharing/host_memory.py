@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tlora.errors import CapacityError, ConfigError
 from tlora.processes import control_groups
+from tlora.wording.numbers import gib
 
 _MOST_OF_FREE = 0.9  # of the host's free memory; the rest is for blocks that are read, data and checkpoints
 _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}  # by the groups' version
@@ -90,8 +91,8 @@ def host_problem(num_bytes: int) -> str | None:
     if num_bytes <= _MOST_OF_FREE * free:
         return None
     return (
-        f"the base's decoder layers have {_gib(num_bytes)} to be streamed from the host's memory, and must take at most "
-        f"{_MOST_OF_FREE:.0%} of the {_gib(free)} that are free there. Free host memory, give the container more, or take a smaller base "
+        f"the base's decoder layers have {gib(num_bytes)} to be streamed from the host's memory, and must take at most "
+        f"{_MOST_OF_FREE:.0%} of the {gib(free)} that are free there. Free host memory, give the container more, or take a smaller base "
         "or base_precision"
     )
 
@@ -134,7 +135,7 @@ def _pin(memory: Tensor, device: torch.device, owner: object, use: str, otherwis
     if int(status) != 0:
         why = runtime.cudaGetErrorString(status)
         raise CapacityError(
-            f"{_gib(memory.numel())} of the host's memory cannot be pinned (cudaHostRegister: {why}), and {use} from pinned memory. "
+            f"{gib(memory.numel())} of the host's memory cannot be pinned (cudaHostRegister: {why}), and {use} from pinned memory. "
             f"Free host memory, raise the container's limits, or {otherwise}"
         )
     weakref.finalize(owner, _unpin, memory).atexit = False  # the driver unpins what a process leaves
@@ -143,7 +144,3 @@ def _pin(memory: Tensor, device: torch.device, owner: object, use: str, otherwis
 def _unpin(memory: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
     runtime.cudaHostUnregister(memory.data_ptr())
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"

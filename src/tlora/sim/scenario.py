@@ -34,7 +34,7 @@ from tlora.sim.mapping import BASES, RULES, SHAPES, DrawRules, MappedJob, logged
 from tlora.sim.stages import asking_for_stages, memory_found, staged_memory
 from tlora.sim.trace import SHIPPED, end_of, find_trace, is_directory, is_event_log, read_event_log, read_trace
 from tlora.version import __version__
-from tlora.wording.numbers import are, quantity
+from tlora.wording.numbers import are, gib, quantity
 
 SimulatedLayout = Literal["auto", "stages"]
 LAYOUTS: tuple[SimulatedLayout, ...] = get_args(SimulatedLayout)
@@ -188,10 +188,10 @@ def _with_layout(scenario: Scenario, cost: CostModel, like: Mapping[str, str]) -
     """
     constants, limit = cost.constants, scenario.memory_limit
     if limit is not None:
-        told = f"memory limit of {limit / 2**30:.4g} GiB"
+        told = f"memory limit of {gib(limit)}"
         for name, own in constants.items():
             if limit > own.gpu_bytes * GPU_SHARE:
-                raise ConfigError(f"memory limit {limit:,}: a run may use {own.gpu_bytes * GPU_SHARE / 2**30:.1f} GiB of a GPU. Give less")
+                raise ConfigError(f"memory limit {gib(limit)}: a run may use {gib(own.gpu_bytes * GPU_SHARE)} of a GPU. Give less")
             constants[name] = replace(own, gpu_bytes=limit / GPU_SHARE, source={**own.source, "gpu_bytes": told})
     if scenario.layout != "stages":
         return CostModel(constants) if limit is not None else cost

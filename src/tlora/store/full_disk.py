@@ -25,6 +25,7 @@ from typing import TypeVar
 from tlora import durable
 from tlora.errors import CheckpointError
 from tlora.group.isolation import Failure, try_call
+from tlora.wording.numbers import gib
 
 _Result = TypeVar("_Result")
 
@@ -169,7 +170,7 @@ class DiskReserve:
     def full(self, error: OSError) -> None:
         """A save that a later one can replace found no space: noted once, until a save succeeds again."""
         if not self._told:
-            kept = f"{self._bytes / 2**20:,.0f} MiB are kept back for the jobs' last ones. " if self._bytes else ""
+            kept = f"{gib(self._bytes)} are kept back for the jobs' last ones. " if self._bytes else ""
             self._note(f"{error}. The jobs go on without checkpoints; each is tried again when the next is due. {kept}")
         self._told = True
 

@@ -44,8 +44,12 @@ def are(count: int) -> str:
 
 
 def gib(count: float) -> str:
-    """Bytes, with as many digits as plans are compared by."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+    """Bytes, with as many digits as plans are compared by: 5.50 GiB, 12.0 MiB, 3.1 KiB, 24 bytes."""
+    if count < 2**10:
+        return f"{count:.0f} bytes"
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < 2**28 else f"{count / 2**30:,.2f} GiB"
 
 
 def place_names(device: str) -> tuple[str, str]:
