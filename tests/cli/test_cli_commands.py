@@ -77,8 +77,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-def call(*arguments: object) -> tuple[int, str, str]:
-    environment = {"COLUMNS": None}  # pytest-xdist sets it in its workers
+def call(*arguments: object, columns: str | None = None) -> tuple[int, str, str]:
+    environment = {"COLUMNS": columns}  # pytest-xdist sets it in its workers
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -359,6 +359,14 @@ def test_check_prints_what_it_found_and_ends_with_0(jobs_file: Path, use: Callab
         and "1 of 2 jobs at a time, 2,048 tokens per micro-batch" in out
     )
     assert [line for line in out.splitlines() if line.startswith("warning: ")] == ["warning: tight", "warning: sql: rank is large"]
+
+
+def test_check_in_a_narrow_terminal_has_every_name_and_every_number(jobs_file: Path, use: Callable[..., None]):
+    use("tlora.engine.check", check=lambda run, watcher, device, gpus, gpu: run_check(job_check("polite"), job_check("sql")))
+    _, out, _ = call("check", jobs_file, columns="50")
+    rows = [" ".join(line.split()[1:]) for line in out.splitlines() if line.startswith("polite ") and len(line) <= 50]
+    assert " ".join(rows) == "chat 1,234 1,230 56.8 k 23.5 k 777 7 4 42 16 65.5 k 3 MiB"
+    assert sum(line.startswith("sql ") for line in out.splitlines()) == len(rows) == 3
 
 
 def test_check_says_nothing_of_an_adapter_that_cannot_be_placed(jobs_file: Path, use: Callable[..., None]):

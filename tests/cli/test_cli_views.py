@@ -16,7 +16,7 @@ from tlora.api import JobView, OrderedData, OrderSpec
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, plain_line, progress_view
 from tlora.cli.result_view import exit_code, print_results, resume_line
 from tlora.cli.service_view import follow_table, print_job, print_jobs
-from tlora.cli.terminal import open_console, path_text, printable, shows_live
+from tlora.cli.terminal import open_console, open_table, path_text, print_table, printable, shows_live
 from tlora.client.jobs import Sight
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
 from tlora.store.job_result import JobResult
@@ -67,6 +67,35 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int):
     lines = drawn(RunProgress(1.0, jobs, 1e6), width)
     assert max(map(len, lines)) <= width
     assert all(all(text in line for text in ("1234/2000", "7.3519", "45 k", "100%", "1:01:40", "evaluating")) for line in lines[1:4])
+
+
+@pytest.mark.parametrize("width", [30, 50])
+def test_a_narrow_terminal_has_whole_names_and_the_first_columns(width: int):
+    lines = drawn(RunProgress(1.0, (job("polite", eval_loss=0.5, tokens_per_second=45e3, eta_seconds=139.0), job("sql"))), width)
+    assert max(map(len, lines)) <= width
+    assert lines[1].split()[:3] == ["polite", "training", "5/20"] and lines[2].split()[:3] == ["sql", "training", "5/20"]
+    assert not any("…" in line for line in lines[:3])
+
+
+@pytest.mark.parametrize("width", [24, 30, 50, 80, 120])
+def test_a_table_that_is_wider_than_the_terminal_is_cut_between_columns_and_each_part_has_the_names(width: int):
+    table, name = open_table(title="all"), "a-sweep-r64-learning_rate1e-4-bs8"
+    table.add_column("job", overflow="fold")
+    for heading in ("rows", "samples", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    table.add_row(name, "1,234,567", "1,234,567", "30.8 k", "a reason " * 3)
+    table.add_row("sql", "1", "2", "3", "")
+    console = Console(file=io.StringIO(), width=width, markup=False)
+    print_table(console, table)
+    title, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert title.strip() == "all" and max(map(len, lines)) <= width
+    parts = "\n".join(lines).split("job ")[1:]
+    assert (len(parts) == 1) == (width >= 80)
+    assert [word for part in parts for word in part.splitlines()[0].split()] == ["rows", "samples", "tokens", "why"]
+    assert "\n".join(lines).count("1,234,567") == 2
+    for part in parts:
+        assert name in "".join(row.split("  ")[0].strip() for row in part.splitlines()[1:]) and "\nsql" in part
 
 
 def test_a_hundred_jobs_fit_and_those_under_way_come_first():
@@ -130,7 +159,7 @@ def test_a_servers_jobs_have_their_names_and_whole_ids_on_a_narrow_terminal(widt
     assert "".join(line[start:stop].strip() for line in rows) == identity
 
 
-@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("width", [50, 80, 140])
 def test_a_long_reason_leaves_the_other_columns_of_watched_jobs_whole(width: int):
     """It gives way to them: names, steps and losses were squeezed out of sight."""
     order = OrderSpec(base_model="base", name="sql", data=OrderedData(file="file-1"))
@@ -140,8 +169,9 @@ def test_a_long_reason_leaves_the_other_columns_of_watched_jobs_whole(width: int
     console = Console(file=io.StringIO(), width=width, markup=False)
     console.print(follow_table(Sight((running, queued)), width, 40))
     head, first, second, *_ = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert head.split() == ["job", "status", "step", "train", "loss", "why"]
-    assert first.split() == ["sql", "running", "23/60", "2.5000"]
+    losses = width > 50
+    assert head.split() == ["job", "status", "step", *(["train", "loss"] if losses else []), "why"]
+    assert first.split() == ["sql", "running", "23/60", *(["2.5000"] if losses else [])]
     assert second.startswith("fields  queued") and "0/60" in second and second.endswith("…") and len(second) <= width
 
 

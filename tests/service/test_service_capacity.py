@@ -18,6 +18,7 @@ from tlora.service.machine import Devices
 from tlora.service.problems import RefusedError
 from tlora.shape.base_shape import BaseShape
 from tlora.shape.memory import ADAPTER_BYTES
+from tlora.wording.numbers import gib
 
 BASE = str(Path(__file__).parents[2] / "demo" / "base")
 
@@ -57,7 +58,7 @@ def test_a_rank_beyond_memory_is_refused_at_submission_and_nothing_is_kept(tight
     assert served.ask("alice", "POST", "/v1/jobs", 201, json=served.order("alice", file, r=128))["order"]["r"] == 128
     refused = served.ask("alice", "POST", "/v1/jobs", 400, json=served.order("alice", file, r=129))["error"]
     assert (refused["code"], refused["param"]) == ("rank_too_large", "r")
-    for part in ("r: 129", "with its gradient and Adam's moments", f"(memory_limit) has {limit / 2**30:,.2f} GiB", "Order a smaller r"):
+    for part in ("r: 129", "with its gradient and Adam's moments", f"(memory_limit) has {gib(limit)}", "Order a smaller r"):
         assert part in refused["message"], refused["message"]
     pattern = served.order("alice", file, r=8, rank_pattern={"q_proj": 256, "k_proj": 256, "v_proj": 256, "o_proj": 256})
     answer = served.ask("alice", "POST", "/v1/jobs", json=pattern | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tlora.batching.replicas import part_text
-from tlora.cli.terminal import bytes_text, open_table, printable
+from tlora.cli.terminal import bytes_text, open_table, print_table, printable
 from tlora.wording.numbers import MANY_JOBS, by_jobs, count_text, duration_text, names_text, quantity, shortened
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _print_gpus(console: Console, check: RunCheck) -> None:
         if unlike:
             peak, own = f"{peak} of {bytes_text(gpu.limit_bytes)}", [f"{gpu.token_budget:,}"]
         table.add_row(f"{number} {gpu.name}".strip(), names, *own, peak, duration_text(gpu.seconds), rate)
-    console.print(table)
+    print_table(console, table)
     rough = "roughly" if check.device == "cpu" else check.rated_as
     console.print(
         Text(f"Time and tokens/s follow from the base's size, {rough}; the placement needs only the jobs' ratios."), soft_wrap=True
@@ -107,7 +107,7 @@ def _print_recompute_choices(console: Console, check: RunCheck) -> None:
         varies = choice.layers_of_budget != choice.recomputed_layers
         layers = f"{choice.layers_of_budget} to {choice.recomputed_layers}" if varies else str(choice.recomputed_layers)
         table.add_row(str(choice.recompute), layers, f"{choice.token_budget:,}", needed, speed)
-    console.print(table)
+    print_table(console, table)
 
 
 def _print_tables(console: Console, check: RunCheck) -> None:
@@ -138,7 +138,7 @@ def _print_tables(console: Console, check: RunCheck) -> None:
             if job.eval_data and columns is not sizes:
                 shown = [_field(job.eval_data, field) for field in _DATA_COLUMNS.values()]
                 table.add_row("  its evaluation", *shown, *[""] * (len(columns) - len(shown)), style="dim")
-        console.print(table)
+        print_table(console, table)
 
 
 def _about_adapter(text: Callable[[JobCheck], str]) -> Callable[[JobCheck], str]:

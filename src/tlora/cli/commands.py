@@ -37,6 +37,7 @@ from tlora.cli.terminal import (
     open_console,
     open_table,
     path_text,
+    print_table,
     printable,
     say,
     say_error,
@@ -364,7 +365,7 @@ def _print_tuned(console: Console, tuned: Tuned) -> None:
             f"{1e6 * choice.seconds:.1f}",
             "" if by_rule else f"{choice.gain:.1%}",
         )
-    console.print(table)
+    print_table(console, table)
     for choice in tuned.choices:
         for fault in choice.faults:
             console.print(f"rejected for {key_text(choice.key)}: {fault}", style="dim", soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tlora.cli.terminal import bytes_text, open_table, printable
+from tlora.cli.terminal import bytes_text, open_table, print_table, printable
 from tlora.job import RunSpec
 from tlora.planning.layout_choice import LayoutChoice, choose_form
 from tlora.planning.layout_units import Device
@@ -44,7 +44,7 @@ def print_plan(
             count_text(each.tokens_per_second),
         )
     if found.feasible:
-        console.print(table)
+        print_table(console, table)
         exposed = "Exposed: seconds of a full micro-batch in which a GPU waits for a link or for work."
         console.print(Text(f"{exposed} {_rated(devices)}"), soft_wrap=True)
     if (taken := choose_form(found.feasible, len(devices))) is not None:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from tlora.cli.terminal import open_table, printable, shows_live
+from tlora.cli.terminal import open_table, printable, shows_live, tables_within
 from tlora.engine.watcher import Watcher
 from tlora.errors import ConfigError
 from tlora.progress.view import ENDED, JobProgress, RunProgress
@@ -201,7 +201,7 @@ def progress_view(state: RunProgress, width: int, height: int) -> Group:
     rest = ", ".join(f"{count} {status}" for status, count in hidden.items())
     lines = [Text(f"… and {rest}", style="dim", no_wrap=True, overflow="ellipsis")] if hidden else []
     line = f"{stage}{duration_text(state.seconds)}  padding {state.padding:.1%}"
-    return Group(table, *lines, Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
+    return Group(tables_within(table, width)[0], *lines, Text(line, style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 def clock_text(seconds: float) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.cli.progress import STYLES
-from tlora.cli.terminal import open_console, open_table, path_text, printable
+from tlora.cli.terminal import open_console, open_table, path_text, print_table, printable
 from tlora.errors import ConfigError
 from tlora.json_file import read_object
 from tlora.wording.losses import RECENT_STEPS, incomparable
@@ -35,7 +35,7 @@ def exit_code(results: Iterable[JobResult], signal_number: int | None) -> int:
 def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
     """The jobs in the order of the file, then what went wrong, then the sweeps."""
     wide = console.width >= 110
-    console.print(_table(list(results.values()), wide))
+    print_table(console, _table(list(results.values()), wide))
     if any(result.train_loss is not None for result in results.values()):
         shown = "first step → mean of the last" if wide else "mean of the last"
         console.print(Text(f"train loss: {shown} {RECENT_STEPS} steps", style="dim"))
@@ -46,7 +46,7 @@ def print_results(console: Console, results: Mapping[str, JobResult]) -> None:
     for sweep in dict.fromkeys(result.sweep_of for result in results.values() if result.sweep_of):
         console.print()
         members = [result for result in results.values() if result.sweep_of == sweep]
-        console.print(_sweep_table(sweep, members))
+        print_table(console, _sweep_table(sweep, members))
         if why := incomparable(_orders(members), _by_eval(members)):
             console.print(Text(printable(why), style="yellow"), soft_wrap=True)
 

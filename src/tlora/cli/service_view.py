@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.api import MISSED, BaseView, EventView, FileView, JobView, KeyView, StorageView
-from tlora.cli.terminal import bytes_text, open_table, printable, shows_live
+from tlora.cli.terminal import bytes_text, open_table, print_table, printable, shows_live
 from tlora.client.jobs import Sight
 from tlora.cluster_api import ClusterView, HostView
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
@@ -68,7 +68,10 @@ def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs"
             *((_loss(job.train_loss), _loss(job.eval_loss), age) if wide else ()),
             Text(printable(why(job)), style="dim"),
         )
-    console.print(table if table.row_count else Text(empty, style="dim"))
+    if table.row_count:
+        print_table(console, table)
+    else:
+        console.print(Text(empty, style="dim"))
 
 
 def print_job(console: Console, job: JobView, events: Sequence[EventView]) -> None:
@@ -103,7 +106,7 @@ def print_job(console: Console, job: JobView, events: Sequence[EventView]) -> No
             table.add_row(name, Text(printable(value)))
     for warning in job.warnings:
         table.add_row("warning", Text(printable(warning), style="yellow"))
-    console.print(table)
+    print_table(console, table)
     if events:
         console.print()
         more = len(events) - _SHOWN_EVENTS
@@ -154,14 +157,14 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         if gpu not in used:
             kind = [Text(printable(unlike.get(gpu, "")))] if unlike else []
             table.add_row(str(gpu), *kind, Text("left" if gpu in leaving else "free", style="dim"), "")
-    console.print(table)
+    print_table(console, table)
     for group in cluster.groups:
         if group.placement:
             named = f"{place if len(group.gpus) == 1 else places} {', '.join(map(str, group.gpus))}"
             console.print(Text(printable(f"{named}: {group.placement}"), style="dim"), soft_wrap=True)
     if len(cluster.hosts) > 1 or leaving:
         console.print()
-        console.print(_hosts_table(cluster.hosts, places))
+        print_table(console, _hosts_table(cluster.hosts, places))
     console.print()
     if cluster.waiting:
         queue = open_table()
@@ -169,7 +172,7 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         queue.add_column("for", overflow="fold")
         for one in cluster.waiting:
             queue.add_row(Text(printable(one.name)), Text(printable(_with_deadline(one.reason, one.deadline_missed))))
-        console.print(queue)
+        print_table(console, queue)
     else:
         console.print(Text("no job of yours waits", style="dim"))
     if cluster.others_waiting:
@@ -203,7 +206,7 @@ def print_keys(console: Console, keys: Iterable[KeyView]) -> None:
         table.add_row(
             key.id, Text(printable(key.tenant)), Text(printable(key.name)), ", ".join(key.scopes), time_text(key.created_at), revoked
         )
-    console.print(table)
+    print_table(console, table)
 
 
 def print_files(console: Console, files: Iterable[FileView], storage: StorageView) -> None:
@@ -212,7 +215,10 @@ def print_files(console: Console, files: Iterable[FileView], storage: StorageVie
         table.add_column(name, overflow="fold", justify="right" if name == "size" else "left")
     for file in files:
         table.add_row(Text(printable(file.filename)), file.id, bytes_text(file.bytes), file.purpose, time_text(file.created_at))
-    console.print(table if table.row_count else Text("no files; `tlora submit` uploads those of its jobs", style="dim"))
+    if table.row_count:
+        print_table(console, table)
+    else:
+        console.print(Text("no files; `tlora submit` uploads those of its jobs", style="dim"))
     kept, tokens, most = (bytes_text(count) for count in (storage.files_bytes, storage.tokenized_bytes, storage.limit_bytes))
     console.print(Text(f"storage: files {kept}, tokenized data {tokens}, of {most}", style="dim"), soft_wrap=True)
 
@@ -224,11 +230,12 @@ def print_bases(console: Console, bases: Iterable[BaseView]) -> None:
     for base in bases:
         size = bytes_text(base.bytes) if base.bytes is not None else ""
         table.add_row(Text(printable(base.name)), base.status, size, Text(printable(base.problem or ""), style="red"))
-    console.print(table)
+    print_table(console, table)
 
 
 LINE_SECONDS = 10.0  # between two plain lines about the steps of one job
 _AROUND_ROWS = 4
+_WITH_LOSSES = 64  # columns: else nothing would be left for reasons
 _URGENCY = {"running": 0, "failed": 1, "preparing": 2, "queued": 3, "paused": 4, "cancelled": 5, "succeeded": 6}
 
 
@@ -288,13 +295,14 @@ class PlainFollower:
 
 
 def follow_table(sight: Sight, width: int, height: int) -> Group:
-    """The table, limited to the terminal's height: running jobs and failures first."""
+    """The table, limited to the terminal's height: running jobs and failures first. A narrow one has no losses."""
     shown = _with_room(sight.jobs, height - _AROUND_ROWS)
     table = open_table(expand=True)
     table.add_column("job", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("train loss", justify="right", no_wrap=True)
+    if wide := width >= _WITH_LOSSES:
+        table.add_column("train loss", justify="right", no_wrap=True)
     table.add_column("why", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave free
     name_width = max(12, min(40, width - 64))
     for job in shown:
@@ -302,7 +310,7 @@ def follow_table(sight: Sight, width: int, height: int) -> Group:
             Text(printable(shorten(job.name, name_width))),
             Text(job.status, style=STYLES.get(job.status, "dim")),
             steps_text(job),
-            _loss(job.train_loss),
+            *([_loss(job.train_loss)] if wide else []),
             Text(printable(why(job)), style="dim"),
         )
     ended = sum(job.has_ended for job in sight.jobs)

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from tlora.cli.terminal import open_table, printable, shows_live
+from tlora.cli.terminal import open_table, print_table, printable, shows_live
 from tlora.shape.hardware import extrapolated_fields
 from tlora.sim.run import reference_of
 from tlora.sim.sweep import setting_cells
@@ -102,7 +102,7 @@ def print_policies(console: Console, rows: Sequence[MetricRow], seeds: Sequence[
     for row in rows:
         first, *others = (metric_text(metric.kind, _number(row[metric.key])) for metric in shown)
         table.add_row(_name(row), first, _gain_text(row), *others)
-    console.print(table)
+    print_table(console, table)
     reference = _reference(rows)
     spread = f", mean of the seeds {', '.join(map(str, seeds))} (lowest to highest)" if len(seeds) > 1 else ""
     console.print(f"gain: mean JCT of {reference} over that of the policy{spread}", style="dim", soft_wrap=True)
@@ -143,7 +143,7 @@ def print_sweep(console: Console, rows: Sequence[SweepRow], axes: Sequence[str])
         before = [by_run[reference, seed] for seed in seeds]
         gains = ([first / by_run[name, seed] for first, seed in zip(before, seeds, strict=True)] for name in others)
         table.add_row(*point, duration_text(_mean(before)), *(_times(_mean(gain)) for gain in gains))
-    console.print(table)
+    print_table(console, table)
     if any(row.get("closed") for row in rows):
         _print_throughput(console, rows, axes)
     if len(seconds) > SWEEP_LINES:
@@ -168,7 +168,7 @@ def _print_throughput(console: Console, rows: Sequence[SweepRow], axes: Sequence
     table = _table([*axes, *(f"{name}: tokens/s" for name in names), "upper bound"])
     for point, rates in list(rates_at.items())[:SWEEP_LINES]:
         table.add_row(*point, *(metric_text("rate", _mean(rates[name])) for name in names), metric_text("rate", most[point]))
-    console.print(table)
+    print_table(console, table)
     caption = "tokens/s from 5 to 60 % of the total work, all jobs submitted at once; upper bound: of all the work within the jobs' bounds"
     console.print(caption, style="dim", soft_wrap=True)
 

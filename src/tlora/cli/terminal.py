@@ -13,6 +13,8 @@ import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from errno import ENAMETOOLONG, EPIPE
 from functools import wraps
 from io import TextIOWrapper
@@ -20,8 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 from typer.core import TyperCommand, TyperOption
 
 from tlora.errors import ConfigError, TloraError
@@ -80,6 +84,52 @@ def open_console(stderr: bool = False) -> Console:
 def open_table(**options: Any) -> Table:
     """An empty table without lines, as all commands print them; `options` are rich's."""
     return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", **options)
+
+
+_LEAST_NAME, _LEAST_FOLDED = 12, 8  # characters of a line to which what can be folded may shrink
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print the table; where it is wider than the console as several, each with its first column."""
+    for part in tables_within(table, console.width):
+        console.print(part)
+
+
+def tables_within(table: Table, width: int) -> list[Table]:
+    """The table, cut between columns into as few as have room in `width`. All begin with its first column, which names the rows; columns
+    that do not wrap are whole.
+    """
+    first, *others = table.columns
+    name = min(_width(first), max(_LEAST_NAME, width // 4))
+    parts, taken = list[list[Column]](), width
+    for column in others:
+        needed = _width(column) if column.no_wrap else _least_width(column)
+        if taken + needed > width:
+            parts.append([])
+            taken = name + 2
+        parts[-1].append(column)
+        taken += needed + 2
+    tables: list[Table] = []
+    for columns in parts or [[]]:
+        part = copy(table)
+        part.columns = [replace(column, _index=index) for index, column in enumerate([replace(first, min_width=name), *columns])]
+        part.title = None if tables else table.title
+        tables.append(part)
+    return tables
+
+
+def _width(column: Column) -> int:
+    return column.width or max((cell_len(line) for text in _texts(column) for line in text.split("\n")), default=0)
+
+
+def _least_width(column: Column) -> int:
+    if column.overflow == "fold":
+        return min(_width(column), _LEAST_FOLDED)
+    return column.width or max((cell_len(word) for text in _texts(column) for word in text.split()), default=0)
+
+
+def _texts(column: Column) -> list[str]:
+    return [str(cell) for cell in (column.header, column.footer, *column.cells) if isinstance(cell, str | Text)]
 
 
 def shows_live(console: Console) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora.cli.terminal import exit_on_error, note, open_console, open_table, say
+from tlora.cli.terminal import exit_on_error, note, open_console, open_table, print_table, say
 
 if TYPE_CHECKING:
     from tlora.cluster.credentials import WorkerToken
@@ -167,4 +167,4 @@ def _print_tokens(tokens: list[WorkerToken], as_json: bool) -> None:
         table.add_column(name, overflow="fold")
     for token in tokens:
         table.add_row(token.id, time_text(token.created), time_text(token.expires), time_text(token.revoked) if token.revoked else "")
-    open_console().print(table)
+    print_table(open_console(), table)
