@@ -223,10 +223,10 @@ class OddError(Exception):
 @pytest.mark.parametrize(
     ("error", "match"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device. Remedy: free some space"),
-        (OddError("I/O error: No space left on device (os error 28)"), "No space left on device. Remedy: free some space"),
-        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system. Remedy: make the directory writable"),
-        (OSError(errno.EIO, "Input/output error"), "Input/output error. Remedy: check the path"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device. Remedy: free some space there$"),
+        (OddError("I/O error: No space left on device (os error 28)"), "No space left on device. Remedy: free some space there$"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system. Remedy: make the directory writable for this user$"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error. Remedy: check the path and its file system$"),
         (OSError("no number"), "no number. Remedy: check the path"),
     ],
 )

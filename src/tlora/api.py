@@ -240,7 +240,7 @@ class JobView(Answer):
     total_steps: int | None = None  # known once its data has been read
     train_loss: float | None = None  # the mean over its last 10 logged steps; of jobs that are asked for, not of orders
     eval_loss: float | None = None  # of its last evaluation
-    waiting_for: str | None = None  # why it is not running, in words
+    waiting_for: str | None = None  # why it does not train just now, in words; of one that is running, too
     queue_place: int | None = None  # in the order in which the policy will start jobs, 1 being the next; of one that is queued
     estimated_start: float | None = None  # if no other job comes; None where it is too far away to be foreseen
     reason: str | None = None  # why it failed

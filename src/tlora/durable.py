@@ -311,11 +311,11 @@ def _row(line: bytes) -> dict[str, object] | None:
 def _failure(path: Path, error: OSError) -> CheckpointError:
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE:
-        remedy = "free some space there or choose another output_dir"
+        remedy = "free some space there"
     elif error.errno in _NO_PERMISSION:
-        remedy = "make the directory writable for this user or choose another output_dir"
+        remedy = "make the directory writable for this user"
     else:
-        remedy = "check the path and its file system, or choose another output_dir"
+        remedy = "check the path and its file system"
     failure = CheckpointError(f"cannot write {path}: {reason}. Remedy: {remedy}")
     failure.errno = error.errno
     return failure

@@ -269,6 +269,14 @@ class GpusUnheard:
 
 
 @dataclass(frozen=True, slots=True)
+class JobDelayed:
+    """A job of a group does not go on until its next steps are done; `why`: what it waits for, in words for its owner."""
+
+    job_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: decisions that depend on it may change."""
 
@@ -292,6 +300,7 @@ Event = (
     | MemoryFound
     | KindsFound
     | GpusUnheard
+    | JobDelayed
     | Tick
 )
 

@@ -1,4 +1,4 @@
-"""Messages between a worker and its controller, protocol 5: one JSON object a line over a socket that the worker opens.
+"""Messages between a worker and its controller, protocol 6: one JSON object a line over a socket that the worker opens.
 
 A worker sends `Hello`: its identity and its state. The controller answers with `DesiredState`: the whole desired state; the latest counts,
 and a lost one does no harm. The worker sends numbered reports (`Envelope`), again until an `Ack` counts them. `link/` carries the lines;
@@ -16,7 +16,7 @@ from tlora.job import BasePrecision, DType, JobSpec, LayoutSetting, MemoryLimit,
 from tlora.message_codec import Codec, message
 from tlora.protocol import BaseSpeed, JobGroup
 
-PROTOCOL = 5
+PROTOCOL = 6
 REFUSED = 2  # exit status of a worker that its controller has refused, or that found none
 
 
@@ -210,6 +210,15 @@ class Refused:
 
 
 @message
+class Delayed:
+    """The job is here, or has just been refused, and does not go on until there is what it waits for: `why`, in words for its owner."""
+
+    job_id: str
+    why: str
+    attempt: int = 0
+
+
+@message
 class Settled:
     """The desired state of `generation` is reached. `jobs` are those that are here, with their attempts; the others have ended."""
 
@@ -272,7 +281,7 @@ class Listening:
     problem: str = ""
 
 
-JobReport = Joined | Stepped | Finished | Failed | Left | Refused
+JobReport = Joined | Stepped | Delayed | Finished | Failed | Left | Refused
 JobEnd = Finished | Failed | Left | Refused  # the attempt is over
 Report = Loaded | Measured | Memory | GpusChanged | Listening | JobReport | Settled | Ending | Farewell
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from tlora.api import JobView, OrderedData, OrderSpec
 from tlora.cli.progress import LINE_SECONDS, LiveView, PlainView, plain_line, progress_view
 from tlora.cli.result_view import exit_code, print_results, resume_line
-from tlora.cli.service_view import follow_table, print_job, print_jobs
+from tlora.cli.service_view import follow_table, print_job, print_jobs, why
 from tlora.cli.terminal import open_console, open_table, path_text, print_table, printable, shows_live
 from tlora.client.jobs import Sight
 from tlora.engine.watcher import JobProgress, RunProgress, Watcher
@@ -165,8 +165,10 @@ def test_a_long_reason_leaves_the_other_columns_of_watched_jobs_whole(width: int
     order = OrderSpec(base_model="base", name="sql", data=OrderedData(file="file-1"))
     facts = {"id": "job-1", "base_model": "base", "created_at": 0.0, "order": order, "total_steps": 60}
     running = JobView.model_validate(facts | {"name": "sql", "status": "running", "steps": 23, "train_loss": 2.5})
+    full = running.model_copy(update={"waiting_for": "room on the disk"})
     queued = JobView.model_validate(facts | {"name": "fields", "status": "queued", "waiting_for": "a GPU that it fits on: " * 9})
     console = Console(file=io.StringIO(), width=width, markup=False)
+    assert (why(running), why(full), why(full.model_copy(update={"status": "succeeded"}))) == ("", "room on the disk", "")
     console.print(follow_table(Sight((running, queued)), width, 40))
     head, first, second, *_ = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     losses = width > 50

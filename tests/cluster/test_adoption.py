@@ -27,7 +27,22 @@ from tlora.protocol import (
     JobSubmitted,
     Tick,
 )
-from tlora.worker_protocol import DesiredState, Envelope, Failed, Finished, HeldJob, Hello, Join, Joined, Load, Loaded, Measured, Report
+from tlora.worker_protocol import (
+    Delayed,
+    DesiredState,
+    Envelope,
+    Failed,
+    Finished,
+    HeldJob,
+    Hello,
+    Join,
+    Joined,
+    Load,
+    Loaded,
+    Measured,
+    Report,
+    Stepped,
+)
 
 
 class FoundCrew(FakeCrew):
@@ -97,6 +112,17 @@ def test_a_worker_that_was_told_to_stop_is_not_held_against_its_jobs(find: Calla
     events = [*backend.poll(), *backend.poll()]
     assert any(isinstance(event, GroupFound) for event in events) and any(isinstance(event, GroupLost) for event in events)
     assert all(suspect.is_clean for suspect in backend.reconciler.crash_attribution.of.values())
+
+
+def test_what_a_job_waits_for_is_told_to_the_next_controller_until_it_goes_on() -> None:
+    worker_reconciler, load = WorkerReconciler((0,)), Load("models/base", "o", "cpu", 0.0)
+    wanted = tuple(Join(job(name).spec, attempt=1) for name in "ab")
+    worker_reconciler.hear_want(DesiredState(1, 1, load, group("g0", 0, "a", "b"), wanted))
+    for report in (Joined("a", 0), Joined("b", 0), Delayed("a", "room"), Delayed("b", "room"), Stepped("b", 1, 0.1)):
+        worker_reconciler.hear_report(report)
+    worker_reconciler.reports.clear()
+    worker_reconciler.hear_want(DesiredState(2, 1, load, group("g0", 0, "a", "b"), wanted))
+    assert worker_reconciler.reports == [Delayed("a", "room", 1)]
 
 
 @pytest.mark.parametrize("end", [Finished("a", {}, 3), Failed("a", "its data", 3)])

@@ -25,6 +25,7 @@ from tlora.protocol import (
     Event,
     GroupLost,
     GroupReady,
+    JobDelayed,
     JobFailed,
     JobFinished,
     JobGroup,
@@ -40,7 +41,7 @@ from tlora.protocol import (
     StopGroup,
     Tick,
 )
-from tlora.worker_protocol import Ending, Failed, Finished, Left, Measured, Memory, Refused, Stepped
+from tlora.worker_protocol import Delayed, Ending, Failed, Finished, Left, Measured, Memory, Refused, Stepped
 
 PROFILE = JobProfile(100.0, 10, 30, 1000)
 
@@ -288,6 +289,9 @@ def test_a_job_that_is_refused_waits_until_somebody_has_gone(backend: LocalBacke
     (worker,) = running(backend, group("g0", 0, "a", "b"))
     backend.execute(ChangeGroup(group("g0", 0, "a", "b", "c")))
     worker.commands.clear()
+    for _ in range(2):  # which is told once
+        worker.say(Delayed("c", "memory"))
+    assert backend.poll() == [JobDelayed("c", "memory")]
     worker.say(Refused("c", "no memory"))
     assert backend.poll() == [GroupReady("g0")] and worker.asked == []
     worker.say(Stepped("a", 3, 0.1))

@@ -15,7 +15,7 @@ from tests.engine.test_worker_options import needed
 from tests.engine.tiny_runs import sha256
 from tlora.engine.messages import SetPlan
 from tlora.supermodel.supermodel import SuperModel
-from tlora.worker_protocol import Finished, Join, Joined, Refused, Stepped
+from tlora.worker_protocol import Delayed, Finished, Join, Joined, Refused, Stepped
 
 
 def back_when_ended(made: Orders, name: str, neighbour: str) -> Any:
@@ -83,5 +83,7 @@ def test_below_a_memory_limit_a_job_waits_for_its_turn(made: Orders, tmp_path: P
     told = work(replace(made.load(tmp_path), memory_limit=limit), first, answer)
     (refused,) = [report for report in told if isinstance(report, Refused)]
     assert "below memory_limit" in refused.reason
+    (delayed,) = [report for report in told if isinstance(report, Delayed)]
+    assert (delayed.job_id, delayed.why) == (refused.job_id, "memory for its adapter, next to 1 other job on its CPU process")
     assert {report.job_id for report in told if isinstance(report, Finished)} == {"large", "other"}
     assert isinstance(made.join("short"), Join)

@@ -36,6 +36,7 @@ from tlora.protocol import (
     BaseAdded,
     GpusUnheard,
     GroupFound,
+    JobDelayed,
     JobFinished,
     JobGroup,
     JobSubmitted,
@@ -179,6 +180,9 @@ def test_a_host_that_is_not_heard_is_told_with_its_jobs(tmp_path: Path) -> None:
     for item in (silent, StartGroup(group), silent, GpusUnheard((1000,), "")):
         seen._see(item)
     assert notes == ["a: nothing is heard", "a: its host is heard again"]
+    for item in [JobDelayed("a", "room on the disk")] * 2:
+        seen._see(item)
+    assert notes[2:] == ["a waits for room on the disk"]
 
 
 def interrupt(*_: object) -> None:

@@ -9,6 +9,7 @@ from tlora.protocol import (
     GpusLost,
     GpusUnheard,
     GroupKept,
+    JobDelayed,
     JobGroup,
     JobProfile,
     JobSubmitted,
@@ -74,6 +75,12 @@ def test_a_job_whose_host_is_not_heard_has_no_rate() -> None:
     for item in (NodeAdded("b", (1000,)), JobSubmitted("a", "base", 1, profile), StartGroup(group), StepsDone("a", "g0", 2, 0.5)):
         progress.see(item)
     assert progress.view.rows["a"].tokens_per_second == 200 and progress.view.rows["a"].eta_seconds == 4
+    progress.see(JobDelayed("a", "room on the disk"))
+    assert progress.why_delayed("a") == "room on the disk" and progress.why_delayed("b") == ""
+    assert progress.view.rows["a"].tokens_per_second == 0
     progress.see(GpusUnheard((1000,), "its lease"))
+    assert progress.why_delayed("a") == "its lease", "which tells of nothing else then"
     assert progress.jobs_on((1000,)) == ["a"] and progress.jobs_on((0,)) == []
     assert progress.view.rows["a"].tokens_per_second == 0 and progress.view.rows["a"].eta_seconds is None
+    progress.see(StopGroup("g0"))
+    assert not progress.delayed and progress.why_delayed("a") == ""

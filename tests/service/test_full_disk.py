@@ -49,6 +49,11 @@ def test_jobs_wait_for_room_and_end_with_the_adapters_of_an_untroubled_run(tmp_p
         jobs["begins"] = servers[0].submit(name="begins", seed=2, data={"file": file}, **_ORDER)
         until(lambda: "waits until there is room" in logs(directory))
         until(lambda: servers[0].job(jobs["trains"])["steps"] == _ORDER["max_steps"])
+        for job in jobs.values():
+            until(lambda job=job: "room on the disk" in (servers[0].job(job)["waiting_for"] or ""))
+        assert servers[0].job(jobs["trains"])["status"] == "running"
+        assert "Remedy: free some space there. It waits until there is room, and then goes on by itself" in logs(directory)
+        assert "output_dir" not in logs(directory)
         assert servers[0].end(signal.SIGKILL) == -signal.SIGKILL
         servers.append(Server(directory))
         found = [servers[1].job(job)["status"] for job in jobs.values()]

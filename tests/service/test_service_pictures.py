@@ -11,6 +11,8 @@ import pytest
 from tests.service.served import until
 from tlora.protocol import (
     ChangeGroup,
+    GpusUnheard,
+    JobDelayed,
     JobGroup,
     JobProfile,
     JobRequest,
@@ -101,6 +103,22 @@ def test_a_report_that_comes_after_the_pause_does_not_make_it_run(seen: Seen) ->
     seen.waits("a", "queued", "it is the next")
     seen.outcomes.see(ChangeGroup(group("a")))
     seen.waits("a", "queued", "to load the base")
+
+
+def test_a_running_job_that_does_not_go_on_says_what_it_waits_for(seen: Seen) -> None:
+    seen.submit("a", "b")
+    for event in (StartGroup(group("a", "b")), StepsDone("a", "g", 1, 0.1), StepsDone("b", "g", 1, 0.1)):
+        seen.outcomes.see(event)
+    until(lambda: not seen.live.snapshot.waiting)
+    assert seen.live.waiting_for("a", "running") is None
+    seen.outcomes.see(JobDelayed("a", "room on the disk"))
+    seen.waits("a", "running", "room on the disk")
+    assert seen.live.waiting_for("b", "running") is None
+    seen.outcomes.see(GpusUnheard((0,), "the end of its lease"))
+    seen.waits("b", "running", "the end of its lease")
+    seen.outcomes.see(GpusUnheard((0,), ""))
+    seen.outcomes.see(StepsDone("a", "g", 2, 0.1))
+    until(lambda: not seen.live.snapshot.waiting)
 
 
 def test_a_job_that_leaves_its_group_before_its_first_step_waits_again(seen: Seen) -> None:

@@ -18,7 +18,7 @@ from tlora import durable
 from tlora.engine.watcher import RunProgress, Watcher
 from tlora.errors import CheckpointError
 from tlora.store import full_disk as reserve
-from tlora.store.full_disk import DiskReserve
+from tlora.store.full_disk import Backoff, DiskReserve
 
 FULL = CheckpointError("cannot write there: No space left on device. Remedy: free some")
 
@@ -270,3 +270,16 @@ def test_a_killed_run_leaves_no_reserve_behind(base: Path, data: Path, tmp_path:
     results = train(base, tmp_path / "out", [job("a", str(data / "b.jsonl"))])
     assert results["a"].status == "done" and not reserved(tmp_path / "out")
     assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "done"
+
+
+def test_a_wait_for_room_is_told_each_time_and_noted_now_and_then_with_what_an_operator_can_do(tmp_path: Path) -> None:
+    """Nobody can choose another `output_dir` of a server."""
+    notes, told, ending = list[str](), list[str](), threading.Event()
+    ending.set()
+    wait = Backoff(lambda: None, ending, notes.append, told.append)
+    assert not wait("a", FULL) and notes == [] and told == ["a"], "not where all ends"
+    ending = threading.Event()
+    wait = Backoff(ending.set, ending, notes.append, told.append)
+    for _ in range(2):
+        wait("a", FULL)
+    assert notes == [f"a: {FULL}. It waits until there is room, and then goes on by itself"] and told == ["a"] * 3

@@ -36,9 +36,8 @@ def steps_text(job: JobView) -> str:
 
 
 def why(job: JobView) -> str:
-    """Why the job is not running, and whether it is late."""
-    reason = job.reason or ("" if job.status == "running" else job.waiting_for or "")
-    return _with_deadline(reason, job.deadline_missed)
+    """Why the job does not train just now, and whether it is late."""
+    return _with_deadline(job.reason or ("" if job.has_ended else job.waiting_for or ""), job.deadline_missed)
 
 
 def _with_deadline(text: str, missed: bool) -> str:
@@ -285,7 +284,7 @@ class PlainFollower:
         parts = [f"{job.name}: {job.status}"]
         parts += [f"step {steps_text(job)}"] if job.steps else []
         parts += [f"train loss {loss_text(job.train_loss)}"] if job.train_loss is not None else []
-        parts += [f"waits for {job.waiting_for}"] if job.status == "queued" and job.waiting_for else []
+        parts += [f"waits for {job.waiting_for}"] if job.status in ("queued", "running") and job.waiting_for else []
         parts += [job.reason] if job.reason else []
         parts += [MISSED] if job.deadline_missed else []
         self._say(", ".join(parts), STYLES.get(job.status, "") if job.has_ended else "")

@@ -23,6 +23,7 @@ from tlora.protocol import (
     GroupKept,
     GroupLost,
     GroupReady,
+    JobDelayed,
     JobFailed,
     JobFinished,
     JobGroup,
@@ -31,6 +32,7 @@ from tlora.protocol import (
     StepsDone,
 )
 from tlora.worker_protocol import (
+    Delayed,
     Failed,
     Finished,
     GpusChanged,
@@ -185,19 +187,16 @@ class Reconciler:
         if isinstance(report, JobReport):
             self._mark_job(report.job_id)
         match report:
-            case Joined(job_id, steps, attempt) if worker.holds(job_id, attempt):
+            case Delayed(job_id, why, attempt) if worker.holds(job_id, attempt):
+                self.events.append(JobDelayed(job_id, why))
+            case Joined(job_id, steps) | Stepped(job_id, steps) if worker.holds(job_id, report.attempt):
                 self.crash_attribution.see_steps(job_id, steps)  # its checkpoint may be ahead of what was reported before its worker died
-            case Stepped(job_id, steps, step_seconds, attempt) if worker.holds(job_id, attempt):
-                self.crash_attribution.see_steps(job_id, steps)
                 group = self._group_of(worker)
-                if group is not None and job_id in group.job_ids:
-                    self.events.append(StepsDone(job_id, group.group_id, steps, step_seconds))
-            case Finished(job_id, _, attempt) if worker.holds(job_id, attempt):
+                if isinstance(report, Stepped) and group is not None and job_id in group.job_ids:
+                    self.events.append(StepsDone(job_id, group.group_id, steps, report.step_seconds))
+            case Finished(job_id) | Failed(job_id) if worker.holds(job_id, report.attempt):
                 del worker.jobs[job_id]
-                self._end(JobFinished(job_id))
-            case Failed(job_id, reason, attempt) if worker.holds(job_id, attempt):
-                del worker.jobs[job_id]
-                self._end(JobFailed(job_id, reason))
+                self._end(JobFailed(job_id, report.reason) if isinstance(report, Failed) else JobFinished(job_id))
             case Left(job_id, _, _, attempt) if worker.holds(job_id, attempt):
                 del worker.jobs[job_id]
             case Measured(device, speed):

@@ -20,6 +20,7 @@ from tlora.message_codec import Codec, message
 from tlora.shape.stages import LayerRange
 from tlora.worker_protocol import (
     Alive,
+    Delayed,
     Failed,
     Finished,
     Join,
@@ -377,7 +378,7 @@ JobReport = Joined | Refused | Finished | Left | Note | Written | Faulty | Stage
 # of any rank; `Refused` by a run's: the first job that waits has no room
 ToRank = Join | Leave | SetPlan | Stop | Open | Assign | BaseFacts | Enter | Spread | Meet | Note | Written | StageOrder
 ReportOfRun = Hello | Memory | Ready | Shown | RowMade | LogLine | Broken | Bye
-ReportOfWorker = Memory | Loaded | Measured | Alive | PartReady | Stepped | Failed
+ReportOfWorker = Memory | Loaded | Measured | Alive | PartReady | Stepped | Delayed | Failed
 FromRank = JobReport | ReportOfRun | ReportOfWorker
 
 TO_RANK: Codec[ToRank] = Codec(ToRank)

@@ -26,7 +26,7 @@ from tlora.errors import ConfigError, TloraError
 from tlora.link.log import note
 from tlora.link.transfer import AgainError, StoreClient, TransferError, fetch_tree
 from tlora.supermodel.base_name import public_name
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Refused, Report
+from tlora.worker_protocol import Delayed, Failed, Finished, Join, Joined, Left, Load, Refused, Report
 
 _SEND_SECONDS = 2.0  # between two looks at what jobs have written
 _AGAIN_SECONDS = 1.0
@@ -174,6 +174,7 @@ class RemoteStore:
                 copy.send(last=True)
                 break
             except AgainError as error:
+                self._send(Delayed(ended.job_id, f"the server to take its last files: {error}"))
                 tries += self._gave_up()
                 if tries > _LAST_TRIES or self._client.closed.wait(_AGAIN_SECONDS):
                     note(f"{ended.job_id}: its last files are not sent: {error}")

@@ -2,8 +2,7 @@
 
 Commands come through a queue (`messages.py`), reports go to a function (`worker_protocol.py`); which jobs train together is decided
 elsewhere, and `worker.py` receives the commands. Of a worker with several GPUs this is one rank, and `ranks/spanning_jobs.py` has what it
-shares with the others. A job joins and leaves between two micro-batches; its data and state are prepared, and files written, while the
-others train.
+shares with the others. A job joins and leaves between two micro-batches; meanwhile its data and state are prepared, and files written.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tlora.link.job_lease import HeldError, JobLease, take_claim
 from tlora.link.log import note
 from tlora.planning.job_plan import plan_job
 from tlora.store.fingerprint import BaseGuard
-from tlora.store.full_disk import Backoff, DiskReserve, retry_when_disk_full
+from tlora.store.full_disk import ROOM_ON_DISK, Backoff, DiskReserve, retry_when_disk_full
 from tlora.store.job_result import JobResult
 from tlora.store.recorder import RunContext
 from tlora.store.run_directory import pin_data
@@ -49,8 +48,8 @@ from tlora.store.writer import Writer
 from tlora.supermodel.base_name import public_name
 from tlora.supermodel.cpu_dtype import settle_dtype
 from tlora.supermodel.load import find_directory
-from tlora.wording.numbers import gib
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
+from tlora.wording.numbers import gib, place_names, quantity
+from tlora.worker_protocol import Delayed, Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
 
 REPORT_SECONDS = 1.0  # between two reports of a job's steps
 CLAIM_SECONDS = 30.0  # for a job's previous worker to release its directory
@@ -99,7 +98,7 @@ class Trainer:
         self._load, self._inbox, self._send = load, inbox, send
         self._parts = SpanningJobs(rank_context, send, None if load.deterministic else time.monotonic)
         self._heartbeat = heartbeat or Heartbeat()
-        self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note)
+        self._backoff = Backoff(self._heartbeat.beat, self._heartbeat.ending, note, lambda name: send(Delayed(name, ROOM_ON_DISK)))
         self._directory, began = Path(load.output_dir), time.monotonic()
         self._cut = cut_for(load, rank_context, expected)
         model, bound = load_base(load, expected, self._cut.limits if self._cut is not None else self._parts.shared_load, note)
@@ -243,7 +242,9 @@ class Trainer:
         return RunSpec(base_model=load.base_model, output_dir=load.output_dir, deterministic=load.deterministic, jobs=[spec])
 
     def _put_off(self, name: str, reason: str) -> None:
-        """The job cannot join now. No other job is affected."""
+        """The job cannot join now: it has too little memory. No other job is affected."""
+        others = quantity(len(self._group.runs.keys() - {name}), "other job")
+        self._send(Delayed(name, f"memory for its adapter, next to {others} on its {place_names(self._load.device)[0]}"))
         self._paces.pop(name, None)
         self._let_end(name)
         self._send(Refused(name, reason))
@@ -299,15 +300,14 @@ class Trainer:
             self._let_end(name)
             self._send(Left(name, 0, None))
         elif isinstance(opened, HeldError):
+            self._send(Delayed(name, "the worker that has trained it to let go of it"))
             self._let_end(name)
             self._send(Refused(name, str(opened)))
         elif isinstance(opened, Failure):
             self._driver.refuse(spec, opened.reason)
         elif not self._memory.fits(opened.run):
-            self._put_off(
-                name,
-                f"next to {', '.join(self._group.runs)} its memory does not suffice below memory_limit ({self._limits})",
-            )
+            limits = f"below memory_limit ({self._limits})"
+            self._put_off(name, f"next to {', '.join(self._group.runs)} its memory does not suffice {limits}")
         elif not self._parts.waits(opened):
             self._begin_with(opened)
 

@@ -11,6 +11,7 @@ from typing import Literal
 from tlora.engine.messages import Command, Leave, Listen, SetGpus, SetPlan, Stop
 from tlora.link.outbox import with_attempt
 from tlora.worker_protocol import (
+    Delayed,
     DesiredState,
     Ending,
     GpusChanged,
@@ -35,6 +36,7 @@ class _Here:
     attempt: int
     steps: int = 0
     state: Membership = "joining"
+    delayed: str = ""  # what it waits for
 
 
 class WorkerReconciler:
@@ -66,6 +68,7 @@ class WorkerReconciler:
             self.want = want
             if known is not None and want.epoch > known.epoch:
                 self.reports += self._found.values()
+                self.reports += [Delayed(name, here.delayed, here.attempt) for name, here in self._here.items() if here.delayed]
             self._step()
         return True
 
@@ -79,7 +82,7 @@ class WorkerReconciler:
             self._found[type(report)] = report
         if isinstance(report, JobReport):
             here = self._here.get(report.job_id)
-            if here is None:
+            if here is None or (isinstance(report, Delayed) and report.why == here.delayed):
                 return
             report = with_attempt(report, here.attempt)
             self._see(report, here)
@@ -107,8 +110,11 @@ class WorkerReconciler:
             case Joined(_, steps):
                 here.steps = steps
                 here.state = "resident" if here.state == "joining" else here.state
+                here.delayed = ""
+            case Delayed(_, why):
+                here.delayed = why
             case Stepped(_, steps):
-                here.steps = steps
+                here.steps, here.delayed = steps, ""
             case _ if isinstance(report, JobEnd):
                 self._over[report.job_id] = here.attempt
                 del self._here[report.job_id]

@@ -48,6 +48,7 @@ from tlora.protocol import (
     BaseAdded,
     Event,
     GpusUnheard,
+    JobDelayed,
     JobFailed,
     JobFinished,
     JobRequest,
@@ -341,6 +342,8 @@ class _Run:
         if isinstance(item, StepsDone | JobFinished):
             rows = read_rows(Path(self._run.output_dir) / item.job_id / "metrics.jsonl", _TAIL_BYTES)
             self._cluster.view.advance(item.job_id, **logged_values(rows))
+        if isinstance(item, JobDelayed) and item.why != self._cluster.delayed.get(item.job_id):
+            self._watcher.note(f"{item.job_id} waits for {item.why}")
         self._cluster.see(item)
         if isinstance(item, GpusUnheard) and (waiting := self._cluster.jobs_on(item.gpus)):
             self._watcher.note(f"{', '.join(waiting)}: {item.why or 'its host is heard again'}")

@@ -15,6 +15,7 @@ from tlora.protocol import (
     GroupFound,
     GroupKept,
     GroupLost,
+    JobDelayed,
     JobFailed,
     JobFinished,
     JobGroup,
@@ -42,7 +43,8 @@ class Host:
 
 class ClusterProgress:
     """`view` has the jobs, `groups` those that run, by id, `hosts` those that are there, by name, and `kinds` what GPUs are. `kept`: by
-    group, why it has not all GPUs that it was given; `unheard`: by GPU, what its jobs wait for while nothing is heard of its worker.
+    group, why it has not all GPUs that it was given; `unheard`: by GPU, what its jobs wait for while nothing is heard of its worker;
+    `delayed`: by job of a group, what it alone waits for there.
     """
 
     def __init__(self, view: ProgressView) -> None:
@@ -52,6 +54,7 @@ class ClusterProgress:
         self.kinds: dict[int, str] = {}
         self.kept: dict[str, GroupKept] = {}
         self.unheard: dict[int, str] = {}
+        self.delayed: dict[str, str] = {}
         self._group_of: dict[str, str] = {}
         self._tokens_per_step: dict[str, float] = {}
 
@@ -63,6 +66,7 @@ class ClusterProgress:
     def forget(self, name: str) -> None:
         """It has ended, and nobody asks for it any more. It may be in a group until that is changed."""
         self.view.forget(name)
+        self.delayed.pop(name, None)
         self._tokens_per_step.pop(name, None)
 
     def _fold(self, item: Event | Action) -> None:
@@ -94,6 +98,7 @@ class ClusterProgress:
                 self.kept[group_id] = item
             case StepsDone(name, _, steps, step_seconds) if name in view.rows:
                 rate = self._tokens_per_step.get(name, 0.0) / step_seconds if step_seconds > 0 else 0.0
+                self.delayed.pop(name, None)
                 eta = max(0, view.rows[name].total_steps - int(steps)) * step_seconds
                 view.advance(name, status="training", step=int(steps), tokens_per_second=rate, eta_seconds=eta or None)
             case JobFinished(name) if name in view.rows:
@@ -114,6 +119,9 @@ class ClusterProgress:
                 self.unheard |= dict.fromkeys(gpus, why)
                 for name in self.jobs_on(gpus) if why else ():
                     view.advance(name, tokens_per_second=0.0, eta_seconds=None)
+            case JobDelayed(name, why):
+                self.delayed[name] = why
+                view.advance(name, tokens_per_second=0.0, eta_seconds=None)
             case GpusLost(gpus):
                 for gpu in gpus:
                     self.unheard.pop(gpu, None)
@@ -136,6 +144,12 @@ class ClusterProgress:
         there = set(gpus)
         return [name for group in self.groups.values() if not there.isdisjoint(group.gpus) for name in group.job_ids]
 
+    def why_delayed(self, name: str) -> str:
+        """What a job of a group waits for; "" for one that goes on, as far as is known."""
+        group = self.groups.get(self._group_of.get(name, ""))
+        unheard = (self.unheard.get(gpu, "") for gpu in group.gpus) if group is not None else ()
+        return next(filter(None, unheard), "") or self.delayed.get(name, "")
+
     def why_there(self, group: JobGroup) -> str:
         """What the group waits for, or why its GPUs are of several hosts, or not all that it was given; "" for none of these."""
         if (why := next((why for gpu in group.gpus if (why := self.unheard.get(gpu))), "")) != "":
@@ -155,4 +169,5 @@ class ClusterProgress:
         for name in self.groups[group_id].job_ids if group_id in self.groups else ():
             if name not in stay and self._group_of.get(name) == group_id:
                 del self._group_of[name]
+                self.delayed.pop(name, None)
                 self.view.leave(name)

@@ -24,6 +24,7 @@ from tlora.protocol import (
     GroupKept,
     GroupLost,
     GroupReady,
+    JobDelayed,
     JobFailed,
     JobFinished,
     JobGroup,
@@ -146,7 +147,7 @@ class Scheduler:
                 if event.group_id in state.groups:
                     state.make_ready(event.group_id)
                 return [], False
-            case BaseAdded() | GpusUnheard():
+            case BaseAdded() | GpusUnheard() | JobDelayed():
                 return [], False
             case BaseMeasured(base, device, speed):
                 state.measure(base, device, speed)

@@ -31,7 +31,8 @@ from tlora.wording.numbers import quantity
 ANEW = "Clone the job to train it anew; if that fails too, ask the server's operator"
 _PART = re.compile(r"(?<=[.;]) +")
 _NOT_THEIRS = re.compile(
-    r"(?<!\w)--[a-z]|\boutput_dir\b|\b(TLORA|OMP)_[A-Z]|\btaskset\b|\brun\.json\b|\bjobs file\b"
+    r"(?<!\w)--[a-z]|\boutput_dir\b|\bspace there\b|\bfor this user\b|\bits file system\b"
+    r"|\b(TLORA|OMP)_[A-Z]|\btaskset\b|\brun\.json\b|\bjobs file\b"
     r"|\b[Rr]esume (the run|with)\b|\bwith resume\b|\b[Pp]ut (it|that|the [a-z ]+) back\b|\bRemove this checkpoint\b"
 )
 

@@ -107,6 +107,7 @@ class LiveJobs:
             rows, groups, reading = list(self._cluster.view.rows.values()), list(self._cluster.groups.values()), self.reading | self.lacking
             waiting = dict(self.lacking)
             queued, kinds = list(self._queued), dict(self._cluster.kinds)
+            delayed = {job_id: why for group in groups for job_id in group.job_ids if (why := self._cluster.why_delayed(job_id))}
             placements = {group.group_id: why for group in groups if (why := self._cluster.why_there(group))}
             hosts = tuple([replace(host, gpus=set(host.gpus)) for host in self._cluster.hosts.values()])
         starts = dict[str, float]()
@@ -126,6 +127,7 @@ class LiveJobs:
             for job_id in group.job_ids:
                 if job_id in loading:
                     waiting[job_id] = f"its group on {gpu_names(group.gpus, *place_names(places.device))} to load the base and let it in"
+        waiting |= delayed
         places_of = {job_id: number for number, job_id in enumerate(order, 1)}
         gpus = tuple(sorted({gpu for host in hosts for gpu in host.gpus})) or places.gpus
         return ClusterSnapshot(places.device, gpus, tuple(groups), waiting, reading, places_of, starts, hosts, kinds, placements)

@@ -89,14 +89,16 @@ class LiveState:
             log.warning("the policy could not decide (%s); what runs goes on, and it is asked again at the next event", reason)
 
     def waiting_for(self, job_id: str, status: str) -> str | None:
-        """Why a job of this status does not run, in words."""
+        """Why a job of this status does not train just now, in words."""
         if status == "preparing":
             return self._snapshot.reading.get(job_id, "its data is being read")
         if status == "paused":
             return PAUSED
+        snapshot = self._snapshot
+        if status == "running":  # in its group, where it is not let in yet, or cannot go on
+            return snapshot.waiting.get(job_id)
         if status != "queued":
             return None
-        snapshot = self._snapshot
         starts = snapshot.starts.get(job_id)
         why = snapshot.waiting.get(job_id, f"a {place_names(snapshot.device)[0]}" if snapshot.device else "the server to begin")
         return why + ("" if starts is None else f"; expected to start {_in_about(starts - time.time())}")

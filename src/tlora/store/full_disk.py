@@ -42,6 +42,7 @@ def retry_when_disk_full(job: str, step: Callable[[], _Result], wait: WaitsForRo
             return result
 
 
+ROOM_ON_DISK = "room on the disk for its files: the operator must free some"  # what a job waits for, in its owner's words
 _LOOK_SECONDS = 2.0
 _NOTE_SECONDS = 600.0  # between two notes of one job
 
@@ -49,18 +50,21 @@ _NOTE_SECONDS = 600.0  # between two notes of one job
 class Backoff:
     """A `WaitsForRoom` that waits until the process is to exit. Safe in several threads."""
 
-    def __init__(self, beat: Callable[[], None], ending: threading.Event, note: Callable[[str], None]) -> None:
-        """`beat` is called at each look, so that a wait for a writer is not taken for a hang; `ending` stops all waits; `note` gets a line
-        now and then.
+    def __init__(
+        self, beat: Callable[[], None], ending: threading.Event, note: Callable[[str], None], tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`beat` is called at each look, so that a wait for a writer is not taken for a hang, and `tell` with the job; `ending` stops all
+        waits; `note` gets a line now and then.
         """
-        self._beat, self._ending, self._note = beat, ending, note
+        self._beat, self._ending, self._note, self._tell = beat, ending, note, tell
         self._noted: dict[str, float] = {}  # by job
 
     def __call__(self, job: str, error: OSError) -> bool:
         now = time.monotonic()
         if now - self._noted.get(job, float("-inf")) >= _NOTE_SECONDS and not self._ending.is_set():
             self._noted[job] = now
-            self._note(f"{job}: {error}. What is to be written waits until there is room")
+            self._note(f"{job}: {error}. It waits until there is room, and then goes on by itself")
+        self._tell(job)
         gone = self._ending.wait(_LOOK_SECONDS)
         self._beat()
         return not gone

@@ -1,9 +1,8 @@
 """A worker: one process towards its controller, which computes nothing, and a rank for each of its GPUs, which it leads.
 
-It takes a worker's commands and makes its reports, and passes on to ranks what concerns a job (`trainer.py`). A job has its lead rank;
-where it has parts on others, what they tell each other goes through here. GPUs may come and go while jobs train (`gpu_change.py`), also
-those that workers of other hosts lend (`lent_ranks.py`): these compute parts, and lead no job. With a rank that has jobs, the worker is
-lost.
+It takes a worker's commands and passes on to ranks what concerns a job (`trainer.py`). A job has its lead rank; where it has parts on
+others, what they tell each other goes through here. GPUs may come and go while jobs train (`gpu_change.py`), also those that workers of
+other hosts lend (`lent_ranks.py`): these compute parts, and lead no job. With a rank that has jobs, the worker is lost.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ from tlora.link.log import note
 from tlora.wording.numbers import place_names
 from tlora.worker_protocol import (
     Alive,
+    Delayed,
     GpusChanged,
     JobEnd,
     Join,
@@ -315,7 +315,7 @@ class WorkerGroup:
                 if name in self._jobs:
                     self._jobs[name].back = None
                 self._send(report)
-            case Stepped() | Measured():
+            case Stepped() | Measured() | Delayed():
                 self._send(report)
                 if self._whole and not (self._stopping or self._gang.is_cut) and change.may_grow(self._visible):
                     self._rank_group.prepare()
