@@ -269,6 +269,19 @@ class JobList(Answer):
     next_cursor: str | None = None
 
 
+class TenantJobView(JobView):
+    """A job, and the name of the tenant whose it is: for operators."""
+
+    tenant: str
+
+
+class TenantJobList(Answer):
+    object: Literal["list"] = "list"
+    data: list[TenantJobView]
+    has_more: bool = False
+    next_cursor: str | None = None
+
+
 class Sweep(Answer):
     id: str
     object: Literal["sweep"] = "sweep"

@@ -36,7 +36,9 @@ class GroupView(Answer):
 
 
 class WaitingView(Answer):
-    """`place`: among all tenants' jobs that wait for a GPU, 1 being the next; `estimated_start`, `deadline_missed`: as of a job."""
+    """`place`: among all tenants' jobs that wait for a GPU, 1 being the next; `estimated_start`, `deadline_missed`: as of a job. `tenant`:
+    whose it is, by name, where those of all tenants are shown.
+    """
 
     job: str
     name: str
@@ -44,6 +46,7 @@ class WaitingView(Answer):
     place: int | None = None
     estimated_start: float | None = None
     deadline_missed: bool = False
+    tenant: str | None = None
 
 
 class HostView(Answer):

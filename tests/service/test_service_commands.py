@@ -335,3 +335,23 @@ def test_the_queue_shows_groups_and_reasons(slow_desk: Desk) -> None:
     job_controller.tick_until(lambda: "polite (3/10)" in job_controller("queue").output)
     assert "jobs that share it" in job_controller("queue").output and json.loads(job_controller("queue", "--json").output)["gpus"] == [0, 1]
     assert "of others" in job_controller("queue", tenant="bob").output
+    whole = job_controller("queue", "--all-tenants", tenant="operator").output
+    assert "alice/polite (3/10)" in whole and "alice/sql" in whole and "of others" not in whole
+    assert "lacks the scope 'admin'" in job_controller("queue", "--all-tenants", status=2).output
+
+
+def test_an_operator_lists_the_jobs_of_all_tenants(job_controller: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for tenant in ("alice", "bob"):
+        job_controller("submit", "jobs.yaml", tenant=tenant)
+    listed = job_controller("jobs", "--all-tenants", tenant="operator").output.splitlines()
+    assert listed[0].split()[:3] == ["job", "tenant", "id"] and len(listed) == 1 + 2 * 6
+    assert [line.split()[:2] for line in listed if line.startswith("polite ")] == [["polite", "bob"], ["polite", "alice"]]
+    of_bob = json.loads(job_controller("jobs", "--tenant", "bob", "--name", "sql", "--json", tenant="operator").output)
+    assert [(job["tenant"], job["name"]) for job in of_bob] == [("bob", "sql")]
+    two = job_controller("jobs", "--all-tenants", "--limit", "2", tenant="operator")
+    assert len(two.stdout.splitlines()) == 3 and "--all lists the others too" in two.stderr
+    assert "there is no tenant 'carol'" in job_controller("jobs", "--tenant", "carol", tenant="operator", status=2).output
+    for options in (["--all-tenants"], ["--tenant", "bob"], ["--tenant", "alice"]):
+        assert "this key lacks the scope 'admin'" in job_controller("jobs", *options, status=2).output
+    assert "tenant" not in job_controller("jobs", tenant="bob").output.splitlines()[0]

@@ -30,7 +30,7 @@ def run(directory: Path, phases: str, examples: int) -> int:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
     found = re.search(r"(\d+) generated", ended.stdout)
-    assert found is not None and "Tested: 47" in ended.stdout, ended.stdout[-3000:]
+    assert found is not None and "Tested: 49" in ended.stdout, ended.stdout[-3000:]
     return int(found[1])
 
 

@@ -28,6 +28,7 @@ Settings = Annotated[
 ]
 Limit = Annotated[int, typer.Option(min=1, help="So many at most.")]
 Every = Annotated[bool, typer.Option("--all", help="Without a limit.")]
+AllTenants = Annotated[bool, typer.Option("--all-tenants", help="Those of all tenants. A key with the scope admin is needed.")]
 Follow = Annotated[bool, typer.Option("--follow", help="Watch the jobs until they have ended; Ctrl-C leaves them running.")]
 
 
@@ -76,6 +77,8 @@ def submit(
 def jobs(
     status: Annotated[str | None, typer.Option(metavar="STATUS", help="Such as running or failed.", show_default=False)] = None,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Jobs of this name.", show_default=False)] = None,
+    all_tenants: AllTenants = False,
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Those of one tenant; as --all-tenants.", show_default=False)] = None,
     limit: Limit = 50,
     every: Every = False,
     as_json: Json = False,
@@ -83,13 +86,16 @@ def jobs(
     """List your jobs on the server, the newest first."""
     with connected() as connection:
         from tlora.cli.service_view import print_jobs
-        from tlora.client.jobs import list_jobs
+        from tlora.client.jobs import list_all_jobs, list_jobs
 
-        listing = _newest(list_jobs(connection, None if every else limit + 1, status, name), None if every else limit)
+        most, whole = None if every else limit + 1, all_tenants or tenant is not None
+        found = list_all_jobs(connection, most, tenant, status, name) if whole else list_jobs(connection, most, status, name)
+        listing = _newest(found, None if every else limit)
         if as_json:
             say_json(listing)
         else:
-            empty = "no jobs; `tlora submit jobs.yaml` submits some" if status is None and name is None else "no such jobs"
+            is_whole = status is None and name is None and not whole
+            empty = "no jobs; `tlora submit jobs.yaml` submits some" if is_whole else "no such jobs"
             print_jobs(open_console(), listing, empty)
 
 
@@ -169,19 +175,22 @@ def download(
             say(path_text(download_adapter(connection, find_job(connection, name, ("succeeded",)), out)))
 
 
-def queue(as_json: Json = False) -> None:
+def queue(all_tenants: AllTenants = False, as_json: Json = False) -> None:
     """Show the cluster of the server: which jobs share which GPU, and what the others wait for."""
     with connected() as connection:
         from tlora.cli.service_view import print_cluster
-        from tlora.client.jobs import list_jobs
+        from tlora.client.jobs import list_all_jobs, list_jobs
         from tlora.cluster_api import ClusterView
 
-        cluster = connection.get("/v1/cluster", ClusterView)
+        cluster = connection.get("/v1/tenants/cluster" if all_tenants else "/v1/cluster", ClusterView)
         if as_json:
             say_json(cluster)
             return
-        running = {job.id: job for job in list_jobs(connection, 1000, status="running")} if any(g.jobs for g in cluster.groups) else {}
-        print_cluster(open_console(), cluster, running)
+        running: dict[str, JobView] = {}
+        if any(group.jobs for group in cluster.groups):
+            list_them = list_all_jobs if all_tenants else list_jobs
+            running = {job.id: job for job in list_them(connection, 1000, status="running")}
+        print_cluster(open_console(), cluster, running, all_tenants)
 
 
 def list_files(limit: Limit = 50, every: Every = False, as_json: Json = False) -> None:

@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tlora.api import MISSED, BaseView, EventView, FileView, JobView, KeyView, StorageView
+from tlora.api import MISSED, BaseView, EventView, FileView, JobView, KeyView, StorageView, TenantJobView
 from tlora.cli.terminal import bytes_text, open_table, print_table, printable, shows_live
 from tlora.client.jobs import Sight
-from tlora.cluster_api import ClusterView, HostView
+from tlora.cluster_api import ClusterView, HostView, WaitingView
 from tlora.job import SCHEDULED, DataConfig, JobSpec, LoraShape, TrainConfig
 from tlora.wording.numbers import DASH, count_text, duration_text, field_text, loss_text, place_names, quantity, ranges_text, shorten
 
@@ -49,18 +49,22 @@ def _loss(loss: float | None) -> str:
 
 
 def print_jobs(console: Console, jobs: Iterable[JobView], empty: str = "no jobs") -> None:
-    """One line each; a narrow console has neither losses nor ages, and folds what is long."""
-    table, wide = open_table(), console.width >= _WIDE
+    """One line each, with their tenants where they are of all; a narrow console has neither losses nor ages, and folds what is long."""
+    table, wide, listed = open_table(), console.width >= _WIDE, list(jobs)
     table.add_column("job", overflow="fold", min_width=8)
+    if any(isinstance(job, TenantJobView) for job in listed):
+        table.add_column("tenant", overflow="fold")
     table.add_column("id", overflow="fold", no_wrap=wide)
     table.add_column("status", no_wrap=True)
     for name in ("steps", "train loss", "eval loss", "age") if wide else ("steps",):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for job in jobs:
+    for job in listed:
+        whose = [Text(printable(job.tenant))] if isinstance(job, TenantJobView) else []
         age = duration_text(max(0.0, time.time() - job.created_at))
         table.add_row(
             Text(printable(job.name)),
+            *whose,
             job.id,
             Text(job.status, style=STYLES.get(job.status, "dim")),
             steps_text(job),
@@ -130,9 +134,11 @@ def _settings(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {field_text(value)}" for key, value in values.items() if key not in defaults or defaults[key] != value)
 
 
-def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, JobView]) -> None:
-    """Groups on their GPUs, then the queue. `running`: those of the caller's jobs by id; others in a group wait to be let in."""
-    waiting = {one.job: one.name for one in cluster.waiting}
+def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, JobView], all_tenants: bool = False) -> None:
+    """Groups on their GPUs, then the queue. `running`: those of the caller's jobs by id, or of those of all tenants; others in a group wait
+    to be let in.
+    """
+    waiting = {one.job: _name_of(one) for one in cluster.waiting}
     place, places = place_names(cluster.device)
     used = {gpu for group in cluster.groups for gpu in group.gpus}
     table = open_table()
@@ -143,7 +149,7 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
     table.add_column("jobs that share it", overflow="fold")
     for group in sorted(cluster.groups, key=lambda group: group.gpus):
         listed = [
-            f"{view.name} ({steps_text(view) or DASH}{f', {MISSED}' if view.deadline_missed else ''})"
+            f"{_name_of(view)} ({steps_text(view) or DASH}{f', {MISSED}' if view.deadline_missed else ''})"
             if (view := running.get(job))
             else waiting.get(job, job)
             for job in group.jobs
@@ -170,14 +176,20 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         queue.add_column("waiting", overflow="fold")
         queue.add_column("for", overflow="fold")
         for one in cluster.waiting:
-            queue.add_row(Text(printable(one.name)), Text(printable(_with_deadline(one.reason, one.deadline_missed))))
+            queue.add_row(Text(printable(_name_of(one))), Text(printable(_with_deadline(one.reason, one.deadline_missed))))
         print_table(console, queue)
     else:
-        console.print(Text("no job of yours waits", style="dim"))
+        console.print(Text("no job waits" if all_tenants else "no job of yours waits", style="dim"))
     if cluster.others_waiting:
         console.print(Text(f"{quantity(cluster.others_waiting, 'job of others waits', 'jobs of others wait')}", style="dim"))
     if cluster.draining:
         console.print(Text("the server is drained: it accepts no new jobs", style="yellow"))
+
+
+def _name_of(job: JobView | WaitingView) -> str:
+    """With its tenant, where the jobs of all are shown."""
+    tenant = job.tenant if isinstance(job, WaitingView | TenantJobView) else None
+    return f"{tenant}/{job.name}" if tenant else job.name
 
 
 def _hosts_table(hosts: Sequence[HostView], places: str) -> Table:

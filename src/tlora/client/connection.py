@@ -13,14 +13,14 @@ from typing import Any, TypeVar, cast
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from tlora.api import EventList, FileList, JobList
+from tlora.api import EventList, FileList, JobList, TenantJobList
 from tlora.client.access import Access, origin_of
 from tlora.errors import ServiceError
 from tlora.server_directory import HOME
 from tlora.version import __version__
 
 Answer = TypeVar("Answer", bound=BaseModel)
-Page = TypeVar("Page", JobList, FileList, EventList)
+Page = TypeVar("Page", JobList, TenantJobList, FileList, EventList)
 VERSION_HEADER = "tlora-version"
 _DELAYS = (0.2, 0.5, 1.0, 2.0, 4.0)  # seconds before each new try
 _LONGEST_WAIT = 30.0  # seconds, that an answer may ask to wait

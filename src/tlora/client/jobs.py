@@ -11,7 +11,7 @@ from types import TracebackType
 
 import httpx
 
-from tlora.api import EventList, EventView, JobList, JobView, Status
+from tlora.api import EventList, EventView, JobList, JobView, Status, TenantJobList, TenantJobView
 from tlora.client.connection import Connection
 from tlora.errors import ServiceError
 
@@ -56,6 +56,14 @@ def find_start(connection: Connection, start: str) -> str:
 def list_jobs(connection: Connection, most: int | None, status: str | None = None, name: str | None = None) -> Iterator[JobView]:
     """The newest first, `most` of them, or all."""
     for page in connection.pages("/v1/jobs", JobList, most, status=status, name=name):
+        yield from page.data
+
+
+def list_all_jobs(
+    connection: Connection, most: int | None, tenant: str | None = None, status: str | None = None, name: str | None = None
+) -> Iterator[TenantJobView]:
+    """Of all tenants, or of the one of that name, as `list_jobs`. Raises ServiceError for a key without the scope admin."""
+    for page in connection.pages("/v1/tenants/jobs", TenantJobList, most, tenant=tenant, status=status, name=name):
         yield from page.data
 
 

@@ -27,7 +27,7 @@ from tlora.version import __version__
 PAGE_FILES = ("/page/page.css", "/page/page.js", "/page/login.js", "/page/icon.svg")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/login", *PAGE_FILES})  # all else needs a key, or a visitor's cookie
 UPLOADS = frozenset({"/v1/files"})
-_ADMIN = ("/v1/keys", "/metrics", "/v1/drain", "/v1/hosts")  # and everything outside of /v1
+_ADMIN = ("/v1/keys", "/metrics", "/v1/drain", "/v1/hosts", "/v1/tenants")  # and everything outside of /v1
 _READ = ("/", "/openapi.json", "/v1/login-links")
 _MULTIPART_BYTES = 64 << 10  # around the file of an upload
 _SECURITY = (

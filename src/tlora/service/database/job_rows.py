@@ -1,4 +1,5 @@
-"""Jobs in the database: inserted, looked up, and changed by compare-and-set. Every query of a tenant's carries the tenant."""
+"""Jobs in the database: inserted, looked up, and changed by compare-and-set. Every query of a tenant's carries the tenant; `list_all_jobs`
+is for operators."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Connection, Row, Text, bindparam, cast, func, or_, select, update
+from sqlalchemy import Connection, Row, Select, Text, bindparam, cast, func, or_, select, update
 
 from tlora.api import OPEN, OrderSpec
 from tlora.service.config import Limits
-from tlora.service.database.tables import events, files, job_files, jobs
+from tlora.service.database.tables import events, files, job_files, jobs, tenants
 from tlora.service.keys import new_id
 from tlora.service.problems import RefusedError, missing
 from tlora.wording.numbers import quantity
@@ -189,7 +190,26 @@ def list_jobs(
     connection: Connection, tenant: str, before: int | None, count: int, status: str | None, name: str | None
 ) -> Sequence[Row[Any]]:
     """The newest first, from those before the serial number `before`."""
-    query = select(jobs).where(jobs.c.tenant == tenant)
+    return _newest(connection, select(jobs).where(jobs.c.tenant == tenant), before, count, status, name)
+
+
+def list_all_jobs(
+    connection: Connection, tenant_name: str | None, before: int | None, count: int, status: str | None, name: str | None
+) -> Sequence[Row[Any]]:
+    """Of all tenants, or of the one of that name, as `list_jobs`; each row with its `tenant_name`. Raises RefusedError 404 for a tenant
+    that there is not.
+    """
+    query = select(jobs, tenants.c.name.label("tenant_name")).join(tenants, tenants.c.id == jobs.c.tenant)
+    if tenant_name is not None:
+        if connection.execute(select(tenants.c.id).where(tenants.c.name == tenant_name)).first() is None:
+            raise RefusedError(404, "not_found", f"there is no tenant {tenant_name!r}. `tlora keys list` names those that there are")
+        query = query.where(tenants.c.name == tenant_name)
+    return _newest(connection, query, before, count, status, name)
+
+
+def _newest(
+    connection: Connection, query: Select[Any], before: int | None, count: int, status: str | None, name: str | None
+) -> Sequence[Row[Any]]:
     if before is not None:
         query = query.where(jobs.c.serial < before)
     if status is not None:

@@ -26,11 +26,22 @@ _TEXT = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 @router.get("/v1/cluster", tags=["cluster"])
 def show_cluster(request: Request) -> ClusterView:
     """Groups on their GPUs and the queue. Of other tenants' jobs only numbers are shown."""
-    services, tenant = services_of(request), caller_of(request).tenant
+    return _cluster_view(services_of(request), caller_of(request).tenant)
+
+
+@router.get("/v1/tenants/cluster", tags=["cluster"])
+def show_whole_cluster(request: Request) -> ClusterView:
+    """Groups on their GPUs and the queue, with the jobs of all tenants. A key with the scope admin is needed."""
+    return _cluster_view(services_of(request), None)
+
+
+def _cluster_view(services: Services, tenant: str | None) -> ClusterView:
+    """As one tenant sees it, or with the jobs of all."""
     snapshot = services.live.snapshot
     seconds = jobs.c.order["deadline_seconds"].as_float().label("deadline_seconds")
-    columns = (jobs.c.id, jobs.c.name, jobs.c.status, jobs.c.created, jobs.c.ended, seconds)
-    query = select(*columns).where(jobs.c.tenant == tenant, jobs.c.ended.is_(None)).order_by(jobs.c.serial)
+    columns = (jobs.c.id, jobs.c.name, jobs.c.status, jobs.c.created, jobs.c.ended, seconds, tenants.c.name.label("tenant_name"))
+    query = select(*columns).join(tenants, tenants.c.id == jobs.c.tenant).where(jobs.c.ended.is_(None)).order_by(jobs.c.serial)
+    query = query if tenant is None else query.where(jobs.c.tenant == tenant)
     rows = services.read(lambda connection: connection.execute(query).all())
     own = {row.id for row in rows}
     in_groups = {job for group in snapshot.groups for job in group.job_ids}
@@ -50,10 +61,9 @@ def show_cluster(request: Request) -> ClusterView:
     for row in rows:
         if (reason := services.live.waiting_for(row.id, row.status)) is not None:
             place, starts = services.live.queue_place(row.id, row.status)
-            missed = deadline_missed(row.created, row.ended, row.deadline_seconds)
-            waiting.append(
-                WaitingView(job=row.id, name=row.name, reason=reason, place=place, estimated_start=starts, deadline_missed=missed)
-            )
+            missed, whose = deadline_missed(row.created, row.ended, row.deadline_seconds), None if tenant else row.tenant_name
+            foreseen = {"place": place, "estimated_start": starts, "deadline_missed": missed}
+            waiting.append(WaitingView(job=row.id, name=row.name, reason=reason, tenant=whose, **foreseen))
     behind = len(snapshot.waiting) + 1  # those that have no place yet; those whose group loads their base are the first
     waiting.sort(key=lambda one: one.place or (0 if one.job in in_groups else behind))
     return ClusterView(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import ValidationError
 from sqlalchemy import Connection, Row
 
-from tlora.api import CloneOrder, JobList, JobView, Name, OrderSpec, Status, Sweep, SweepOrder
+from tlora.api import CloneOrder, JobList, JobView, Name, OrderSpec, Status, Sweep, SweepOrder, TenantJobList, TenantJobView
 from tlora.errors import ConfigError
 from tlora.manifest import MANIFEST
 from tlora.protocol import JobRequest
@@ -161,17 +162,45 @@ def check_checkpoint(services: Services, tenant: str, order: OrderSpec) -> None:
         raise RefusedError(404, "not_found", message, "start_from")
 
 
+_Read = Callable[[Connection, int | None], Sequence[Row[Any]]]
+
+
+def _list(request: Request, kind: str, limit: int, cursor: str | None, read: _Read) -> tuple[Sequence[Row[Any]], bool, str | None]:
+    """`limit` rows of a list from `cursor` on, of those that `read` finds before a serial number; whether there are more; their cursor."""
+    services, tenant = services_of(request), caller_of(request).tenant
+    before = services.cursors.read(tenant, kind, cursor)
+    rows = services.read(lambda connection: read(connection, before))
+    shown, more = rows[:limit], len(rows) > limit
+    return shown, more, services.cursors.make(tenant, kind, shown[-1].serial) if more else None
+
+
 @router.get("/jobs")
 def list_jobs(
     request: Request, limit: Limit = 20, cursor: Cursor = None, status: Status | None = None, name: Annotated[Name | None, Query()] = None
 ) -> JobList:
     """The newest first."""
-    services, tenant = services_of(request), caller_of(request).tenant
-    before = services.cursors.read(tenant, "jobs", cursor)
-    rows = services.read(lambda connection: job_rows.list_jobs(connection, tenant, before, limit + 1, status, name))
-    shown, more = rows[:limit], len(rows) > limit
-    cursor = services.cursors.make(tenant, "jobs", shown[-1].serial) if more else None
+    services, own = services_of(request), caller_of(request).tenant
+    shown, more, cursor = _list(
+        request, "jobs", limit, cursor, lambda connection, before: job_rows.list_jobs(connection, own, before, limit + 1, status, name)
+    )
     return JobList.model_construct(data=[services.trained_view(row) for row in shown], has_more=more, next_cursor=cursor)
+
+
+@router.get("/tenants/jobs")
+def list_all_jobs(
+    request: Request,
+    limit: Limit = 20,
+    cursor: Cursor = None,
+    status: Status | None = None,
+    name: Annotated[Name | None, Query()] = None,
+    tenant: Annotated[Name | None, Query()] = None,
+) -> TenantJobList:
+    """Of all tenants, or of the one of that name, the newest first. A key with the scope admin is needed."""
+    services = services_of(request)
+    newest = partial(job_rows.list_all_jobs, tenant_name=tenant, count=limit + 1, status=status, name=name)
+    shown, more, cursor = _list(request, "all jobs", limit, cursor, lambda connection, before: newest(connection, before=before))
+    views = [TenantJobView.model_construct(**dict(services.trained_view(row)), tenant=row.tenant_name) for row in shown]
+    return TenantJobList.model_construct(data=views, has_more=more, next_cursor=cursor)
 
 
 @router.get("/jobs/{job_id}")
