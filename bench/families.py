@@ -24,6 +24,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from bench.machine import facts, write
+from bench.timm_towers import small_towers
 from tlora.errors import TloraError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel.batch import BatchRow, collate
@@ -73,6 +74,7 @@ DECODERS_IF_TOLD = (
     "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
 )  # fmt: skip
 """Encoders whose config says whether they are decoders."""
+_NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SCALED_ROPE = _PLAIN_ROPE | {
     "rope_type": "yarn",
@@ -107,7 +109,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 16},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE, "sliding_attention": _PLAIN_ROPE}},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "4/8"},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     **{family: {"is_decoder": True} for family in DECODERS_IF_TOLD},
@@ -129,6 +131,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "hy_v4_vl_text": {"rope_parameters": _PLAIN_ROPE | {"mrope_section": [2, 1, 1]}},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"num_hidden_layers": 4, **dict.fromkeys(("layer_types", "layers_block_type"), ["mamba", "hybrid"] * 2)},
+    "t5gemma2_encoder": {"text_config": _NARROW | {"num_key_value_heads": 2, "head_dim": 16}, "vision_config": _NARROW},
+    "blt": {
+        **dict.fromkeys(("patcher_config", "global_config"), _NARROW),
+        **dict.fromkeys(("encoder_config", "decoder_config"), _NARROW | {"hidden_size_global": 64}),
+        "encoder_hash_byte_group_vocab": 99,
+    },
+    "timm_wrapper": {"hidden_size": 32, "model_args": {"embed_dim": 32}},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"], "adapter_out_dim": TINY["hidden_size"]},
+    "dots3_note_audio_encoder": {"adapter_out_dim": TINY["hidden_size"]},
+    "deepseek_ocr2_vision": {
+        "sam_config": {"num_hidden_layers": 1, "global_attn_indexes": [0]},
+        "encoder_config": {"num_hidden_layers": 1, "hidden_size": 896, "intermediate_size": 96, "num_attention_heads": 14},
+    },
     "molmo2": {"adapter_config": {"vision_feature_layer": [0, 0]}},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
 }
@@ -169,7 +186,10 @@ def tiny(kind: Any) -> Any:
     the towers have one layer.
     """
     whole = kind()
-    text = whole.get_text_config()
+    try:
+        text = whole.get_text_config()
+    except ValueError:  # it has several
+        return whole
     changes = {key: value for key, value in TINY.items() if _takes(text, key)} | _layers(text)
     changes |= _rope(text) if text is not whole else {}
     if "kv_lora_rank" in changes and "num_key_value_heads" in changes:  # latent attention has as many, and heads for positions apart
@@ -180,7 +200,8 @@ def tiny(kind: Any) -> Any:
     parts = {name: value for name, value in vars(whole).items() if isinstance(value, PretrainedConfig)}
     small = {name: {key: value for key, value in TOWER.items() if _takes(part, key)} for name, part in parts.items() if part is not text}
     inside = next(name for name, value in parts.items() if value is text)
-    towers = {name: {**changed, "model_type": parts[name].model_type} for name, changed in small.items()}
+    kinds = {name: parts[name].model_type for name in small}
+    towers = {name: {**changed, **SPECIAL.get(kinds[name], {}), "model_type": kinds[name]} for name, changed in small.items()}
     return kind(**{inside: {**changes, "model_type": text.model_type}, **towers, **SPECIAL.get(whole.model_type, {})})
 
 
@@ -216,6 +237,7 @@ def _takes(config: Any, key: str) -> bool:
         return True
 
 
+@small_towers()
 def look(family: str, kind: Any) -> Row:
     """Never raises: what a family's own code raises is a row."""
     name = kind.__name__
@@ -306,7 +328,7 @@ def _ring(*_: object) -> None:
 
 
 def _line(error: Exception) -> str:
-    return f"{' '.join(str(error).split()) or type(error).__name__}"[:200]
+    return f"{' '.join(str(error).split()) or type(error).__name__}"[:900]
 
 
 def rows(only: list[str]) -> Iterator[Row]:
@@ -358,7 +380,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     found: list[Row] = []
     for row in rows([name for name in arguments.only.split(",") if name]):
-        print(f"{row.family:30} {row.state:10} {row.note[:120]}", flush=True)
+        print(f"{row.family:30} {row.state:10} {row.note}", flush=True)
         found.append(row)
     if arguments.keep:
         tried = {row.family for row in found}

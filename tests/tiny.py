@@ -37,6 +37,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen4ExpTextConfig,
     StableLmConfig,
+    ZayaConfig,
 )
 
 from tlora.data.dataset import Sample
@@ -189,6 +190,7 @@ ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "jamba": JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1),
     "mpt": MptConfig(d_model=64, n_heads=4, n_layers=2, max_seq_len=256, vocab_size=131, expansion_ratio=2),
     "gpt": OpenAIGPTConfig(**_GPT),
+    "zaya": ZayaConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32),
     "inkling": InklingTextConfig(
         **{**SHAPE, "vocab_size": 137},
         unpadded_vocab_size=131,

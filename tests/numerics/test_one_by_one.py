@@ -1,4 +1,4 @@
-"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT, GPT, Falcon): together = alone = PEFT; what is refused."""
+"""Bases whose samples cannot share a pass (Qwen4-Exp, DeepSeek-V4, Jamba, MPT, Falcon, ZAYA): together = alone = PEFT; what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BertConfig, ProphetNetConfig, ReformerConfig, XLNetConfig, ZayaConfig
+from transformers import AutoModelForCausalLM, BertConfig, BigBirdConfig, ProphetNetConfig, ReformerConfig, XLNetConfig
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
 from bench.families import tiny
@@ -46,8 +46,9 @@ TARGETS = {
     "inkling": ["q_proj", "r_proj", "o_proj", "mlp.down_proj"],
     **{name: ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"] for name in FALCONS},
     "gpt": ["c_attn", "c_fc", "mlp.c_proj"],
+    "zaya": ["q_proj", "v_proj_current", "v_proj_delayed", "o_proj"],
 }
-DTYPES = dict.fromkeys(("qwen4-exp", "deepseek-v4", "inkling"), torch.float32)  # products of experts take no fp64
+DTYPES = dict.fromkeys(("qwen4-exp", "deepseek-v4", "inkling", "zaya"), torch.float32)  # products of experts take no fp64
 WIDER = {"mpt": (("d_model", 256),), "gpt": (("n_embd", 256),), **dict.fromkeys(FALCONS, (("hidden_size", 256),))}
 EVERY_RUN = ("jamba", "falcon-40b")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of PEFT, which looks for experts too
@@ -169,13 +170,12 @@ def test_others_are_packed(family: str, tmp_path: Path) -> None:
 
 # -- what is refused ------------------------------------------------------------------------------------------------------
 
-ZAYA = ZayaConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32)
 REFUSED = {
     "later tokens": (XLNetConfig(vocab_size=131, d_model=64, n_layer=2, n_head=4, d_inner=96), "lets tokens see those behind them"),
     "an encoder": (BertConfig(**SHAPE), "is no decoder. Use .* or, if it was trained as one, set is_decoder: true in its config.json"),
     "another head": (ProphetNetConfig(vocab_size=131, hidden_size=64), "gives other logits than its decoder and head"),
     "no gradients": (tiny(ReformerConfig), "ReformerModelWithLMHead lets no gradient through to its linear layers"),
-    "other rows": (ZAYA, r"v_proj_delayed sees 1 rows of a sample of 19 tokens, and so has no adapter"),
+    "other rows": (BigBirdConfig(**SHAPE, is_decoder=True), r"pooler sees 1 rows of a sample of 19 tokens, and so has no adapter"),
 }
 
 
@@ -186,6 +186,16 @@ def test_what_samples_one_by_one_do_not_mend_is_refused_with_both_reasons(case: 
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ModelError, match=rf"(packed samples|packed).*Nor do samples one by one: .*{why}"):
         make_any_base(model, case)
+
+
+def test_rows_beside_those_of_tokens_are_zeros_or_refused() -> None:
+    """ZAYA's delayed values are of the token before, and of zeros in the place of that before the first."""
+    assert make_any_base(make_model("zaya"), "zaya").why_one_by_one
+    model = make_model("zaya")
+    projection = model.model.layers[0].self_attn.qkv_proj.v_proj_delayed
+    projection.register_forward_pre_hook(lambda _linear, args: args[0] + (args[0].shape[1] == 1))
+    with pytest.raises(ModelError, match="v_proj_delayed sees 1 rows of a sample of 19 tokens, and so has no adapter. Use another base"):
+        make_any_base(model, "zaya")
 
 
 def remembers(self: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, JetMoeConfig, Llama4TextConfig, LongcatFlashConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, DbrxConfig, JetMoeConfig, Llama4TextConfig, LongcatFlashConfig, PretrainedConfig
 
 from tests.tiny import SHAPE
 from tlora.job import TrainConfig
@@ -30,9 +30,16 @@ def longcat(identities: int) -> PretrainedConfig:
     return LongcatFlashConfig(**SHAPE | latent | experts | {"num_layers": 2, "num_key_value_heads": SHAPE["num_attention_heads"]})
 
 
+def dbrx() -> PretrainedConfig:
+    narrow = {"d_model": HIDDEN, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": SHAPE["vocab_size"]}
+    experts = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN}
+    return DbrxConfig(**narrow, attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, ffn_config=experts)
+
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "jetmoe": lambda: JetMoeConfig(**SHAPE, kv_channels=16, num_local_experts=4, num_experts_per_tok=2),
     "longcat": lambda: longcat(0),
+    "dbrx": dbrx,
     "llama4": lambda: Llama4TextConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, moe_layers=[1]),
 }
 
@@ -71,6 +78,8 @@ def test_a_job_that_orders_them_is_counted_as_one_at_attention(tmp_path: Path) -
 
 
 def _block(model: Any, family: str) -> Any:
+    if family == "dbrx":
+        return model.transformer.blocks[-1].ffn
     layer = model.model.layers[-1]
     return layer.feed_forward if family == "llama4" else layer.mlp
 
@@ -81,12 +90,12 @@ def test_a_token_is_multiplied_with_the_weights_that_are_counted(family: str, tm
     config = CONFIGS[family]()
     config.save_pretrained(tmp_path)
     counted = active_weights(SuperModel(outline(str(tmp_path), "bfloat16")), adapts_experts=False)
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    model: Any = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     block = _block(model, family)
     (name,) = (name for name, module in model.named_modules() if module is block)
     with FlopCounterMode(display=False) as flops, torch.no_grad():
         block(torch.randn(1, TOKENS, HIDDEN))
-    beside = sum(p.numel() for p in block.parameters() if p.ndim == 2)
+    beside = sum(p.numel() for key, p in block.named_parameters() if p.ndim == 2 and f"{name}.{key}" not in counted)
     assert flops.get_total_flops() == 2 * TOKENS * (beside + sum(n for key, n in counted.items() if key.startswith(f"{name}.")))
 
 

@@ -80,7 +80,7 @@ def test_a_short_convolution_without_bounds_is_refused_though_it_leaks_less_than
     config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])
     make_base(build(config, dtype), "lfm2")
     monkeypatch.setattr(recurrent_layers, "RECURRENCES", {})
-    with pytest.raises(ModelError, match=r"Use a decoder made of attention"):
+    with pytest.raises(ModelError, match=r"gives packed samples other logits than single ones"):
         make_base(build(config, dtype), "lfm2")
 
 
@@ -144,6 +144,13 @@ def test_a_package_that_transformers_needs_is_named(tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors", {"format": "pt"})
     for make in (outline, load_base):
         with pytest.raises(ModelError, match=r"makes no model of it without another package: .*pip install timm"):
+            make(str(tmp_path))
+
+
+def test_a_checkpoint_of_several_text_models_is_refused(tmp_path: Path) -> None:
+    transformers.MusicgenConfig().save_pretrained(tmp_path)
+    for make in (outline, load_base):
+        with pytest.raises(ModelError, match="MusicgenConfig is no causal language model. Choose one with a causal head"):
             make(str(tmp_path))
 
 

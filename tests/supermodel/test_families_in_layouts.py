@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from bench.families import VOCABULARY, families, tiny
+from bench.timm_towers import small_towers
 from tests.supermodel.test_stage import chain, cut_of
 from tests.tolerances import LOGITS, assert_close
 from tlora.adapters.state import AdapterState, init_state
@@ -113,5 +114,7 @@ def test_a_load_does_what_the_plan_says(family: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
+def _quiet() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
+    with small_towers():
+        yield

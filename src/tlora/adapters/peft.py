@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,18 @@ def refused_by_peft(model_type: str, layout: AdapterLayout) -> list[str]:
     if model_type not in _NO_OUT_PROJ or all(shape.module.rpartition(".")[2] != "out_proj" for shape in layout.linears):
         return []
     return [f"PEFT loads no adapter at out_proj over {model_type}. Write exclude_modules: [out_proj] for one that it does"]
+
+
+def without_place_in_peft(model_type: str, layout: AdapterLayout, lost: Sequence[str]) -> list[str]:
+    """In a line, that PEFT finds no place for the adapters of the modules `lost`."""
+    if not lost:
+        return []
+    why = f"transformers changes the names of its modules as it reads files, that of {lost[0]} first"
+    if len(lost) == len(layout.linears):
+        return [f"PEFT finds no place for an adapter over {model_type}: {why}. Use tlora generate, which reads it"]
+    ends = sorted({".".join(name.split(".")[-2:]) for name in lost})
+    loses = f"PEFT leaves out {len(lost)} of the {len(layout.linears)} modules of an adapter over {model_type}: {why}"
+    return [f"{loses}. Write exclude_modules: [{', '.join(ends)}] for one that it loads whole"]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from tlora.adapters.layout import AdapterLayout
 from tlora.adapters.pattern_warnings import pattern_warnings
-from tlora.adapters.peft import load_params, read_config, refused_by_peft
+from tlora.adapters.peft import load_params, read_config, refused_by_peft, without_place_in_peft
 from tlora.adapters.state import AdapterState
 from tlora.base_digest import trained_over
 from tlora.data.dataset import Dataset
@@ -26,6 +26,7 @@ from tlora.job import JobSpec, RunSpec
 from tlora.planning.planned_job import PlannedJob
 from tlora.planning.start import PLACES, adopt_adapter_config, find_start, fit_adapter, start_state
 from tlora.shape.length_limits import check_length
+from tlora.supermodel.assembly import lost_by_peft
 from tlora.supermodel.base_config import max_positions
 from tlora.supermodel.base_name import same_base
 from tlora.supermodel.load import find_directory
@@ -82,7 +83,9 @@ def _take_shape(job: PlannedJob, model: SuperModel, resumed: Path | None) -> Non
     else:
         job.layout = model.layout(job.spec)
     job.warnings += model.left_out(job.spec) + pattern_warnings(job.spec, job.layout) + _rank_warnings(job.layout)
-    job.warnings += refused_by_peft(model.model.config.model_type, job.layout)
+    model_type, linears = model.model.config.model_type, [shape.module for shape in job.layout.linears]
+    job.warnings += refused_by_peft(model_type, job.layout)
+    job.warnings += without_place_in_peft(model_type, job.layout, lost_by_peft(model.model, linears))
     if start is not None:
         load_params(start, job.layout, torch.float32)
 

@@ -112,8 +112,11 @@ def _fitting(model: SuperModel, run: Callable[[], T]) -> T:
     try:
         return run()
     except RuntimeError as error:
-        why = str(error).strip().splitlines()[0]
-        raise ModelError(f"base_model {model.base.name}: by its config.json, its layers do not fit together: {why}") from None
+        dtype = model.base.head.weight_VH.dtype
+        remedy = "Compare it with the original's" + (", or set dtype: float32" if dtype.itemsize == 2 else "")
+        name = str(dtype).removeprefix("torch.")
+        why = f"by its config.json, its layers do not fit together in {name}: {str(error).strip().splitlines()[0]}"
+        raise ModelError(f"base_model {model.base.name}: {why}. {remedy}") from None
 
 
 def takes_fast_path(model: SuperModel) -> bool:

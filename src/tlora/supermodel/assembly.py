@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming, rename_source_key
 
 from tlora.adapters.targets import in_indexer
 from tlora.errors import ModelError
@@ -112,6 +112,19 @@ def why_in_parts(model: Any, names: Sequence[str]) -> str:
     ends = tuple(end for targets in made for end in targets)
     part = next((name for name in names if name.endswith(ends)), None)
     return "" if part is None else f"its files have the parts of {part} apart, or in another tensor"
+
+
+def lost_by_peft(model: Any, linears: Iterable[str]) -> list[str]:
+    """Those of `linears` for whose adapters PEFT finds no place: it renames an adapter's tensors as transformers renames those of the
+    family's files, also where they have the model's names already (`language_model.layers` in place of `layers`, twice).
+    """
+    if get_checkpoint_conversion_mapping(model.config.model_type) is None:
+        return []
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    modules = {name for name, _ in model.named_modules()}
+    found = {name: rename_source_key(f"{name}.weight", renamings, [])[0].removesuffix(".weight") for name in linears}
+    # where it is but a prefix that an adapter's own name has, PEFT undoes it
+    return [name for name, renamed in found.items() if renamed not in modules and not f"base_model.model.{name}".endswith(renamed)]
 
 
 def hold_outlined(model: nn.Module, form: Format, value_dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tlora.adapter_shape import ExpertSize
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from tlora.supermodel.routers import RoutersSeen  # imports this
 
 NAME = "tlora_experts"
-_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; of 16 bits, where eager experts round each sum of slots:
 _OF_16_BITS = 5e-2
 
@@ -180,7 +181,8 @@ def adaptable_modules(model: nn.Module) -> list[str]:
 
 def experts_per_token(config: Any) -> int:
     """To how many experts a token goes; 0 where the config does not say, or not for all layers alike."""
-    found = (getattr(config, key, None) for key in _PER_TOKEN)
+    parts = (config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig)))  # the latter of DBRX' layers
+    found = (getattr(part, key, None) for part in parts for key in _PER_TOKEN)
     return next((value for value in found if isinstance(value, int)), 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlora.errors import ModelError
+from tlora.errors import ModelError, first_line
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.row_products import width_that_mixes
 from tlora.supermodel.text_model import has_other_modalities, text_class
@@ -53,17 +53,31 @@ def why_not_packed(base: Any, packed: Tensor, alone: Tensor, leaks: bool, tolera
         said = f"products of {width} numbers in {str(weight.dtype).removeprefix('torch.')} let a NaN of one row into another"
         return ModelError(f"{start}this processor's {said}, so jobs cannot share it. Set dtype: float32")
     scale = base.head.scale
-    if not leaks and has_other_modalities(base.model.config) and scale != 1.0 and _difference(packed / scale, alone) <= tolerance:
+    if not leaks and has_other_modalities(base.model.config) and scale != 1.0 and relative_difference(packed / scale, alone) <= tolerance:
         return ModelError(
             f"{start}{kind} of transformers leaves out the logit_scale {scale:g} of its text model, so its logits are not the "
             "checkpoint's. "
             f"Save the text model by itself, as {text_class(base.model.config)}, and take that"
         )
     return UnpackedError(
-        f"{start}{kind} gives packed samples other logits than single ones (relative difference {_difference(packed, alone):.1e}), "
-        "so jobs cannot share it. Use a decoder made of attention and linear layers"
+        f"{start}{kind} gives packed samples other logits than single ones (relative difference {relative_difference(packed, alone):.1e}), "
+        "so they cannot share a pass"
     )
 
 
-def _difference(packed: Tensor, alone: Tensor) -> float:
+def why_neither(base: Any, packed: UnpackedError, alone: Exception) -> ModelError:
+    """Of a base whose samples can neither share a pass nor go one by one: where both fail alike, as in models that read images or a second
+    text too, it is said once.
+    """
+    why, config = first_line(alone).rstrip("."), base.model.config
+    remedy = "" if isinstance(alone, ModelError) else ". Use a causal language model"
+    if why not in str(packed):
+        return ModelError(f"{packed}. Nor do samples one by one: {why}{remedy}")
+    what = "is an encoder-decoder, and " if getattr(config, "is_encoder_decoder", False) else ""
+    return ModelError(f"base_model {base.name}: {type(base.model).__name__} {what}does not run over a text alone: {why}{remedy}")
+
+
+def relative_difference(packed: Tensor, alone: Tensor) -> float:
+    """In fp64: logits that are masked (Chameleon's, of images) have squares beyond fp32."""
+    packed, alone = packed.double(), alone.double()
     return float((packed - alone).norm() / alone.norm())

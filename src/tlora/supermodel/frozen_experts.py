@@ -1,7 +1,7 @@
 """Experts that stay as they are, as their modules do not ask transformers' `ExpertsInterface`: what a token is multiplied with there, and
 what stands for their code on the meta device, where it cannot ask to which experts tokens go.
 
-Which modules these are is read off their forwards and parameters [E, A, B].
+Which modules these are is read off their forwards and parameters: [E, A, B], or [E * A, B] (DBRX).
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch import Tensor, nn
 
 from tlora.supermodel.experts import adaptable_modules, experts_per_token
 
-Kind = Literal["routed", "sorted", "all tokens"]
-_KINDS: dict[tuple[str, ...], tuple[Kind, tuple[str, ...]]] = {
-    ("hidden_states", "top_k_index", "top_k_weights"): ("routed", ("gate_up_proj", "down_proj")),  # LongCat-Flash
-    ("inputs", "expert_size"): ("sorted", ("weight",)),  # JetMoE
-    ("hidden_states",): ("all tokens", ("gate_up_proj", "down_proj")),  # Llama 4, with several experts a token
+Kind = Literal["routed", "in rows", "sorted", "all tokens"]
+_ROUTED = ("hidden_states", "top_k_index", "top_k_weights")
+_KINDS: dict[Kind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "routed": (_ROUTED, ("gate_up_proj", "down_proj")),  # LongCat-Flash
+    "in rows": (_ROUTED, ("mlp.w1", "mlp.v1", "mlp.w2")),  # DBRX: gate, up and down, all [E * A, B]
+    "sorted": (("inputs", "expert_size"), ("weight",)),  # JetMoE
+    "all tokens": (("hidden_states",), ("gate_up_proj", "down_proj")),  # Llama 4, with several experts a token
 }
-"""By the parameters of a module's forward, with the names of its parameters."""
+"""The parameters of a module's forward, and the names of its own."""
+_INPUTS_FIRST = ("mlp.w2",)  # [E, in, out], beside those of "all tokens"
 
 
 class Visited(NamedTuple):
@@ -42,7 +45,8 @@ def frozen_parameters(model: nn.Module, adaptable: Iterable[str]) -> dict[str, V
         visits = Fraction(counts[0]) if kind == "all tokens" else Fraction(per_token * min(counts), max(counts))
         for each, parameter in parameters.items():
             rows, columns = parameter.shape[1:]
-            found[f"{name}.{each}"] = Visited(visits, *((rows, columns) if kind == "all tokens" else (columns, rows)))
+            inputs_first = kind == "all tokens" or each in _INPUTS_FIRST
+            found[f"{name}.{each}"] = Visited(visits, *((rows, columns) if inputs_first else (columns, rows)))
     return found
 
 
@@ -66,14 +70,27 @@ def rows_to_rows(model: nn.Module) -> list[str]:
     return [name for name, kind, _ in _frozen(model, adaptable_modules(model)) if kind != "sorted"]
 
 
-def _frozen(model: nn.Module, adaptable: Iterable[str]) -> Iterator[tuple[str, Kind, dict[str, nn.Parameter]]]:
+def _frozen(model: nn.Module, adaptable: Iterable[str]) -> Iterator[tuple[str, Kind, dict[str, Tensor]]]:
+    """With each parameter as [E, A, B]."""
     known = set(adaptable)
     for name, module in model.named_modules():
-        kind, names = _KINDS.get(tuple(inspect.signature(type(module).forward).parameters)[1:], (None, ()))
-        parameters = {each: cast(Any, getattr(module, each, None)) for each in names}
-        fused = all(isinstance(p, nn.Parameter) and p.ndim == 3 and len(p) > 1 for p in parameters.values())
-        if kind is not None and fused and name not in known:
-            yield name, kind, parameters
+        asked = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        for kind, (inputs, names) in _KINDS.items():
+            if inputs != asked or name in known:
+                continue
+            parameters = {each: _by_expert(module, each, kind) for each in names}
+            if all(p is not None and p.ndim == 3 and len(p) > 1 for p in parameters.values()):
+                yield name, kind, cast("dict[str, Tensor]", parameters)
+
+
+def _by_expert(module: Any, name: str, kind: Kind) -> Tensor | None:
+    """A parameter, of which `name` may be in a module within; None: there is no such."""
+    path, _, own = name.rpartition(".")
+    parameter = dict(module.named_modules()).get(path, nn.Module())._parameters.get(own)
+    if parameter is None or kind != "in rows":
+        return parameter
+    count = getattr(module, "num_experts", 0)
+    return parameter.view(count, -1, parameter.shape[-1]) if count else None
 
 
 def _routed(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -85,8 +102,16 @@ def _routed(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     return torch.zeros_like(hidden_states).index_add_(0, rows, weighted_SH.to(hidden_states.dtype))
 
 
+def _in_rows(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """As `DbrxExperts.forward`, [B, T, H]."""
+    rows = torch.arange(len(top_k_index), device=hidden_states.device).repeat_interleave(top_k_index.shape[-1])
+    flat_TH, width = hidden_states.flatten(0, -2), len(module.mlp.w1) // module.num_experts
+    y_SH = module.mlp(flat_TH[rows], module.mlp.w1[:width], module.mlp.v1[:width], module.mlp.w2[:width])
+    return torch.zeros_like(flat_TH).index_add_(0, rows, y_SH * top_k_weights.reshape(-1, 1)).view(hidden_states.shape)
+
+
 def _sorted(module: Any, inputs: Tensor, _expert_size: object) -> Tensor:
     return nn.functional.linear(inputs, module.weight[0])
 
 
-_STAND_INS: dict[Kind, Callable[..., Tensor]] = {"routed": _routed, "sorted": _sorted}
+_STAND_INS: dict[Kind, Callable[..., Tensor]] = {"routed": _routed, "in rows": _in_rows, "sorted": _sorted}

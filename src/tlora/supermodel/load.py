@@ -23,7 +23,7 @@ from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
 from tlora.supermodel.base_config import one_line, package_missing, refuse_strange_config, unreadable
 from tlora.supermodel.drawn_weights import why_not_packed_drawn
-from tlora.supermodel.failed_proof import UnpackedError, why_not_finite, why_not_packed, why_of_other_tokens
+from tlora.supermodel.failed_proof import UnpackedError, why_neither, why_not_finite, why_not_packed, why_of_other_tokens
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.head_input import as_seen, find_head, input_of_head, look_at_head
@@ -234,7 +234,7 @@ def make_any_base(model: Any, name: str) -> Base:
         try:
             return replace(prove_one_by_one(base, _sample_ids(base), _TOLERANCE[base.head.weight_VH.dtype]), why_one_by_one=why)
         except OF_FAMILIES as also:
-            raise ModelError(f"{error}. Nor do samples one by one: {first_line(also)}") from None
+            raise why_neither(base, error, also) from None
 
 
 def outline(base_model: str, dtype: str = "auto", base_precision: BasePrecision | None = None) -> Base:

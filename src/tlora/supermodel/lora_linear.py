@@ -195,10 +195,14 @@ class LoraLinear(nn.Module):
             y_TN = grouped_lora_linear(x_TK, base, self._weights_in(active.bank), slots, keys_T, anchor)
         else:
             segments = active.segments(self.name)
-            if not segments:
+            if not segments or self._sees_zeros(x_TK, active):
                 return frozen_linear(x, base)
             y_TN = multi_lora_linear(x_TK, base, self._weights_in(active.bank), segments, keys_T, anchor)
         return y_TN.view(*x.shape[:-1], self.out_features)
+
+    def _sees_zeros(self, x_TK: Tensor, active: ActiveBatch) -> bool:
+        """Whether these are rows beside those of tokens, for which adapters give zeros (`one_by_one.py`)."""
+        return len(x_TK) != len(active.batch.input_ids_T) and (x_TK.is_meta or not bool(x_TK.any()))
 
     def _weights_in(self, bank: AdapterBank) -> LoraWeights:
         rows = bank.linear(self.name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tlora.errors import ModelError, first_line
 from tlora.supermodel import attention
-from tlora.supermodel.failed_proof import why_not_finite
+from tlora.supermodel.failed_proof import relative_difference, why_not_finite
 from tlora.supermodel.head_input import as_seen, look_at_head
 from tlora.supermodel.inject import expert_modules, find_linears
 
@@ -45,13 +45,16 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> Any:
             continue
         found = [hidden_of(base, i) for i in (*ids, *ids)]
         logits = [base.head.logits(hidden_TH).float() for hidden_TH in found[: len(ids)]]
-        difference = max(float((mine - own).norm() / own.norm()) for mine, own in zip(logits, expected, strict=True))
+        difference = max(relative_difference(mine, own) for mine, own in zip(logits, expected, strict=True))
         if difference <= tolerance:
             break
     else:
-        raise ModelError(f"{kind} gives other logits than its decoder and head (relative difference {difference:.1e})")
+        raise ModelError(
+            f"{kind} gives other logits than its decoder and head (relative difference {difference:.1e}), so its loss is another. "
+            "Use another base"
+        )
     if not all(torch.equal(first, again) for first, again in zip(found[: len(ids)], found[len(ids) :], strict=True)):
-        raise ModelError(f"{kind} gives a sample other hidden states the second time")
+        raise ModelError(f"{kind} gives a sample other hidden states the second time. Use another base")
     whole, half = ids[0], len(ids[0]) // 2
     changed = torch.cat([whole[:half], (whole[half:] + 1) % base.vocab_size])
     seen = hidden_of(base, changed)[:half].float()
@@ -67,7 +70,8 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> Any:
 
 
 def _check_linears(base: Any, ids_T: Tensor) -> None:
-    """Raise ModelError for a linear that sees other rows than the tokens: whose they are is not known to its adapter. And for code through
+    """Raise ModelError for a linear that sees other rows than the tokens: whose they are is not known to its adapter. Rows of zeros are
+    nobody's (ZAYA's, in the place of the token before the first), and any adapter gives zeros for them. And for code through
     which no gradient comes to linears, as Reformer's reversible layers, which compute without autograd where what they get needs none: an
     adapter there would stay as it was.
     """
@@ -76,7 +80,7 @@ def _check_linears(base: Any, ids_T: Tensor) -> None:
 
     def adapt(name: str, _linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         rows = args[0].shape[:-1].numel()
-        if rows != len(ids_T) and not name.startswith(blocks):
+        if rows != len(ids_T) and not name.startswith(blocks) and bool(args[0].any()):
             strange.append(f"{name} sees {rows} rows of a sample of {len(ids_T)} tokens, and so has no adapter. Use another base")
         return output + zero
 

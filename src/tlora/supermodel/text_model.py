@@ -24,11 +24,15 @@ _OF_CODE = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, As
 
 def auto_class(config: Any) -> Any:
     """transformers' class that makes the model of `config`, under whose names its adapters are saved; None for a model without a causal
-    head. A checkpoint of several modalities is made whole. A model of text may be among those of images alone (Mistral4ForCausalLM).
+    head, and for one with several text models, none of which is the one (MusicGen). A checkpoint of several modalities is made whole. A
+    model of text may be among those of images alone (Mistral4ForCausalLM).
     """
     classes: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
-    if has_other_modalities(config):
-        classes.reverse()
+    try:
+        if has_other_modalities(config):
+            classes.reverse()
+    except ValueError:
+        return None
     return next((each for each in classes if type(config) in each._model_mapping), None)
 
 

@@ -238,6 +238,7 @@ def _compare(files: _Files) -> _Comparison:
             config=without_packing(config),
             state_dict={name: tensor.as_subclass(_Header) for name, tensor in tensors.items()},
             device_map="meta",
+            attn_implementation="eager",  # a config that was outlined names ours, which a tower for images may not know
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
