@@ -45,7 +45,7 @@ def make_directory(path: Path) -> None:
         path.mkdir(exist_ok=True)
         sync(path.parent)
     except OSError as error:
-        raise _failure(path, error) from error
+        raise write_error(path, error) from error
 
 
 def write_directory(final: Path, write: Callable[[Path], Mapping[str, str] | None], *, failpoint: Failpoint = no_failpoint) -> None:
@@ -69,10 +69,10 @@ def write_directory(final: Path, write: Callable[[Path], Mapping[str, str] | Non
     except BaseException as error:
         _give_up(temporary, final)
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise _failure(final, error) from error
+            raise write_error(final, error) from error
         code = _OS_ERROR.search(str(error))  # safetensors reports a full disk in an exception of its own
         if code and int(code[1]) in _NO_SPACE:
-            raise _failure(final, OSError(int(code[1]), os.strerror(int(code[1])))) from error
+            raise write_error(final, OSError(int(code[1]), os.strerror(int(code[1])))) from error
         raise
 
 
@@ -94,7 +94,7 @@ def link_file(source: Path, path: Path, *, failpoint: Failpoint = no_failpoint) 
         sync(path.parent)
     except OSError as error:
         _give_up(temporary, path)
-        raise _failure(path, error) from error
+        raise write_error(path, error) from error
 
 
 def write_manifest(directory: Path, digests: Mapping[str, str] | None = None, failpoint: Failpoint = no_failpoint) -> None:
@@ -154,7 +154,7 @@ def newest_verified(parent: Path) -> tuple[Path | None, list[str]]:
         _settle_all(parent)
         paths = _by_step(parent)
     except OSError as error:
-        raise _failure(parent, error) from error
+        raise write_error(parent, error) from error
     for path in paths:
         try:
             verify(path)
@@ -220,7 +220,7 @@ def remove_checkpoints(parent: Path, keep: set[str], *, failpoint: Failpoint = n
             _remove(leftover)
             failpoint("removed one")
     except OSError as error:
-        raise _failure(parent, error) from error
+        raise write_error(parent, error) from error
     return True
 
 
@@ -242,7 +242,7 @@ def scratch_directory(directory: Path) -> Generator[Path]:
         scratch.mkdir()
         yield scratch
     except OSError as error:
-        raise error if isinstance(error, CheckpointError) else _failure(directory, error) from error
+        raise error if isinstance(error, CheckpointError) else write_error(directory, error) from error
     finally:
         with contextlib.suppress(OSError):
             _remove(scratch)
@@ -261,7 +261,7 @@ def clean(parent: Path) -> None:
             if is_leftover(path):
                 _remove(path)
     except OSError as error:
-        raise _failure(parent, error) from error
+        raise write_error(parent, error) from error
 
 
 def write_file(path: Path, content: bytes | str, *, mode: int = 0o666, failpoint: Failpoint = no_failpoint) -> None:
@@ -276,7 +276,7 @@ def write_file(path: Path, content: bytes | str, *, mode: int = 0o666, failpoint
         sync(path.parent)
     except OSError as error:
         _give_up(temporary, path)
-        raise _failure(path, error) from error
+        raise write_error(path, error) from error
 
 
 def truncate_rows(path: Path, keep: Callable[[dict[str, object]], bool]) -> tuple[int, int]:
@@ -290,7 +290,7 @@ def truncate_rows(path: Path, keep: Callable[[dict[str, object]], bool]) -> tupl
     try:
         old = path.read_bytes()
     except OSError as error:
-        raise _failure(path, error) from error
+        raise write_error(path, error) from error
     *lines, torn = old.split(b"\n")
     rows = [(line, _row(line)) for line in lines if line.strip()]
     kept = [line for line, row in [*rows, (torn, _row(torn))] if row is not None and keep(row)]
@@ -308,7 +308,8 @@ def _row(line: bytes) -> dict[str, object] | None:
     return cast(dict[str, object], row) if isinstance(row, dict) else None
 
 
-def _failure(path: Path, error: OSError) -> CheckpointError:
+def write_error(path: Path, error: OSError) -> CheckpointError:
+    """What could not be written, why, and what helps; with the error's number, by which `is_full` knows a full disk."""
     reason = error.strerror or str(error)
     if error.errno in _NO_SPACE:
         remedy = "free some space there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -35,8 +36,18 @@ def test_attempts_only_rise(tmp_path: Path) -> None:
 
 def test_no_directory_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / CLAIMS).write_text("a file")
-    with pytest.raises((CheckpointError, OSError)):
+    with pytest.raises(CheckpointError):
         take_claim(tmp_path, "a", 1, 0.0)
+
+
+def test_a_claim_that_a_full_disk_has_no_room_for_says_where_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*/\.claims/a: No space left on device\. Remedy: free some space") as raised:
+        take_claim(tmp_path, "a", 1, 0.0)
+    assert durable.is_full(raised.value)
 
 
 def hold(jobs: str, told: Any) -> None:

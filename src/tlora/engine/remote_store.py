@@ -25,6 +25,7 @@ from tlora.engine.messages import Command
 from tlora.errors import ConfigError, TloraError
 from tlora.link.log import note
 from tlora.link.transfer import AgainError, StoreClient, TransferError, fetch_tree
+from tlora.store.full_disk import ROOM_ON_DISK
 from tlora.supermodel.base_name import public_name
 from tlora.worker_protocol import Delayed, Failed, Finished, Join, Joined, Left, Load, Refused, Report
 
@@ -174,7 +175,7 @@ class RemoteStore:
                 copy.send(last=True)
                 break
             except AgainError as error:
-                self._send(Delayed(ended.job_id, f"the server to take its last files: {error}"))
+                self._send(Delayed(ended.job_id, ROOM_ON_DISK))
                 tries += self._gave_up()
                 if tries > _LAST_TRIES or self._client.closed.wait(_AGAIN_SECONDS):
                     note(f"{ended.job_id}: its last files are not sent: {error}")

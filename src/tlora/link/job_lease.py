@@ -53,12 +53,21 @@ def take_claim(jobs: Path, name: str, number: int, wait_seconds: float) -> JobLe
     """
     durable.make_directory(jobs / CLAIMS)
     path = jobs / CLAIMS / name
+    try:
+        return _claim(path, number, wait_seconds)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise durable.write_error(path, error) from error
+
+
+def _claim(path: Path, number: int, wait_seconds: float) -> JobLease:
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         _lock(handle, path, wait_seconds)
         begun = _number_in(path)
         if begun > number:
-            raise HeldError(f"{name} was handed over: attempt {begun} has begun, and this is {number}")
+            raise HeldError(f"{path.name} was handed over: attempt {begun} has begun, and this is {number}")
         os.pwrite(handle, f"{number} {os.getpid()}\n".encode().ljust(64), 0)
         os.fsync(handle)
     except BaseException:
