@@ -101,7 +101,7 @@ class DesiredState:
     it must have ended by then. With `files_by_line` it does not see the paths that are named: what lies there is fetched and sent back.
 
     `listen`: an address of its host at which workers of other hosts come that lend it GPUs, those of its group's that are `lent`.
-    `lend`: it has no group, and lends its own.
+    `lend`: it has no group, and lends its own. `gpus`: of its host, with which one begins that has come with none (`HostLabels.any_of`).
     """
 
     epoch: int
@@ -120,6 +120,7 @@ class DesiredState:
     listen: str = ""
     lent: tuple[int, ...] = ()
     lend: Lending | None = None
+    gpus: tuple[int, ...] = ()
 
 
 @message
@@ -321,7 +322,9 @@ class DeviceLink:
 class HostLabels:
     """The host of a worker. `failure_domain`: what fails as one (a rack, a zone); "" for the host alone. `devices` are those of the
     worker's GPUs, in their order, `links` those between them. `boot`: the kernel's id of this boot. `address`: where workers of other hosts
-    reach it, if it says so; else at the address from which it has come. `processor`: what its CPU is.
+    reach it, if it says so; else at the address from which it has come. `processor`: what its CPU is. `any_of`: GPUs of the host of which
+    it can have any, as all the processes that its agent has started, one for each; `devices` are then those. Empty: its own alone.
+    `ended`: pids of those that are no more, nor any process that they have started.
     """
 
     name: str
@@ -331,6 +334,8 @@ class HostLabels:
     links: tuple[DeviceLink, ...] = ()
     address: str = ""
     processor: str = ""
+    any_of: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 @message

@@ -28,7 +28,7 @@ def test_a_token_is_printed_alone_and_the_rest_to_stderr(store: Path) -> None:
     (token,) = WorkerTokens(store / "workers").all()
     assert WorkerTokens(store / "workers").find(secret) == token and round(token.expires - token.created) == 86_400
     assert token.id in made.stderr and secret not in made.stderr
-    assert f"tlora worker --connect {listener.address} --fingerprint {listener.fingerprint} --gpus 0" in made.stderr
+    assert f"tlora worker --connect {listener.address} --fingerprint {listener.fingerprint} --gpus all" in made.stderr
     assert "TLORA_WORKER_TOKEN" in made.stderr and "--token-file" in made.stderr
 
 

@@ -48,12 +48,12 @@ class FakeProcess:
 class FakeWorker:
     """`commands` are those that its trainer would be told and has not answered."""
 
-    def __init__(self, remote: RemoteWorker, inbox: queue.SimpleQueue[Any] | Inbox[Any]) -> None:
+    def __init__(self, remote: RemoteWorker, inbox: queue.SimpleQueue[Any] | Inbox[Any], incarnation: str = "") -> None:
         self.remote, self._inbox = remote, inbox
         self.worker_reconciler = WorkerReconciler(remote.gpus)
         self.commands: list[Command] = []
         self.taken = self._seq = 0
-        remote.attach(Hello(f"incarnation of {id(self)}", remote.gpus, {}), self.hear)
+        remote.attach(Hello(incarnation or f"incarnation of {id(self)}", remote.gpus, {}), self.hear)
         STARTED.append(self)
 
     @property
@@ -153,8 +153,16 @@ class FakeCrew:
         pass
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker:
+        if (bound := self.bind(gpus)) is not None:
+            return bound
         worker = self.workers[gpus[0]] = RemoteWorker(gpus, self._loads(base_model), FakeProcess(), self._epoch)
         FakeWorker(worker, self.inbox)
+        return worker
+
+    def bind(self, gpus: tuple[int, ...]) -> RemoteWorker | None:
+        worker = self.remote_hosts.take_spare(gpus)
+        if worker is not None:
+            self.workers[worker.gpu] = worker
         return worker
 
     def record(self, worker: RemoteWorker, before: tuple[int, ...]) -> None:

@@ -29,7 +29,7 @@ from tlora.cluster.local import LocalBackend, LocalMachine
 from tlora.cluster.reconciler import LocalJob
 from tlora.job import LayoutSetting
 from tlora.planning.job_profile import ProfiledJob, profile_jobs
-from tlora.protocol import Action, Event, GpusLost, GroupReady, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone
+from tlora.protocol import Action, Event, GpusLost, GroupKept, GroupReady, JobFinished, JobSubmitted, NodeAdded, StartGroup, StepsDone
 from tlora.scheduler.policies import LIVE_POLICIES
 from tlora.scheduler.scheduler import Scheduler
 from tlora.shape.cost import CostModel
@@ -173,6 +173,18 @@ def test_a_job_spans_gpus_of_one_host_that_have_a_worker_each(tmp_path: Path, la
         there.check()
         assert there.spans() == [(STRIDE, STRIDE + 1)] and any(isinstance(item, GroupReady) for item in there.told)
         assert not any(isinstance(item, GpusLost) for item in there.told)
+
+
+@pytest.mark.slow
+def test_a_job_spans_gpus_of_one_host_with_an_agent(tmp_path: Path) -> None:
+    """One of its processes is the worker of both GPUs, as on the controller's host; nothing goes over a line between two."""
+    with cluster(tmp_path, STEPS, (), False) as there, slow_down(STEPS) as go_on:
+        there.act = lambda item: go_on() if isinstance(item, GroupReady) else None
+        there.train("b:0,1")
+        there.check()
+        assert there.spans() == [(STRIDE, STRIDE + 1)] and any(isinstance(item, GroupReady) for item in there.told)
+        assert not any(isinstance(item, GpusLost | GroupKept) for item in there.told)
+        assert [item.gpus for item in there.told if isinstance(item, NodeAdded) and item.node == "b"] == [(STRIDE, STRIDE + 1)]
 
 
 @pytest.mark.slow

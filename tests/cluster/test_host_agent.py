@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,10 @@ from tests.cluster.test_listeners import TcpStation, wait_for
 from tlora.cluster import host_agent
 from tlora.cluster.host_agent import HostAgent
 from tlora.cluster.host_engine import WorkerOrder
+from tlora.cluster.hosts import STRIDE
+from tlora.cluster.remote_worker import Held, RemoteWorker
+from tlora.protocol import GpusLost, NodeAdded
+from tlora.worker_protocol import REFUSED
 
 
 def test_a_worker_that_cannot_begin_is_reported_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,24 +42,75 @@ time.sleep(1e6)
 """
 
 
+def station_of(directory: Path) -> tuple[TcpStation, tuple[str, str, str]]:
+    """Without GPUs of its own, and how workers reach it."""
+    station = TcpStation(directory, gpus=())
+    return station, (station.listener.address, station.listener.fingerprint, station.secret)
+
+
+def spares(station: TcpStation) -> dict[int, RemoteWorker]:
+    """By pid, the processes that wait for GPUs."""
+    return {spare.process.pid: spare for spare in list(station.worker_pool.remote_hosts.spares.values())}
+
+
 def test_workers_end_with_an_agent_that_is_killed_or_drains(tmp_path: Path) -> None:
     """By saving their jobs, as after SIGTERM."""
-    station = TcpStation(tmp_path)
-    given = (station.listener.address, station.listener.fingerprint, station.secret)
+    station, given = station_of(tmp_path)
     try:
         with subprocess.Popen([sys.executable, "-c", HOLD, *given], stdout=subprocess.PIPE, text=True) as holder:
             assert holder.stdout is not None
             pid = int(holder.stdout.readline())
-            wait_for(lambda: 0 in station.worker_pool.workers)
-            assert station.worker_pool.workers[0].process.pid == pid
+            wait_for(lambda: spares(station).keys() == {pid})
             holder.send_signal(signal.SIGKILL)
-        wait_for(lambda: [worker.process.pid for worker, report in station.reports if report is None] == [pid])
+        wait_for(lambda: not spares(station))
         agent = HostAgent("here", "rack", [1], WorkerOrder(*given, "cpu"))
-        wait_for(lambda: 1 in station.worker_pool.workers)
-        other = station.worker_pool.workers[1].process.pid
+        wait_for(lambda: bool(spares(station)))
+        (other,) = spares(station)
         assert HostAgent("here", "", [], WorkerOrder(*given, "cpu")).report([pid, other])[1] == [(pid, "ended with its agent")]
         agent.drain()
         wait_for(lambda: agent.report()[0] == 0)
-        assert agent.report()[1] == [(station.worker_pool.workers[1].process.pid, "ended with exit status 143")]
+        assert agent.report()[1] == [(other, "ended with exit status 143")]
+    finally:
+        station.close()
+
+
+def command(given: tuple[str, str, str], *options: str) -> subprocess.Popen[str]:
+    address, fingerprint, token = given
+    arguments = ["worker", "--connect", address, "--fingerprint", fingerprint, "--gpus", "0,1,2", *options]
+    environment = {**os.environ, "TLORA_WORKER_TOKEN": token, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen([sys.executable, "-m", "tlora", *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_command_of_several_gpus_keeps_a_worker_for_each_that_can_have_any(tmp_path: Path) -> None:
+    """One that is killed is started again, and says so: its job need not wait for the end of its lease."""
+    station, given = station_of(tmp_path)
+    try:
+        with command(given, "--host", "b") as host:
+            wait_for(lambda: len(spares(station)) == 3)
+            pids, choice = set(spares(station)), (STRIDE, STRIDE + 1, STRIDE + 2)
+            (added,) = [event for event in station.worker_pool.remote_hosts.events if isinstance(event, NodeAdded)]
+            assert (added.node, added.gpus) == ("b", choice) and station.notes == ["a worker has come for GPUs 0, 1, 2 of host b"]
+            bound: list[RemoteWorker] = []
+            station.do(lambda: bound.append(station.worker_pool.bind(choice[1:]) or pytest.fail("none waits")))
+            (worker,) = bound
+            worker.jobs["a"] = Held(1)
+            os.kill(worker.process.pid, signal.SIGKILL)
+            wait_for(lambda: (worker, None) in station.reports)
+            assert worker.process.how_it_ended() == "has ended, as its host's agent says" and len(spares(station)) == 3
+            assert len(pids & spares(station).keys()) == 2 and worker.process.pid not in spares(station)
+            host.terminate()
+            assert host.wait(600) == 143
+            wait_for(lambda: isinstance(station.worker_pool.remote_hosts.events[-1], GpusLost))
+            assert station.worker_pool.remote_hosts.events[-1].gpus == choice
+    finally:
+        station.close()
+
+
+def test_a_command_whose_workers_are_refused_says_it_once(tmp_path: Path) -> None:
+    station, (address, fingerprint, _) = station_of(tmp_path)
+    try:
+        with command((address, fingerprint, "tlw-" + "a" * 43)) as host:
+            assert host.wait(600) == REFUSED and host.stderr is not None
+            assert host.stderr.read().count("error: ") == 1
     finally:
         station.close()

@@ -13,14 +13,16 @@ from tests.cluster.test_listeners import LABELS
 from tests.cluster.test_local import submitted
 from tests.cluster.test_wide_groups import until, wide
 from tlora.cluster.hosts import STRIDE
+from tlora.cluster.listeners import Peer
 from tlora.cluster.local import LocalBackend
 from tlora.cluster.reconciler import LocalJob
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.engine.messages import Listen, SetGpus
 from tlora.job import JobSpec
+from tlora.link.versions import versions
 from tlora.live.cluster_run import submit_all
 from tlora.protocol import ChangeGroup, GroupKept, GroupReady, NodeAdded, StartGroup, StopGroup
-from tlora.worker_protocol import GpusChanged, Lending, Listening, Loaded
+from tlora.worker_protocol import GpusChanged, Hello, Lending, Listening, Loaded
 
 SPANNING = wide("g", (0, 1, STRIDE), "a")
 DOOR = Listening("tcp://10.0.0.1:7000", "sha256:" + "0" * 64, "key")
@@ -47,15 +49,52 @@ def come(backend: LocalBackend, first: int = STRIDE) -> FakeWorker:
     return FakeWorker(worker, backend.worker_pool.inbox)
 
 
-def test_a_worker_of_more_gpus_than_a_group_has_ends_and_says_what_helps(backend: LocalBackend) -> None:
-    """It sees all of its GPUs or none, and another that has some of them cannot come beside it."""
-    worker = come(backend)
-    worker.remote.gpus = (STRIDE, STRIDE + 1)
-    backend.reconciler.workers[STRIDE] = worker.remote
-    backend.execute(StartGroup(wide("h", (STRIDE + 1,), "b")))
+def wait_there(backend: LocalBackend, gpus: tuple[int, ...]) -> list[FakeWorker]:
+    """A process for each of these GPUs of another host with an agent, of which it can have any."""
+    hosts, first = backend.worker_pool.remote_hosts, gpus[0] // STRIDE * STRIDE
+    labels = replace(LABELS, name=f"agent {first}", devices=LABELS.devices * len(gpus), any_of=tuple(gpu - first for gpu in gpus))
+    hosts.hosts._first[labels.name] = first
+    found = list[FakeWorker]()
+    for number in range(len(gpus)):
+        hello = Hello(f"process {number} of {first}", (), {}, host=labels)
+        peer = Peer(4711 + number, None, is_remote=True, address="10.0.0.2", reached_at="10.0.0.1")
+        remote = hosts.take_on((), replace(hello, versions=versions()), labels, peer, 1)
+        found.append(FakeWorker(remote, backend.worker_pool.inbox, hello.incarnation))
+    return found
+
+
+def test_a_group_has_a_process_of_a_host_with_an_agent_whichever_gpus_it_has(backend: LocalBackend) -> None:
+    """Then another group has one of these GPUs, and the same process, which has begun anew, may have others."""
+    waiting = wait_there(backend, (STRIDE, STRIDE + 1, STRIDE + 2))
+    backend.execute(StartGroup(wide("h", (STRIDE + 1, STRIDE + 2), "b")))
+    (worker,) = [each for each in waiting if each.remote.gpus]
+    want = worker.worker_reconciler.want
+    assert want is not None and want.gpus == (1, 2) == worker.worker_reconciler.gpus and worker.asked == ["+b"] and not worker.changes
+    worker.obey()
+    until(backend, GroupReady("h"))
+    backend.execute(ChangeGroup(wide("h", (STRIDE, STRIDE + 2), "b")))
+    assert worker.changes == [(0, 2)] and not worker.stopping, "it keeps a GPU, and so its jobs train on"
+    worker.obey()
     backend.advance()
-    assert worker.remote.stopping and not worker.remote.begins_anew
-    assert "1 of its 2 GPUs. Start a worker there for each GPU (--gpus 0, then --gpus 1, ...)" in worker.remote.why_stopped
+    backend.execute(StopGroup("h"))
+    backend.execute(StartGroup(wide("i", (STRIDE + 2,), "a")))
+    assert worker.stopping and worker.remote.begins_anew, "its base is the same, but it has more GPUs than this group"
+    worker.say(None)
+    backend.advance()
+    other = next(each for each in waiting if each is not worker and each.remote.gpus)
+    assert other.remote.gpus == (STRIDE + 2,) and other.worker_reconciler.gpus == (2,)
+
+
+def test_a_process_of_a_host_with_an_agent_lends(backend: LocalBackend) -> None:
+    waiting = wait_there(backend, (STRIDE, STRIDE + 1))
+    backend.execute(StartGroup(SPANNING))
+    leader = next(worker for worker in STARTED if worker not in waiting)
+    assert not any(worker.remote.load for worker in waiting)
+    leader.say(Loaded(), DOOR)
+    backend.advance()
+    (lender,) = [worker for worker in waiting if worker.remote.gpus]
+    assert lend(lender) == Lending(DOOR.address, DOOR.fingerprint, DOOR.key, {STRIDE: 0}) and lender.worker_reconciler.gpus == (0,)
+    assert leader.changes == [SPANNING.gpus]
 
 
 def lend(worker: FakeWorker) -> Lending | None:

@@ -52,8 +52,8 @@ assert OWN is not None
 class TcpStation(Station):
     """One whose crew also listens on a TCP port, and a token for it."""
 
-    def __init__(self, directory: Path, **limits: float) -> None:
-        super().__init__(directory, limits=Limits(**limits))
+    def __init__(self, directory: Path, gpus: tuple[int, ...] = (0, 1), **limits: float) -> None:
+        super().__init__(directory, limits=Limits(**limits), gpus=gpus)
         self.directory = directory
         self.listener = TlsListener(directory, ("127.0.0.1", 0))
         self.worker_pool.listen_on(self.listener)

@@ -265,6 +265,9 @@ class LossyCrew:
         self.owner[near] = far
         near.attach(far.hello(), self.sender(far, near))
 
+    def bind(self, gpus: tuple[int, ...]) -> None:
+        """No host has an agent."""
+
     def record(self, worker: RemoteWorker, before: tuple[int, ...]) -> None:
         """`read_records` asks the workers themselves."""
 

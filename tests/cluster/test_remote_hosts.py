@@ -22,8 +22,8 @@ from tlora.cluster.remote_worker import RemoteWorker
 from tlora.link.dialer import NOTICE_SECONDS, Dialer, _now
 from tlora.link.lines import Line
 from tlora.link.versions import versions
-from tlora.protocol import GpusLost, GpusUnheard, GroupKept, JobGroup, ParallelPlan, StartGroup
-from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, Farewell, HeldJob, Join, Left, Load, worker_line
+from tlora.protocol import GpusLost, GpusUnheard, GroupKept, JobGroup, NodeAdded, ParallelPlan, StartGroup
+from tlora.worker_protocol import Ack, Alive, DesiredState, Ending, Envelope, Farewell, HeldJob, HostLabels, Join, Left, Load, worker_line
 
 LEASE = 600.0  # none ends but where a test shortens it, however slow the machine is
 SHORT = 1.0
@@ -199,6 +199,69 @@ def test_what_it_is_told_is_in_its_hosts_numbers_and_on_disk_first(station: TcpS
     worker.jobs.clear()
     station.do(station.worker_pool.acknowledge)
     assert not written.exists()
+
+
+ANY = replace(LABELS, devices=LABELS.devices * 3, any_of=(0, 1, 2))
+
+
+def nodes(station: TcpStation) -> list[tuple[int, ...]]:
+    return [event.gpus for event in station.worker_pool.remote_hosts.events if isinstance(event, NodeAdded | GpusLost)]
+
+
+def test_a_process_without_gpus_is_given_some_of_its_hosts_and_waits_again(station: TcpStation) -> None:
+    hosts, choice = station.worker_pool.remote_hosts, (STRIDE, STRIDE + 1, STRIDE + 2)
+    line, _ = come(station, gpus=(), host=ANY)
+    station.do(lambda: station.worker_pool.bind((STRIDE + 1, STRIDE + 2)))
+    worker = station.worker_pool.workers[STRIDE + 1]
+    assert not hosts.spares and station.worker_pool.bind((STRIDE,)) is None, "none waits there"
+    worker.give(Load("b", "o", "cpu", 0.0))
+    group = JobGroup("g", "base", (STRIDE + 1, STRIDE + 2), ParallelPlan(2, 512), (), ())
+    station.do(lambda: worker.want(group, (), False))
+    told = json.loads(line.read_line(60) or b"{}")
+    assert told["gpus"] == told["group"]["gpus"] == [1, 2]
+    station.do(lambda: worker.stop(begins_anew=True))
+    line.read_line(60)
+    line.send(worker_line(Envelope(1, 0, Farewell())))
+    wait_for(lambda: (worker, None) in station.reports)
+    del station.worker_pool.workers[worker.gpu]  # as the reconciler does
+    assert nodes(station) == [choice], "its GPUs are not lost while it begins anew"
+    line, _ = come(station, gpus=(), host=ANY, incarnation="begun anew")
+    assert list(hosts.spares) == ["begun anew"]
+    line.end()
+    wait_for(lambda: not hosts.spares)
+    assert nodes(station)[-1] == choice and isinstance(hosts.events[-1], GpusLost), "with the last process they are"
+
+
+def test_a_later_controller_hears_which_gpus_a_process_has_before_it_gives_any_away(station: TcpStation) -> None:
+    hosts = station.worker_pool.remote_hosts
+    hosts._leases.grant("of b", {"a": 7}, LEASE)
+    hosts._leases = Leases(station.directory)
+    come(station, gpus=(), host=ANY, incarnation="waits")
+    assert hosts.awaits_workers and station.worker_pool.bind((STRIDE,)) is None
+    come(station, gpus=(0, 2), host=ANY, jobs=(HeldJob("a", 7, 3, True),))
+    assert station.worker_pool.workers[STRIDE].gpus == (STRIDE, STRIDE + 2)
+    station.do(lambda: station.worker_pool.bind((STRIDE + 1,)))
+    assert station.worker_pool.workers.keys() == {STRIDE, STRIDE + 1} and nodes(station) == [(STRIDE, STRIDE + 1, STRIDE + 2)]
+
+
+def test_the_word_of_its_agent_proves_an_end_and_silent_ones_are_counted(station: TcpStation) -> None:
+    one = replace(ANY, devices=LABELS.devices, any_of=(0,))
+    line, _ = come(station, gpus=(0,), host=one, jobs=(HeldJob("a", 7, 3, True),))
+    (worker,) = station.worker_pool.workers.values()
+    line.end()
+    come(station, gpus=(), host=one, incarnation="another")
+    assert not worker.process.wait(0.2), "it holds a job, and its end is not proven"
+    come(station, gpus=(), host=replace(one, ended=(worker.process.pid,)), incarnation="a third")
+    wait_for(lambda: (worker, None) in station.reports)
+    assert worker.process.how_it_ended() == "has ended, as its host's agent says"
+
+
+@pytest.mark.parametrize("first", [replace(LABELS, devices=LABELS.devices), ANY])
+def test_no_gpu_is_of_two_commands(station: TcpStation, first: HostLabels) -> None:
+    come(station, gpus=(0,) if not first.any_of else (), host=first)
+    other = replace(ANY, devices=LABELS.devices * 2, any_of=(0, 1))
+    _, answer = come(station, gpus=(), host=other, incarnation="another")
+    assert answer["kind"] == "refusal" and "already. End one of the two, or name their hosts apart with --host" in answer["reason"]
 
 
 def test_the_next_controller_gives_no_job_away_that_may_be_held(tmp_path: Path) -> None:

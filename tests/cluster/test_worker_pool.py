@@ -34,7 +34,7 @@ from tlora.link.address import connect, listen
 from tlora.link.process_identity import identify
 from tlora.link.supervisor import SupervisedProcess
 from tlora.version import __version__
-from tlora.worker_protocol import Envelope, Finished, HeldJob, Hello, Load, Loaded, worker_line
+from tlora.worker_protocol import PROTOCOL, Envelope, Finished, HeldJob, Hello, Load, Loaded, worker_line
 
 HELLO = Hello("mine", (0,), {"tlora": __version__}, Load("b", "o", "cpu", 0.0), True, jobs=(HeldJob("a", 7, 3, True),), epoch=1)
 
@@ -42,10 +42,10 @@ HELLO = Hello("mine", (0,), {"tlora": __version__}, Load("b", "o", "cpu", 0.0), 
 class Station:
     """A crew whose notes are kept, and which listens in a thread."""
 
-    def __init__(self, directory: Path, epoch: int = 5, limits: Limits = Limits()) -> None:  # noqa: B008
+    def __init__(self, directory: Path, epoch: int = 5, limits: Limits = Limits(), gpus: tuple[int, ...] = (0, 1)) -> None:  # noqa: B008
         directory.mkdir(parents=True, exist_ok=True)
         self.notes: list[str] = []
-        self.worker_pool = WorkerPool(directory, epoch, lambda base: Load(base, "o", "cpu", 0.0), (0, 1), limits, self.notes.append)
+        self.worker_pool = WorkerPool(directory, epoch, lambda base: Load(base, "o", "cpu", 0.0), gpus, limits, self.notes.append)
         self._ended = threading.Event()
         self.reports: list[Any] = []
         self._calls: queue.SimpleQueue[tuple[Future[None], Callable[[], object]]] = queue.SimpleQueue()
@@ -99,12 +99,12 @@ def station(tmp_path: Path) -> Iterator[Station]:
         (b'{"kind":"hello"}\n', ("protocol None",)),
         (worker_line(replace(HELLO, gpus=(7,))), ("GPUs [7]", "[0, 1]", "start the controller with them (--gpus)")),
         (worker_line(replace(HELLO, gpus=(1, 0))), ("GPUs [1, 0]", "ascending")),
-        (worker_line(replace(HELLO, gpus=())), ("GPUs []", "[0, 1]")),
+        (worker_line(replace(HELLO, gpus=())), ("of the controller's host", "end this one")),
         (worker_line(replace(HELLO, epoch=6)), ("later controller", "epoch 6")),
         (worker_line(Envelope(1, 1, Loaded())), ("must be a Hello",)),
-        (b"GET / HTTP/1.1\r\n\r\n", ("none of protocol 5",)),
+        (b"GET / HTTP/1.1\r\n\r\n", (f"none of protocol {PROTOCOL}",)),
         (b"[" * 100_000 + b"\n", ("nested too deeply",)),
-        (b'{"kind":"hello","protocol":5,"gpus":"all"}\n', ("none of protocol 5",)),
+        (f'{{"kind":"hello","protocol":{PROTOCOL},"gpus":"all"}}\n'.encode(), (f"none of protocol {PROTOCOL}: ",)),
         (worker_line(HELLO) * 2, ()),
     ],
 )

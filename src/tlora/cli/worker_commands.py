@@ -36,8 +36,8 @@ def worker(
         typer.Option(
             "--gpus",
             "--gpu",
-            metavar="N|0,1",
-            help="Its GPUs, by nvidia-smi's numbers; the worker sees no other.",
+            metavar="N|0,1|all",
+            help="Its GPUs, by nvidia-smi's numbers; the worker sees no other. Of several, for tcp://, groups get any.",
             show_default="0, or the first that CUDA_VISIBLE_DEVICES leaves",
         ),
     ] = None,
@@ -64,17 +64,24 @@ def worker(
         ),
     ] = None,
 ) -> None:
-    """Train for a running cluster on one group of GPUs, on this host or another, until it needs no more. Ctrl-C and SIGTERM save all jobs;
-    the cluster goes on elsewhere.
+    """Train for a running cluster on GPUs of this host, which may be another than the cluster's, until it needs no more. Ctrl-C and SIGTERM
+    save all jobs; the cluster goes on elsewhere.
     """
-    from tlora.cluster.gpus import left_visible, see_only
-    from tlora.cluster.hosts import ADDRESS, FAILURE_DOMAIN, HOST, describe_host
+    from tlora.cluster.gpus import left_visible, list_gpus, see_only
+    from tlora.cluster.host_agent import keep_workers
+    from tlora.cluster.hosts import ADDRESS, ANY_OF, FAILURE_DOMAIN, HOST, describe_host
     from tlora.engine.worker import parse_gpus, run
+    from tlora.link.address import is_tcp
+    from tlora.link.endpoint import find_entrance
 
-    with exit_on_error(debug=False):
-        chosen = parse_gpus(gpus) if gpus is not None else (left_visible() or (0,))[:1]
     names = {HOST: host, FAILURE_DOMAIN: failure_domain, ADDRESS: address}
     os.environ.update({variable: name for variable, name in names.items() if name is not None})
+    with exit_on_error(debug=False):
+        named = os.environ.get(ANY_OF, gpus)
+        there = left_visible() or tuple(list_gpus()) or (0,)
+        chosen = parse_gpus(named) if named not in (None, "all") else there if named else there[:1]
+        if len(chosen) > 1 and is_tcp(connect) and ANY_OF not in os.environ:
+            raise typer.Exit(keep_workers(find_entrance(connect, fingerprint, token_file), chosen))
     run(connect, chosen, fingerprint, token_file, see_only, describe_host)
 
 
@@ -147,7 +154,7 @@ def _print_made(created: WorkerToken, secret: str, fingerprint: str, store: Path
         f"{created.id}: for workers only, which must come first before {time_text(created.expires)}. It is not shown again",
         f"certificate {fingerprint}",
         f"with the token in {TOKEN}, or in a 0600 file and --token-file FILE:",
-        f"tlora worker --connect {address or 'tcp://HOST:PORT'} --fingerprint {fingerprint} --gpus 0",
+        f"tlora worker --connect {address or 'tcp://HOST:PORT'} --fingerprint {fingerprint} --gpus all",
     ]
     if not listens:
         lines.append("no controller of this directory has listened for TCP yet: start it with --worker-listen tcp://127.0.0.1:8322")

@@ -146,7 +146,7 @@ class EngineHosts:
             self._told, self._due = time.monotonic(), math.inf
             busy = self._demand.busy
             hosts, pids = set[str](), dict[str, tuple[int, ...]]()
-            for worker in self._worker_pool.workers.values():
+            for worker in (*self._worker_pool.workers.values(), *self._worker_pool.remote_hosts.spares.values()):
                 if isinstance(worker.process, LeasedProcess):
                     host = worker.process.host
                     pids[host] = (*pids.get(host, ()), worker.process.pid)

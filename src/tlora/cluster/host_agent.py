@@ -1,24 +1,33 @@
-"""What an engine runs on each host: it starts a worker for each GPU, holds a line to each that ends with it, and reports pids and ends.
+"""What an engine, or `tlora worker` of several GPUs, runs on a host: it starts as many workers as there are GPUs, of which each can have
+any, holds a line to each that ends with it, and reports pids and ends.
 
 No engine is imported here. A worker that has ended is started again, later and later while it ends at once.
 """
 
 from __future__ import annotations
 
+import _thread
 import os
+import platform
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from tlora.cluster.gpus import left_visible, list_gpus, see_only
 from tlora.cluster.host_engine import WorkerOrder
+from tlora.cluster.hosts import ANY_OF, ENDED, FAILURE_DOMAIN, HOST
 from tlora.cluster.worker_process import device_environment
+from tlora.link.endpoint import TOKEN, Endpoint
 from tlora.link.lines import Line
 from tlora.link.process_identity import identify, wait_for_session
 from tlora.link.supervisor import SupervisedProcess, describe_exit, start_talking
+from tlora.worker_protocol import REFUSED
 
 PAUSE_SECONDS = (1.0, 15.0)  # before a worker is started again
 _LONG_SECONDS = 60.0  # after which a worker has not ended at once
+_TRIED_SECONDS = 3.0  # that the first worker of a command has, before the others are started, to be refused
 _REMEMBERED = 64  # ends
 _UNSEEN = "ended with its agent"
 _MODULE = "tlora.cli.tethered_worker"
@@ -27,15 +36,21 @@ _MODULE = "tlora.cli.tethered_worker"
 class HostAgent:
     """The methods may be called from any thread."""
 
-    def __init__(self, host: str, failure_domain: str, gpus: Sequence[int], order: WorkerOrder) -> None:
-        """`gpus`: by nvidia-smi's numbers on this host; one worker is started for each."""
-        self._host, self._failure_domain, self._order = host, failure_domain, order
+    def __init__(self, host: str, failure_domain: str, gpus: Sequence[int], order: WorkerOrder, *, while_wanted: bool = False) -> None:
+        """`gpus`: by nvidia-smi's numbers on this host; a worker is started for each. With `while_wanted` those alone are started again
+        that have crashed, and the first is tried alone.
+        """
+        self._host, self._failure_domain, self._order, self._while_wanted = host, failure_domain, order, while_wanted
+        self._gpus = tuple(sorted(gpus))
         self._ended: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self._running: dict[int, tuple[SupervisedProcess, Line]] = {}
-        self._lock, self._draining = threading.Lock(), threading.Event()
+        self._statuses: dict[int, int] = {}  # how the last of each number has ended
+        self._lock, self._draining, self._tried = threading.Lock(), threading.Event(), threading.Event()
         self._left = len(gpus)  # threads
-        for gpu in gpus:
-            threading.Thread(target=self._keep, args=(gpu,), name=f"worker-{gpu}", daemon=True).start()
+        numbers = range(len(gpus))
+        self._threads = [threading.Thread(target=self._keep, args=(number,), name=f"worker-{number}", daemon=True) for number in numbers]
+        for thread in self._threads:
+            thread.start()
 
     def report(self, workers: Sequence[int] = ()) -> tuple[int, list[tuple[int, str]]]:
         """How many workers run, or are about to; pid and end, in words, of each of the last 64 that have ended, and of those of `workers`,
@@ -53,6 +68,7 @@ class HostAgent:
     def drain(self) -> None:
         """No worker is started any more; those that run save their jobs and end."""
         self._draining.set()
+        self._tried.set()
         with self._lock:
             lines = [line for _, line in self._running.values()]
         for line in lines:
@@ -62,11 +78,22 @@ class HostAgent:
         with self._lock:
             return [process.pid for process, _ in self._running.values()]
 
-    def _keep(self, gpu: int) -> None:
+    def wait(self) -> int:
+        """Until no worker runs, nor is started any more. The exit status of a command: the least of the last ones."""
+        for thread in self._threads:
+            thread.join()
+        return min(self._statuses.values(), default=0)
+
+    def _keep(self, number: int) -> None:
         pause = PAUSE_SECONDS[0]
+        if self._while_wanted and number:
+            self._tried.wait()
         while not self._draining.is_set():
             began = time.monotonic()
-            self._run(gpu)
+            self._run(number)
+            if self._while_wanted and self._statuses.get(number) in (0, REFUSED):  # all of them are wanted no more, or are refused
+                self._draining.set()
+            self._tried.set()
             if time.monotonic() - began > _LONG_SECONDS:
                 pause = PAUSE_SECONDS[0]
             self._draining.wait(pause)
@@ -74,11 +101,14 @@ class HostAgent:
         with self._lock:
             self._left -= 1
 
-    def _run(self, gpu: int) -> None:
+    def _run(self, number: int) -> None:
         """One worker, from its start to its end."""
         order = self._order
-        arguments = ["--connect", order.connect, "--fingerprint", order.fingerprint, "--gpus", str(gpu)]
-        names = {"TLORA_WORKER_TOKEN": order.token, "TLORA_HOST": self._host, "TLORA_FAILURE_DOMAIN": self._failure_domain}
+        arguments = ["--connect", order.connect, "--fingerprint", order.fingerprint]
+        with self._lock:
+            ended = ",".join(str(pid) for pid, _ in self._ended)
+        names = {TOKEN: order.token, HOST: self._host, FAILURE_DOMAIN: self._failure_domain}
+        names |= {ANY_OF: ",".join(map(str, self._gpus)), ENDED: ended}
         environment = names if order.device == "cuda" else names | device_environment(order.device, "")
         with open(os.dup(2), "ab") as log:  # noqa: PTH123 # the engine keeps what its processes print
             try:
@@ -88,14 +118,40 @@ class HostAgent:
                 return
         process.whole_session = True  # its ranks write files too
         with self._lock:
-            self._running[gpu] = process, line
+            self._running[number] = process, line
         if self._draining.is_set():
             line.end()
+        if not process.wait(_TRIED_SECONDS):
+            self._tried.set()
         process.wait()
         with self._lock:
-            del self._running[gpu]
-            self._ended.append((process.pid, describe_exit(process.exit_status or 0)))
+            del self._running[number]
+            self._statuses[number] = status = process.exit_status or 0
+            self._ended.append((process.pid, describe_exit(status)))
         line.close()
+
+
+def keep_workers(endpoint: Endpoint, gpus: tuple[int, ...]) -> int:
+    """`tlora worker` of several GPUs of this host: until the controller wants no worker more, refuses them, or a signal comes, at which
+    they save their jobs. Returns the exit status. Raises ConfigError for GPUs that CUDA_VISIBLE_DEVICES hides.
+    """
+    device = "cpu" if left_visible() == () or not list_gpus() else "cuda"
+    if device == "cuda":
+        see_only(gpus)
+    order = WorkerOrder(endpoint.address, endpoint.fingerprint, endpoint.token, device)
+    host, failure_domain = os.environ.get(HOST) or platform.node(), os.environ.get(FAILURE_DOMAIN, "")
+    received: list[int] = []
+    agent = HostAgent(host, failure_domain, gpus, order, while_wanted=True)
+
+    def on_signal(number: int, _: object) -> None:
+        received.append(number)
+        _thread.start_new_thread(agent.drain, ())  # what was interrupted may hold a lock
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, on_signal)
+    status = agent.wait()
+    return 128 + received[0] if received else status
 
 
 def _is_gone(pid: int) -> bool:

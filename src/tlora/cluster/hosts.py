@@ -25,11 +25,13 @@ from tlora.worker_protocol import Device, DeviceLink, HostLabels
 OWN_NODE = "local"  # the controller's host, as a scheduler's node
 STRIDE = 1000
 HOST, FAILURE_DOMAIN, ADDRESS = "TLORA_HOST", "TLORA_FAILURE_DOMAIN", "TLORA_ADDRESS"
+ANY_OF = "TLORA_ANY_OF"  # set by an agent for the processes that it starts: GPUs of which each can have any
+ENDED = "TLORA_ENDED"  # likewise: pids of those that have ended, with commas
 
 
 def describe_host(gpus: Sequence[int]) -> HostLabels:
     """This host, for a worker with these GPUs, or so many processes on its CPU. The environment may name the host, its failure
-    domain and its address: `HOST`, `FAILURE_DOMAIN`, `ADDRESS`.
+    domain and its address, and an agent says more there: `HOST`, `FAILURE_DOMAIN`, `ADDRESS`, `ANY_OF`, `ENDED`.
     """
     known = {} if left_visible() == () else list_gpus()
     there = [known.get(gpu) for gpu in gpus]
@@ -37,7 +39,9 @@ def describe_host(gpus: Sequence[int]) -> HostLabels:
     devices = tuple(Device(gpu.name, gpu.memory_bytes, gpu.uuid) if gpu is not None else Device("cpu", memory) for gpu in there)
     links = tuple(DeviceLink(*pair, kind) for pair, kind in (list_links() if known else {}).items() if set(pair) <= set(gpus))
     name = os.environ.get(HOST) or platform.node()
-    return HostLabels(name, os.environ.get(FAILURE_DOMAIN, ""), boot_id(), devices, links, os.environ.get(ADDRESS, ""), processor_here())
+    whose, any_of = os.environ.get(FAILURE_DOMAIN, ""), tuple(gpus) if ANY_OF in os.environ else ()
+    ended = tuple(int(pid) for pid in os.environ.get(ENDED, "").split(",") if pid.isdecimal())
+    return HostLabels(name, whose, boot_id(), devices, links, os.environ.get(ADDRESS, ""), processor_here(), any_of, ended)
 
 
 class Hosts:
@@ -48,7 +52,7 @@ class Hosts:
         self._own = frozenset(own)
         self._next = (max(own, default=0) // STRIDE + 1) * STRIDE
         self._first: dict[str, int] = {}
-        self._of_worker: dict[int, int] = {}  # by GPU of another host
+        self._of_workers: dict[int, int] = {}  # by GPU of another host
 
     def first_number(self, host: HostLabels) -> int:
         """What is added to the numbers of that host's GPUs."""
@@ -62,14 +66,14 @@ class Hosts:
         return -1 if gpu in self._own else gpu // STRIDE
 
     def take_on(self, gpus: tuple[int, ...]) -> None:
-        """A worker of another host has come, with these of the cluster's numbers."""
-        self._of_worker |= dict.fromkeys(gpus, gpus[0])
+        """A worker of another host has come that can have these of the cluster's numbers, and no others."""
+        self._of_workers |= dict.fromkeys(gpus, gpus[0])
 
     def worker_of(self, gpu: int) -> int:
-        """A number of what has it and no other GPU: of the controller's host, where it starts workers on any of them; or of the worker
-        that has come with it, which sees no GPU but its own.
+        """One number for all GPUs of which one worker can have any: those of the controller's host, those of the agent that has started
+        the worker, or the one with which it has come by itself.
         """
-        return self._of_worker.get(gpu, self.host_of(gpu))
+        return self._of_workers.get(gpu, self.host_of(gpu))
 
     def on_one_host(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """Those of `gpus` that are of one host, of the one that has most of them."""
@@ -79,10 +83,13 @@ class Hosts:
         """What is wrong with a host's labels; "" if nothing is."""
         if not host.name or host.name == OWN_NODE:
             return f"its host calls itself {host.name!r}, which is no name for it here. Set {HOST} there to another"
-        if not gpus or list(gpus) != sorted(set(gpus)) or not all(0 <= gpu < STRIDE for gpu in gpus):
-            return f"it has GPUs {list(gpus)}, and a worker has some from 0 to {STRIDE - 1}, in ascending order. Start it with such"
-        if len(host.devices) != len(gpus):
-            return f"it names {quantity(len(host.devices), 'device')} for its {quantity(len(gpus), 'GPU')}"
+        there = host.any_of or gpus
+        if not there or any(list(some) != sorted(set(some)) for some in (there, gpus)) or not all(0 <= gpu < STRIDE for gpu in there):
+            return f"it has GPUs {list(there)}, and a worker has some from 0 to {STRIDE - 1}, in ascending order. Start it with such"
+        if not set(gpus) <= set(there):
+            return f"it has GPUs {list(gpus)}, and those of its agent are {list(there)}"
+        if len(host.devices) != len(there):
+            return f"it names {quantity(len(host.devices), 'device')} for its {quantity(len(there), 'GPU')}"
         uuids = {device.uuid for device in host.devices if device.uuid}
         if uuids and host.boot == boot_id():
             for gpu, facts in list_gpus().items():

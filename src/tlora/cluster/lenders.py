@@ -1,5 +1,5 @@
 """Groups that no one worker can have: that of a group's first GPU leads it, and workers of the others lend it theirs. On the controller's
-host a worker can have any GPUs; one of another host sees those alone with which it was started, one as a rule.
+host, and on one with an agent, a worker can have any GPUs; one that was started by itself on another host has its own alone.
 
 A leader trains from the first moment, on what it has. It takes in what is lent when that has loaded the base, and holds it until it has
 said that it has let it go; then its lender begins anew by itself. The reconciler asks; no decision about jobs is made here.
@@ -7,7 +7,7 @@ said that it has let it go; then its lender begins anew by itself. The reconcile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from tlora.cluster.gpu_owners import GpuOwners
 from tlora.cluster.hosts import by_host
@@ -17,16 +17,19 @@ from tlora.worker_protocol import Join
 
 
 class Lenders:
-    """`holder_of` gives one number for all GPUs that one worker can have; `load` has a worker without a base load a group's."""
+    """`holder_of` gives one number for all GPUs that one worker can have; `load` has the worker on some load that base; `bind` makes a
+    process that waits there the worker of some.
+    """
 
     def __init__(
         self,
         workers: dict[int, RemoteWorker],
         owners: GpuOwners,
         holder_of: Callable[[int], int],
-        load: Callable[[RemoteWorker, JobGroup], object],
+        load: Callable[[tuple[int, ...], str], object],
+        bind: Callable[[tuple[int, ...]], RemoteWorker | None],
     ) -> None:
-        self._workers, self._owners, self._holder_of, self._load = workers, owners, holder_of, load
+        self._workers, self._owners, self._holder_of, self._load, self._bind = workers, owners, holder_of, load, bind
 
     def home(self, gpus: tuple[int, ...]) -> tuple[int, ...]:
         """Those that the worker has that leads a group with these."""
@@ -37,17 +40,6 @@ class Lenders:
         """Those that the worker can have, and those that others lend it; each in ascending order."""
         own, there = self._holder_of(worker.gpu), sorted(set(gpus))
         return tuple([gpu for gpu in there if self._holder_of(gpu) == own]), tuple([gpu for gpu in there if self._holder_of(gpu) != own])
-
-    def clear(self, worker: RemoteWorker, gpus: Sequence[int]) -> None:
-        """It has no group and is to leave these GPUs to another worker. One of another host has all that it was started with or none."""
-        if worker.host is None or not set(gpus) < set(worker.gpus):
-            worker.stop(begins_anew=True)
-            return
-        worker.why_stopped = (
-            f"has ended: a group is to have {len(gpus)} of its {len(worker.gpus)} GPUs. Start a worker there for each GPU (--gpus 0, then "
-            "--gpus 1, ...), of which a group has as many as it needs"
-        )
-        worker.stop()
 
     def is_held(self, lender: RemoteWorker) -> bool:
         """Whether a leader has not yet let its GPUs go."""
@@ -70,7 +62,7 @@ class Lenders:
             events.append(GroupKept(group.group_id, home, leader.listening.problem))
             return None
         for part in by_host(rest, self._holder_of).values() if not awaited else ():
-            there = self._owners.workers_on(part)
+            there = self._there(part)
             ends = [worker for worker in there if worker.obeys and not worker.lends_to and worker.load is not None and not busy(worker)]
             for worker in ends:
                 worker.stop(begins_anew=True)
@@ -85,9 +77,16 @@ class Lenders:
             return None
         for worker in taken:  # all at once: what one has to load is told together with whom it lends to
             if worker.load is None:
-                self._load(worker, group)
+                self._load(worker.gpus, group.base_model)
             worker.lends_to = group.group_id
         return ready
+
+    def _there(self, gpus: list[int]) -> list[RemoteWorker]:
+        """The workers on these; where some have none, a process that waits there for GPUs becomes theirs."""
+        free = tuple([gpu for gpu in gpus if not self._owners.workers_on([gpu])])
+        if free and (bound := self._bind(free)) is not None:
+            self._owners.enter(bound)
+        return self._owners.workers_on(gpus)
 
     def tell(self, group: JobGroup, leader: RemoteWorker, jobs: tuple[Join, ...]) -> None:
         """The lenders of what the leader has: whom they work for, and what they may read of `jobs`."""

@@ -102,7 +102,7 @@ class LocalBackend:
         self._wide = WideGroups(*wide, labels.worker_of)
         self._wide.see_hosts(self._events)
         names = machine.base_models, self._start_worker, there.workers, epoch_started.epoch, there.record
-        self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, holder_of=labels.worker_of)
+        self.reconciler = Reconciler(*names, withheld=lambda: hosts.withheld, holder_of=labels.worker_of, bind=there.bind)
         self.reconciler.crash_attribution.recall(workers, note)
         self._found = continues
         self._asking = threading.Lock()  # of what follows, and of the jobs that are known

@@ -73,14 +73,15 @@ class Reconciler:
         record: Callable[[RemoteWorker, tuple[int, ...]], object] = lambda _, __: None,
         withheld: Callable[[], set[str]] = set,
         holder_of: Callable[[int], int] = lambda _: 0,
+        bind: Callable[[tuple[int, ...]], RemoteWorker | None] = lambda _: None,
     ) -> None:
         """`start` puts a new worker for GPUs and a base (directory or hub id) into `workers`, or tells one that is there to load that.
         `record` hears of a worker whose GPUs were others before. `withheld`: jobs that no worker may be given yet.
-        `holder_of`: as `Lenders` has it.
+        `holder_of`, `bind`: as `Lenders` has them.
         """
         self._base_models, self._start, self._record, self._withheld = base_models, start, record, withheld
         self.workers, self._owners, self._holders = workers, GpuOwners(workers), JobHolders(workers)
-        self._lenders = Lenders(workers, self._owners, holder_of, lambda worker, group: start(worker.gpus, base_models[group.base_model]))
+        self._lenders = Lenders(workers, self._owners, holder_of, lambda gpus, base: start(gpus, base_models[base]), bind)
         self.groups: dict[str, JobGroup] = {}
         self.jobs: dict[str, LocalJob] = {}
         self.open: set[str] = set()
@@ -259,7 +260,7 @@ class Reconciler:
             if self._lenders.is_held(other):  # it begins anew when it is let go
                 self._waiting.add(group.group_id)
             elif self._own_group(other) is None:  # else it gives them back, or its own group takes them from it
-                self._lenders.clear(other, home)
+                other.stop(begins_anew=True)
         if not others and (worker is None or worker.load is None):
             self._start(home, self._base_models[group.base_model])
             started = self.workers.get(home[0])

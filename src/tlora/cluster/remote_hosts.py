@@ -44,6 +44,8 @@ class RemoteHosts:
         self._directory, self._lease_seconds, self._device, self._note = directory, lease_seconds, device, note
         self.hosts, self._leases, self._began = Hosts(own), Leases(directory), time.monotonic()
         self._away: dict[tuple[int, ...], float] = {}  # GPUs whose worker begins anew, and until when it is waited for
+        self._processes: dict[tuple[int, ...], dict[RemoteWorker, None]] = {}  # by the GPUs of which each can have any; none is lost
+        self.spares: dict[str, RemoteWorker] = {}  # those of them that have no GPU yet, by incarnation, while their lines stand
         self._outlived: set[str] = set()  # incarnations that were lost by their leases
         self.kept_kind: KeptKind | None = None  # where all jobs stay on one
         self._leaving: set[str] = set()  # incarnations that came to save their jobs and end: their GPUs are not used
@@ -78,7 +80,16 @@ class RemoteHosts:
             return "its lease has ended, and its jobs have gone on elsewhere. Start it again"
         if known is not None and not known.files_by_line and not peer.shares_store:
             return f"it does not see {self._directory} any more, where it has begun. Mount it again, and start it again"
-        return self.hosts.why_not(host, hello.gpus)
+        return self.hosts.why_not(host, hello.gpus) or self._why_shared(host)
+
+    def _why_shared(self, host: HostLabels) -> str:
+        """Why a process may not have any of the host's GPUs: workers that another command has started have some."""
+        first = self.hosts.first_number(host)
+        choice = tuple(gpu + first for gpu in host.any_of)
+        for other in self._workers_of.get(host.name, ()):
+            if other.choice != choice and not set(choice).isdisjoint(other.choice or other.gpus):
+                return f"there is a worker of {other.display_name} already. End one of the two, or name their hosts apart with --host"
+        return ""
 
     def why_unused(self, hello: Hello) -> str:
         """Why the worker of another host may not train here, though it may come to save its jobs; "" if it may."""
@@ -96,13 +107,13 @@ class RemoteHosts:
         process, number = LeasedProcess(host.name, peer.pid, self._lease_seconds), self.hosts.first_number(host)
         options = epoch, self._lease_seconds, host, number
         worker = RemoteWorker(gpus, hello.load, process, *options, files_by_line=not peer.shares_store)
-        self.hosts.take_on(gpus)
+        self.hosts.take_on(worker.choice or gpus)
         worker.address, worker.reached_at = host.address or peer.address, peer.reached_at
         worker.about_to_tell = lambda want: self._grant(hello.incarnation, want, worker)
         self._leases.arrive(hello.incarnation)
         if worker.files_by_line and hello.load is not None:
             self.files.grant(hello.incarnation, hello.load.base_model, {held.job_id: (held.attempt, None) for held in hello.jobs})
-        self._away.pop(gpus, None)
+        self._away.pop(worker.choice or gpus, None)
         if reason := self.why_unused(hello):
             self._note(f"the worker of {worker.display_name} saves its jobs and ends: it {reason}")
             self._leaving.add(hello.incarnation)
@@ -110,10 +121,54 @@ class RemoteHosts:
         else:
             if self.kept_kind is not None:
                 self.kept_kind.settle(kinds_of(host)[0])
-            self._note(f"a worker has come for {worker.display_name}")
-            self.events += node_events(host, gpus)
+            if not self._processes.get(worker.choice):
+                self._note(f"a worker has come for {worker.display_name}")
+                self.events += node_events(host, worker.choice or gpus)
+            if worker.choice:
+                self._count(worker, hello.incarnation)
+            for pid in host.ended:
+                self.prove(ProvenEnd(host.name, pid, "has ended, as its host's agent says"))
         self._workers_of.setdefault(host.name, {})[worker] = None
         return worker
+
+    def _count(self, worker: RemoteWorker, incarnation: str) -> None:
+        """One more process that can have any of its host's GPUs, of which an agent keeps one for each: with more, those that are silent and
+        hold no job are no more.
+        """
+        there = self._processes.setdefault(worker.choice, {})
+        if not worker.gpus:
+            if (before := self.spares.get(incarnation)) is not None:  # the end of its last line has not been heard yet
+                self._forget(before)
+            self.spares[incarnation] = worker
+        there[worker] = None
+        for other in list(there) if len(there) > len(worker.choice) else ():
+            self.see_successor(other)
+
+    def take_spare(self, gpus: tuple[int, ...]) -> RemoteWorker | None:
+        """A process of the host of `gpus` that waits for some: these are its own from now on. None if there is none, and while a worker of
+        an earlier controller may come again that has them.
+        """
+        for incarnation, worker in self.spares.items() if not self.awaits_workers else ():
+            if set(gpus) <= set(worker.choice) and worker.connected and worker.obeys:
+                worker.gpus = gpus
+                del self.spares[incarnation]
+                return worker
+        return None
+
+    def _lose_spare(self, worker: RemoteWorker) -> None:
+        """Its line has ended. It holds nothing, and comes again by itself or is started again."""
+        if self.spares.get(worker.incarnation or "") is worker:
+            del self.spares[worker.incarnation or ""]
+            self._forget(worker)
+            if not self._processes.get(worker.choice):
+                self.events.append(GpusLost(worker.choice, "nothing is heard of its host"))
+
+    def _forget(self, worker: RemoteWorker) -> None:
+        """The process is no more."""
+        for there in (self._workers_of.get(worker.host.name if worker.host is not None else ""), self._processes.get(worker.choice)):
+            if there is not None:
+                there.pop(worker, None)
+        self.files.end(worker.incarnation or "")
 
     def _grant(self, incarnation: str, want: DesiredState, worker: RemoteWorker) -> None:
         self._leases.grant(incarnation, {join.job.name: join.attempt for join in want.jobs}, self._lease_seconds)
@@ -124,24 +179,26 @@ class RemoteHosts:
     def lose(self, worker: RemoteWorker) -> None:
         """Its end is proven. Its GPUs go with it, unless it was stopped to begin anew. A cut line is no job's fault."""
         how = worker.process.how_it_ended()
-        if worker.host is not None and (of_host := self._workers_of.get(worker.host.name)) is not None:
-            of_host.pop(worker, None)
-        self.files.end(worker.incarnation or "")
+        self._forget(worker)
+        gpus, others = worker.choice or worker.gpus, self._processes.get(worker.choice)
         self._lost.append(worker.incarnation or "")
         if not worker.doomed:
             worker.doomed = True
             self._outlived.add(worker.incarnation or "")
             self._note(f"the worker of {worker.display_name} {how}")
-        if worker.begins_anew:
-            self._away[worker.gpus] = time.monotonic() + AWAY_SECONDS
+        if worker.begins_anew or others:  # others of its host can have its GPUs
+            self._away |= {} if others else {gpus: time.monotonic() + AWAY_SECONDS}
             self.events += [GpusUnheard(worker.gpus, "")] if worker in self._unheard else []
         elif worker.incarnation not in self._leaving:
-            self.events.append(GpusLost(worker.gpus, how))
+            self.events.append(GpusLost(gpus, how))
         self._leaving.discard(worker.incarnation or "")
         self._unheard.discard(worker)
 
     def see_line(self, worker: RemoteWorker) -> None:
         """Its connection has ended, or stands again."""
+        if not (worker.gpus or worker.connected):
+            self._lose_spare(worker)
+            return
         process, silent, is_used = worker.process, worker in self._unheard, worker.incarnation not in self._leaving
         waits = is_used and bool(worker.jobs) and not (worker.is_over or worker.process.wait(0.0))
         if isinstance(process, LeasedProcess) and silent == worker.connected and (silent or waits):
@@ -153,7 +210,7 @@ class RemoteHosts:
     def see_last_word(self, worker: RemoteWorker) -> None:
         """It has reported something: if that it writes nothing any more, that is proof."""
         if isinstance(worker.process, LeasedProcess) and worker.is_over:
-            worker.process.prove_end(worker.why_stopped or "has ended by itself")
+            worker.process.prove_end("has ended by itself")
 
     def see_successor(self, worker: RemoteWorker) -> None:
         """Another has come for its GPUs. One whose line has ended and that holds no job writes nothing: its lease need not be awaited."""

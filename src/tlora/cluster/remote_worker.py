@@ -108,7 +108,7 @@ class RemoteWorker:
         self.expected: tuple[JobSpec, ...] = ()  # jobs that may come, until it has loaded its base
         self.residents: dict[str, int] = {}  # when it was settled last
         self.heartbeat: Alive | None = None
-        self.given_up = self.why_stopped = ""  # why it was killed, or ended for good
+        self.given_up = ""  # why it was killed
         self.joined: set[str] = set()  # jobs that have taken part in its micro-batches
         self.in_flight: frozenset[str] = frozenset()  # jobs of its last micro-batch, once it has ended; empty if unknown
         generation, leased = epoch * NUMBERS_PER_EPOCH, host is not None
@@ -120,14 +120,19 @@ class RemoteWorker:
 
     @property
     def gpu(self) -> int:
-        """The first of its GPUs, by which it is known: no two workers have one in common."""
-        return self.gpus[0]
+        """The first of its GPUs, by which it is known: no two workers have one in common. -1: it waits for some."""
+        return self.gpus[0] if self.gpus else -1
+
+    @property
+    def choice(self) -> tuple[int, ...]:
+        """GPUs of which it can have any, as other processes of its host can; none where it has its own alone."""
+        return tuple([gpu + self.first_number for gpu in self.host.any_of]) if self.host is not None else ()
 
     @property
     def display_name(self) -> str:
         if self.host is None:
             return gpu_names(self.gpus)
-        return f"{gpu_names(tuple(gpu - self.first_number for gpu in self.gpus))} of host {self.host.name}"
+        return f"{gpu_names(tuple(gpu - self.first_number for gpu in self.gpus or self.choice))} of host {self.host.name}"
 
     @property
     def all_gpus(self) -> tuple[int, ...]:
@@ -242,7 +247,8 @@ class RemoteWorker:
         if self._send is not None:
             if isinstance(message, DesiredState):
                 lent = tuple(gpu - self.first_number for gpu in message.lent)
-                message = replace(message, group=self._shifted(message.group, -1), lent=lent)
+                gpus = tuple(gpu - self.first_number for gpu in self.gpus) if self.choice else ()
+                message = replace(message, group=self._shifted(message.group, -1), lent=lent, gpus=gpus)
             self._send(message)
 
     def _shifted(self, group: JobGroup | None, sign: int) -> JobGroup | None:

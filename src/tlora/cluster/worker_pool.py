@@ -126,10 +126,12 @@ class WorkerPool:
             supervise(self._log(gpus), identity).kill()
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
-        """Start a worker on those GPUs. None if the system has no process or file to spare now, and for a while after a worker that was
-        started here was refused: the caller tries again later. None too for GPUs of another host, whose worker comes by itself.
+        """Start a worker on those GPUs, of another host by `bind`. None if the system has no process or file to spare now, or soon after
+        one was refused that was started here: the caller tries again later.
         """
-        if not set(gpus) <= set(self._gpus) or time.monotonic() < self._not_before.get(gpus, 0.0):
+        if not set(gpus) <= set(self._gpus):
+            return self.bind(gpus)
+        if time.monotonic() < self._not_before.get(gpus, 0.0):
             return None
         load = self._loads(base_model)
         try:
@@ -138,6 +140,10 @@ class WorkerPool:
             self._note(f"no worker can be started for {gpu_names(gpus)} now: {error}")
             return None
         return self._take_on(gpus, load, process)
+
+    def bind(self, gpus: tuple[int, ...]) -> RemoteWorker | None:
+        """A process that waits on the host of those GPUs is their worker now. None where none waits, or workers come by themselves."""
+        return self._watch_over(worker) if (worker := self.remote_hosts.take_spare(gpus)) is not None else None
 
     def record(self, worker: RemoteWorker, before: tuple[int, ...]) -> None:
         """Where this and the next controller find a worker that has other GPUs than `before`."""
@@ -158,7 +164,7 @@ class WorkerPool:
 
     def close(self, stop_seconds: float) -> None:
         """Let all workers checkpoint their jobs and exit; kill those that take longer than the timeout."""
-        for worker in self.workers.values():
+        for worker in (*self.workers.values(), *self.remote_hosts.spares.values()):
             worker.stop()
         deadline = time.monotonic() + stop_seconds
         self._hear_out(deadline)
@@ -273,9 +279,10 @@ class WorkerPool:
             self._of_workers.see(reason)
             session.send(Refusal(reason))
             return
-        worker = self._same(hello) or self.workers.get(gpus[0])
+        worker = self._same(hello) or (self.workers.get(gpus[0]) if gpus else None)
         if worker is None and arrived.peer.is_remote and hello.host is not None:
-            worker = self._watch_over(self.remote_hosts.take_on(gpus, hello, hello.host, arrived.peer, self._epoch))
+            worker = self.remote_hosts.take_on(gpus, hello, hello.host, arrived.peer, self._epoch)
+            _ = self._watch_over(worker) if gpus else self.wake()  # a group may wait for it
         elif worker is None:
             worker = self._take_on(gpus, hello.load, supervise(self._log(gpus), arrived.peer.identity))
         self._sessions[session] = worker
@@ -299,7 +306,9 @@ class WorkerPool:
             return f"{who} {reason}. {updated if self._started_here(pid) else 'Start it with the same version'}"
         if remote and (reason := self.remote_hosts.why_not(hello, arrived.peer, self._same(hello))):
             return f"{who}: {reason}"
-        if not remote and (not hello.gpus or list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus)):
+        if not (remote or hello.gpus):
+            return f"{who} is of the controller's host. {_REMEDY_HERE}"
+        if not remote and (list(hello.gpus) != sorted(set(hello.gpus)) or not set(hello.gpus) <= set(self._gpus)):
             rule = f"and a worker of this host has some of {list(self._gpus)}, those of its controller, in ascending order"
             return f"{who} has GPUs {list(hello.gpus)}, {rule}. To use others, start the controller with them (--gpus)"
         if hello.epoch > self._epoch:

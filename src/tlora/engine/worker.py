@@ -64,6 +64,11 @@ class Worker:
         self._refusal = ""  # why the controller does not want this worker
         self.dialer = Dialer(endpoint, self, FIRST_LEASE_SECONDS)
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Those of this host that it has; none before it is told what to load, where it may have any (`HostLabels.any_of`)."""
+        return self._worker_reconciler.gpus
+
     def wait_for_load(self) -> Load | None:
         """What to load; None for a worker that is to stop before it has loaded anything."""
         self._told.wait()
@@ -180,8 +185,8 @@ class Worker:
 
 def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = None, host: HostLabels | None = None) -> int:
     """Work for the controller there until it sends a stop. Returns the exit status: 143 after SIGTERM, as a shell expects; `_ANEW` where
-    the controller wants a worker here that has loaded nothing. `see_gpus` is called before torch is imported, if there is something to
-    load on GPUs.
+    the controller wants a worker here that has loaded nothing. Without `gpus` it gets some of its host's. `see_gpus` is called before
+    torch is imported, if there is something to load on GPUs.
 
     Raises ConfigError if nothing listens there, or the controller cannot be trusted or refuses this worker; then all is saved.
     """
@@ -209,8 +214,9 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
         store = worker.open_store(load)
         load = store.open() if store is not None else load
     if load is not None:
+        gpus = worker.gpus
         if see_gpus is not None and load.device != "cpu":
-            see_gpus(gpus)
+            see_gpus((*gpus, *(gpu for gpu in (host.any_of if host is not None else ()) if gpu not in gpus)))
         alone = _compute(worker, load, gpus, store)
     if store is not None:
         store.close(_STORE_SECONDS)
@@ -315,7 +321,9 @@ def run(
     see_gpus: SeeGpus | None = None,
     label: Callable[[tuple[int, ...]], HostLabels] | None = None,
 ) -> None:
-    """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job."""
+    """`serve`, with the options of `tlora worker`, and exit: without a look at threads that may wait for a controller, or open a job.
+    `label` says of the GPUs what they are, and whether the worker can have any of them.
+    """
     status = 1
     show_stacks_when_asked()
     leave_unused_out()
@@ -323,9 +331,8 @@ def run(
     try:
         endpoint = find_entrance(address, fingerprint, token_file)
         host = label(gpus) if label is not None and is_tcp(endpoint.address) else None
-        if host is not None and len(gpus) > 1:
-            note(f"it takes groups of all of its {len(gpus)} GPUs. For others start a worker for each: a job that needs several has them")
-        while (status := serve(endpoint, gpus, see_gpus, host)) == _ANEW:
+        own = () if host is not None and host.any_of else gpus
+        while (status := serve(endpoint, own, see_gpus, host)) == _ANEW:
             pass
     except ConfigError as error:
         note(f"error: {error}")

@@ -43,7 +43,7 @@ class WorkerReconciler:
     """`want` is the last desired state; the caller takes `reports` and `commands`."""
 
     def __init__(self, gpus: tuple[int, ...]) -> None:
-        """`gpus`: those that the worker was started with."""
+        """`gpus`: those that the worker was started with; with none it gets some with its base."""
         self.want: DesiredState | None = None
         self._gpus = self._ordered_gpus = gpus  # that it has, and that it was last told to have
         self._order = self._heard_order = 0  # of the GPUs: the last that the trainer was given, and the last of all
@@ -66,6 +66,8 @@ class WorkerReconciler:
             return False
         if known is None or (want.epoch, want.generation) > (known.epoch, known.generation):
             self.want = want
+            if not self._gpus:
+                self._gpus = self._ordered_gpus = want.gpus
             if known is not None and want.epoch > known.epoch:
                 self.reports += self._found.values()
                 self.reports += [Delayed(name, here.delayed, here.attempt) for name, here in self._here.items() if here.delayed]
@@ -95,6 +97,11 @@ class WorkerReconciler:
             self.stopping = True
             self.reports.append(Ending(reason))
             self.commands.append(Stop())
+
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Those that the worker has."""
+        return self._gpus
 
     @property
     def claimed(self) -> tuple[int, ...]:
