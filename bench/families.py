@@ -62,7 +62,7 @@ COMPARED = {
     "mixtral", "qwen3_moe", "gpt_oss", "gemma3", "gemma4", "mistral3", "qwen3_vl", "qwen2_5_vl", "qwen3_5_text", "qwen3_next", "lfm2",
     "granitemoehybrid", "glm4_moe", "minimax_m2", "qwen3_5_moe_text", "nemotron_h", "llama4_text", "llama4", "deepseek_v32", "glm_moe_dsa",
     "minimax_m3_vl_text", "stablelm", "nemotron", "qwen4_exp_text", "deepseek_v4", "jamba", "mpt",
-    "falcon", "inkling_text", "modernbert-decoder", "bert", "gemma3n",
+    "falcon", "inkling_text", "modernbert-decoder", "bert", "gemma3n", "zaya",
 }  # fmt: skip
 """With PEFT, by tests/gpu/test_gpu_families.py, tests/engine/test_text_models.py, tests/numerics (hybrids, chunked and indexed attention,
 handed keywords, one by one, whole models), and with experts as targets by tests/supermodel/test_expert_targets.py.

@@ -13,7 +13,22 @@ from bench.families import BEGIN, END, Row, families, look, table
 
 (FOUND,) = (Path(__file__).parents[2] / "bench/results").glob("cpu_*_families.json")
 (PINNED,) = re.findall(r"^transformers==(.+)$", (Path(__file__).parents[2] / "constraints.txt").read_text(), re.MULTILINE)
-KNOWN = ("llama", "qwen3", "gemma3_text", "phi3", "mixtral", "gpt_oss", "mistral3", "qwen3_vl", "mamba", "lfm2", "gpt2", "qwen3_next")
+KNOWN = (
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "phi3",
+    "mixtral",
+    "gpt_oss",
+    "mistral3",
+    "qwen3_vl",
+    "mamba",
+    "lfm2",
+    "gpt2",
+    "qwen3_next",
+    "gemma3n",
+    "zaya",
+)
 
 
 def recorded() -> dict[str, Row]:
