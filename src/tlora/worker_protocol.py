@@ -324,7 +324,7 @@ class HostLabels:
     worker's GPUs, in their order, `links` those between them. `boot`: the kernel's id of this boot. `address`: where workers of other hosts
     reach it, if it says so; else at the address from which it has come. `processor`: what its CPU is. `any_of`: GPUs of the host of which
     it can have any, as all the processes that its agent has started, one for each; `devices` are then those. Empty: its own alone.
-    `ended`: pids of those that are no more, nor any process that they have started.
+    `process`: what the agent calls this one, as no other ever; `ended`: those that are no more, nor any process that they have started.
     """
 
     name: str
@@ -335,7 +335,8 @@ class HostLabels:
     address: str = ""
     processor: str = ""
     any_of: tuple[int, ...] = ()
-    ended: tuple[int, ...] = ()
+    process: str = ""
+    ended: tuple[str, ...] = ()
 
 
 @message

@@ -245,22 +245,31 @@ def test_a_later_controller_hears_which_gpus_a_process_has_before_it_gives_any_a
 
 
 def test_the_word_of_its_agent_proves_an_end_and_silent_ones_are_counted(station: TcpStation) -> None:
-    one = replace(ANY, devices=LABELS.devices, any_of=(0,))
-    line, _ = come(station, gpus=(0,), host=one, jobs=(HeldJob("a", 7, 3, True),))
+    one = replace(ANY, devices=LABELS.devices, any_of=(0,), process="second")
+    line, _ = come(station, gpus=(0,), host=replace(one, process="first"), jobs=(HeldJob("a", 7, 3, True),))
     (worker,) = station.worker_pool.workers.values()
     line.end()
     come(station, gpus=(), host=one, incarnation="another")
     assert not worker.process.wait(0.2), "it holds a job, and its end is not proven"
-    come(station, gpus=(), host=replace(one, ended=(worker.process.pid,)), incarnation="a third")
+    (spare,) = station.worker_pool.remote_hosts.spares.values()
+    assert not spare.process.wait(0.0), "nor has the one that has just come"
+    come(station, gpus=(), host=replace(one, process="third", ended=("first",)), incarnation="a third")
     wait_for(lambda: (worker, None) in station.reports)
     assert worker.process.how_it_ended() == "has ended, as its host's agent says"
 
 
-@pytest.mark.parametrize("first", [replace(LABELS, devices=LABELS.devices), ANY])
-def test_no_gpu_is_of_two_commands(station: TcpStation, first: HostLabels) -> None:
-    come(station, gpus=(0,) if not first.any_of else (), host=first)
-    other = replace(ANY, devices=LABELS.devices * 2, any_of=(0, 1))
-    _, answer = come(station, gpus=(), host=other, incarnation="another")
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (LABELS, ANY),
+        (ANY, LABELS),
+        (ANY, replace(ANY, devices=LABELS.devices * 2, any_of=(0, 1))),
+        (ANY, replace(ANY, boot="of another host of that name")),
+    ],
+)
+def test_no_gpu_is_of_two_commands(station: TcpStation, first: HostLabels, other: HostLabels) -> None:
+    come(station, gpus=() if first.any_of else (0,), host=first)
+    _, answer = come(station, gpus=() if other.any_of else (0,), host=other, incarnation="another")
     assert answer["kind"] == "refusal" and "already. End one of the two, or name their hosts apart with --host" in answer["reason"]
 
 

@@ -12,12 +12,13 @@ import platform
 import signal
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 
 from tlora.cluster.gpus import left_visible, list_gpus, see_only
 from tlora.cluster.host_engine import WorkerOrder
-from tlora.cluster.hosts import ANY_OF, ENDED, FAILURE_DOMAIN, HOST
+from tlora.cluster.hosts import ANY_OF, ENDED, FAILURE_DOMAIN, HOST, PROCESS
 from tlora.cluster.worker_process import device_environment
 from tlora.link.endpoint import TOKEN, Endpoint
 from tlora.link.lines import Line
@@ -37,14 +38,15 @@ class HostAgent:
     """The methods may be called from any thread."""
 
     def __init__(self, host: str, failure_domain: str, gpus: Sequence[int], order: WorkerOrder, *, while_wanted: bool = False) -> None:
-        """`gpus`: by nvidia-smi's numbers on this host; a worker is started for each. With `while_wanted` those alone are started again
-        that have crashed, and the first is tried alone.
+        """`gpus`: by nvidia-smi's numbers on this host; a worker is started for each. With `while_wanted` none is started again that was
+        told to end, or once all are refused; and the first is tried alone.
         """
         self._host, self._failure_domain, self._order, self._while_wanted = host, failure_domain, order, while_wanted
         self._gpus = tuple(sorted(gpus))
         self._ended: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._over: deque[str] = deque(maxlen=_REMEMBERED)  # what those are called
         self._running: dict[int, tuple[SupervisedProcess, Line]] = {}
-        self._statuses: dict[int, int] = {}  # how the last of each number has ended
+        self._statuses: dict[int, int] = {}  # by number, how the last has ended; of none that runs for long
         self._lock, self._draining, self._tried = threading.Lock(), threading.Event(), threading.Event()
         self._left = len(gpus)  # threads
         numbers = range(len(gpus))
@@ -91,24 +93,33 @@ class HostAgent:
         while not self._draining.is_set():
             began = time.monotonic()
             self._run(number)
-            if self._while_wanted and self._statuses.get(number) in (0, REFUSED):  # all of them are wanted no more, or are refused
-                self._draining.set()
+            if self._while_wanted and self._is_over(number):
+                break
             self._tried.set()
             if time.monotonic() - began > _LONG_SECONDS:
                 pause = PAUSE_SECONDS[0]
             self._draining.wait(pause)
             pause = min(2 * pause, PAUSE_SECONDS[1])
+        self._tried.set()
         with self._lock:
             self._left -= 1
+
+    def _is_over(self, number: int) -> bool:
+        """Whether it is not to be started again. Where all are refused, none is."""
+        with self._lock:
+            last, statuses = self._statuses.get(number), list(self._statuses.values())
+        if last == REFUSED and (len(statuses) == len(self._gpus) or not self._tried.is_set()) and set(statuses) <= {0, REFUSED}:
+            self._draining.set()
+        return last == 0
 
     def _run(self, number: int) -> None:
         """One worker, from its start to its end."""
         order = self._order
         arguments = ["--connect", order.connect, "--fingerprint", order.fingerprint]
-        with self._lock:
-            ended = ",".join(str(pid) for pid, _ in self._ended)
+        called = uuid.uuid4().hex
         names = {TOKEN: order.token, HOST: self._host, FAILURE_DOMAIN: self._failure_domain}
-        names |= {ANY_OF: ",".join(map(str, self._gpus)), ENDED: ended}
+        with self._lock:
+            names |= {ANY_OF: ",".join(map(str, self._gpus)), PROCESS: called, ENDED: ",".join(self._over)}
         environment = names if order.device == "cuda" else names | device_environment(order.device, "")
         with open(os.dup(2), "ab") as log:  # noqa: PTH123 # the engine keeps what its processes print
             try:
@@ -123,11 +134,14 @@ class HostAgent:
             line.end()
         if not process.wait(_TRIED_SECONDS):
             self._tried.set()
+            with self._lock:
+                self._statuses.pop(number, None)
         process.wait()
         with self._lock:
             del self._running[number]
             self._statuses[number] = status = process.exit_status or 0
             self._ended.append((process.pid, describe_exit(status)))
+            self._over.append(called)
         line.close()
 
 

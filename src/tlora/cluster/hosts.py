@@ -26,12 +26,12 @@ OWN_NODE = "local"  # the controller's host, as a scheduler's node
 STRIDE = 1000
 HOST, FAILURE_DOMAIN, ADDRESS = "TLORA_HOST", "TLORA_FAILURE_DOMAIN", "TLORA_ADDRESS"
 ANY_OF = "TLORA_ANY_OF"  # set by an agent for the processes that it starts: GPUs of which each can have any
-ENDED = "TLORA_ENDED"  # likewise: pids of those that have ended, with commas
+PROCESS, ENDED = "TLORA_PROCESS", "TLORA_ENDED"  # likewise: `HostLabels.process` and, with commas, `ended`
 
 
 def describe_host(gpus: Sequence[int]) -> HostLabels:
     """This host, for a worker with these GPUs, or so many processes on its CPU. The environment may name the host, its failure
-    domain and its address, and an agent says more there: `HOST`, `FAILURE_DOMAIN`, `ADDRESS`, `ANY_OF`, `ENDED`.
+    domain and its address, and an agent says more there: `HOST`, `FAILURE_DOMAIN`, `ADDRESS`, `ANY_OF`, `PROCESS`, `ENDED`.
     """
     known = {} if left_visible() == () else list_gpus()
     there = [known.get(gpu) for gpu in gpus]
@@ -40,8 +40,9 @@ def describe_host(gpus: Sequence[int]) -> HostLabels:
     links = tuple(DeviceLink(*pair, kind) for pair, kind in (list_links() if known else {}).items() if set(pair) <= set(gpus))
     name = os.environ.get(HOST) or platform.node()
     whose, any_of = os.environ.get(FAILURE_DOMAIN, ""), tuple(gpus) if ANY_OF in os.environ else ()
-    ended = tuple(int(pid) for pid in os.environ.get(ENDED, "").split(",") if pid.isdecimal())
-    return HostLabels(name, whose, boot_id(), devices, links, os.environ.get(ADDRESS, ""), processor_here(), any_of, ended)
+    ended = tuple(filter(None, os.environ.get(ENDED, "").split(",")))
+    own = os.environ.get(ADDRESS, ""), processor_here(), any_of, os.environ.get(PROCESS, ""), ended
+    return HostLabels(name, whose, boot_id(), devices, links, *own)
 
 
 class Hosts:

@@ -80,14 +80,17 @@ class RemoteHosts:
             return "its lease has ended, and its jobs have gone on elsewhere. Start it again"
         if known is not None and not known.files_by_line and not peer.shares_store:
             return f"it does not see {self._directory} any more, where it has begun. Mount it again, and start it again"
-        return self.hosts.why_not(host, hello.gpus) or self._why_shared(host)
+        return self.hosts.why_not(host, hello.gpus) or self._why_taken(host, hello.gpus)
 
-    def _why_shared(self, host: HostLabels) -> str:
-        """Why a process may not have any of the host's GPUs: workers that another command has started have some."""
+    def _why_taken(self, host: HostLabels, gpus: tuple[int, ...]) -> str:
+        """Why a process may not have these of the host's GPUs, or any of its agent's: workers that another command has started can have
+        some. Two that have their own alone are the pool's to compare.
+        """
         first = self.hosts.first_number(host)
-        choice = tuple(gpu + first for gpu in host.any_of)
+        choice, there = ({gpu + first for gpu in some} for some in (host.any_of, host.any_of or gpus))
         for other in self._workers_of.get(host.name, ()):
-            if other.choice != choice and not set(choice).isdisjoint(other.choice or other.gpus):
+            is_other_boot = other.connected and bool(choice) and other.host is not None and other.host.boot != host.boot
+            if (set(other.choice) != choice or is_other_boot) and not there.isdisjoint(other.choice or other.gpus):
                 return f"there is a worker of {other.display_name} already. End one of the two, or name their hosts apart with --host"
         return ""
 
@@ -126,8 +129,7 @@ class RemoteHosts:
                 self.events += node_events(host, worker.choice or gpus)
             if worker.choice:
                 self._count(worker, hello.incarnation)
-            for pid in host.ended:
-                self.prove(ProvenEnd(host.name, pid, "has ended, as its host's agent says"))
+            self._hear_of_ends(host)
         self._workers_of.setdefault(host.name, {})[worker] = None
         return worker
 
@@ -140,9 +142,16 @@ class RemoteHosts:
             if (before := self.spares.get(incarnation)) is not None:  # the end of its last line has not been heard yet
                 self._forget(before)
             self.spares[incarnation] = worker
-        there[worker] = None
-        for other in list(there) if len(there) > len(worker.choice) else ():
+        for other in list(there) if len(there) >= len(worker.choice) else ():
             self.see_successor(other)
+        there[worker] = None
+
+    def _hear_of_ends(self, host: HostLabels) -> None:
+        """What the agent of a host says of processes that it has started."""
+        for worker in self._workers_of.get(host.name, ()):
+            is_over = worker.host is not None and worker.host.process in host.ended
+            if is_over and isinstance(worker.process, LeasedProcess):
+                worker.process.prove_end("has ended, as its host's agent says")
 
     def take_spare(self, gpus: tuple[int, ...]) -> RemoteWorker | None:
         """A process of the host of `gpus` that waits for some: these are its own from now on. None if there is none, and while a worker of
