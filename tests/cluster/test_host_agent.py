@@ -14,10 +14,10 @@ from tests.cluster.test_listeners import TcpStation, wait_for
 from tlora.cluster import host_agent
 from tlora.cluster.host_agent import HostAgent
 from tlora.cluster.host_engine import WorkerOrder
-from tlora.cluster.hosts import STRIDE
+from tlora.cluster.hosts import ANY_OF, STRIDE
 from tlora.cluster.remote_worker import Held, RemoteWorker
 from tlora.protocol import GpusLost, NodeAdded
-from tlora.worker_protocol import REFUSED
+from tlora.worker_protocol import REFUSED, Load
 
 
 def test_a_worker_that_cannot_begin_is_reported_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,5 +112,42 @@ def test_a_command_whose_workers_are_refused_says_it_once(tmp_path: Path) -> Non
         with command((address, fingerprint, "tlw-" + "a" * 43)) as host:
             assert host.wait(600) == REFUSED and host.stderr is not None
             assert host.stderr.read().count("error: ") == 1
+    finally:
+        station.close()
+
+
+SHOW = """
+import os
+from tlora.engine import worker
+def show(_, load, gpus, store):
+    print(gpus, os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+    return False
+worker._compute = show
+from tlora.cli.tethered_worker import main
+import sys
+sys.argv[1:1] = ["worker"]
+main()
+"""
+
+
+def test_a_process_makes_all_gpus_of_its_agent_visible_its_own_first(tmp_path: Path) -> None:
+    """Ranks on those that its group gets later see them too. It says what it has been given, and not what it may have."""
+    station, (address, fingerprint, token) = station_of(tmp_path)
+    shown = {"CUDA_VISIBLE_DEVICES": "0,1,2", ANY_OF: "0,1,2", "PATH": "/nowhere"}  # no driver is asked
+    arguments = [sys.executable, "-c", SHOW, "--connect", address, "--fingerprint", fingerprint, "--host", "b"]
+    try:
+        with subprocess.Popen(
+            arguments, env={**os.environ, **shown, "TLORA_WORKER_TOKEN": token}, stdout=subprocess.PIPE, text=True
+        ) as process:
+            wait_for(lambda: bool(spares(station)))
+
+            def begin() -> None:
+                worker = station.worker_pool.bind((STRIDE + 1, STRIDE + 2))
+                assert worker is not None
+                worker.give(Load("b", "o", "cuda", 0.0))
+                worker.want(None, (), False)
+
+            station.do(begin)
+            assert process.stdout is not None and process.stdout.readline() == "(1, 2) 1,2,0\n"
     finally:
         station.close()
