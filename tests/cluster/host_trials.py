@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -26,7 +27,7 @@ from tests.hosts import Network, kill_host, network, start_worker
 from tests.process_hooks import let_hold, slow_down
 
 LEASE_SECONDS, LONGEST_SECONDS, TRIAL_SECONDS = 6.0, 12.0, 600.0
-HOSTS = ("b", "c")
+HOSTS = {"b": [], "c": ["--gpus", "0,1"]}  # the second with an agent, whose processes can have any of its GPUs
 FAULTS_OF_A_TRIAL = 3
 STEPS = 100
 _CONTROLLER = f"""
@@ -85,11 +86,20 @@ class Trial:
 
     def suspend_host(self) -> None:
         """As a virtual machine that is paused: its clock goes on."""
-        process = self._workers[self._any_host()]
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGSTOP)
-            self._wait(LONGEST_SECONDS)
-            os.killpg(process.pid, signal.SIGCONT)
+        there = self._processes(self._any_host())
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in there:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+            if number == signal.SIGSTOP:
+                self._wait(LONGEST_SECONDS)
+
+    def kill_process(self) -> None:
+        """One of an agent's, which starts it again."""
+        there = [process for process in self._processes("c") if "tlora.cli.tethered_worker" in _command(process)]
+        if there:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.random.choice(there).kill()
 
     def cut_out(self) -> None:
         self._hinder(self.apart.cut, "out")
@@ -132,7 +142,7 @@ class Trial:
         lines = [self.cut_out, self.cut_in, self.cut_both]
         if self.apart.can_delay:
             lines += [self.delay_out, self.delay_in, self.delay_both]
-        kills = (self.kill_host, self.end_host, self.suspend_host, self.kill_controller, self.kill_worker)
+        kills = (self.kill_host, self.end_host, self.suspend_host, self.kill_controller, self.kill_worker, self.kill_process)
         for strike in self.random.sample([*lines, *kills], FAULTS_OF_A_TRIAL):
             self._wait(4.0)
             self.said.append(strike.__name__)
@@ -173,9 +183,11 @@ class Trial:
     def _keep(self, host: int) -> None:
         """Start the host's worker, again when it has ended, as systemd does."""
         while True:
-            name, hidden = HOSTS[host], [self.material.directory, self.directory / "out"]
+            name, hidden = list(HOSTS)[host], [self.material.directory, self.directory / "out"]
             home = self.directory / f"home-{name}"
-            process = start_worker(self._options, self._token, home, hidden, name=name, namespace=self.apart.namespace(host))
+            process = start_worker(
+                [*self._options, *HOSTS[name]], self._token, home, hidden, name=name, namespace=self.apart.namespace(host)
+            )
             self._workers[name] = process
             while process.poll() is None:
                 if self._over.wait(0.2):
@@ -184,7 +196,14 @@ class Trial:
                 return
 
     def _any_host(self) -> str:
-        return self.random.choice(HOSTS)
+        return self.random.choice(list(HOSTS))
+
+    def _processes(self, host: str) -> list[psutil.Process]:
+        """All of the host."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            first = psutil.Process(self._workers[host].pid)
+            return [first, *first.children(recursive=True)]
+        return []
 
     def _hinder(self, how: Callable[..., None], *directions: str) -> None:
         host = self.random.randrange(len(HOSTS))
@@ -211,6 +230,13 @@ class Trial:
 
     def _report(self, what: str) -> str:
         return f"{what}: {self.said}\n{self.log.read_text()[-6000:]}"
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 @contextlib.contextmanager
