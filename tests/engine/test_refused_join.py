@@ -80,7 +80,7 @@ def test_below_a_memory_limit_a_job_waits_for_its_turn(made: Orders, tmp_path: P
         return []
 
     first = [SetPlan(64), replace(made.join("short"), job=large), replace(made.join("short"), job=other)]
-    told = work(replace(made.load(tmp_path), memory_limit=limit), first, answer)
+    told = work(replace(made.load(tmp_path), memory_limit=limit), first, answer, together=True)
     (refused,) = [report for report in told if isinstance(report, Refused)]
     assert "below memory_limit" in refused.reason
     (delayed,) = [report for report in told if isinstance(report, Delayed)]

@@ -29,7 +29,7 @@ from tlora.planning.planned_job import PlannedJob
 from tlora.store import checkpoint
 from tlora.store.checkpoint import read_progress
 from tlora.store.recorder import Recorder
-from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Report, Stepped
+from tlora.worker_protocol import Failed, Finished, Join, Joined, Left, Load, Loaded, Memory, Refused, Report, Stepped
 
 PATIENCE_SECONDS = 600.0
 Answer = Callable[[Report], list[Command]]
@@ -87,7 +87,7 @@ def work(load: Load, first: list[Command], answer: Answer = lambda _: [], *, tog
 
     def send(report: Report) -> None:
         told.append(report)
-        if isinstance(report, Joined | Failed):
+        if isinstance(report, Joined | Failed | Refused):
             expected.discard(report.job_id)
         for command in answer(report):
             if isinstance(command, Join):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -53,7 +54,8 @@ def test_a_rank_that_is_added_is_the_process_that_was_there_ahead(ranks: RankGro
     assert ranks.living == [], "it is no rank yet"
     assert (ranks.add(), hello_of(ranks, 0).pid) == (0, first.pid)
     ranks.prepare()
-    ranks.count += 1  # another host's has come
+    ranks._began[ranks.count] = math.inf  # another host's has come, and is not silent
+    ranks.count += 1
     second = ranks._ahead
     assert second is not None and second.pid != first.pid
     assert (ranks.add(), hello_of(ranks, 2).pid) == (2, second.pid)
