@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,18 @@ from tests.cluster.fake_workers import local_backend
 from tests.cluster.test_listeners import LABELS, REMOTE, TcpStation, wait_for
 from tests.cluster.test_local import job as job_of
 from tests.cluster.test_local import submitted
+from tlora.cluster import worker_pool
+from tlora.cluster.credentials import WorkerTokens
 from tlora.cluster.hosts import STRIDE, Hosts
 from tlora.cluster.kept_kind import KeptKind
 from tlora.cluster.leased_process import DRIFT_SECONDS
 from tlora.cluster.leases import Leases
+from tlora.cluster.limits import Limits
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.remote_worker import RemoteWorker
+from tlora.cluster.worker_pool import WorkerPool
 from tlora.link.dialer import NOTICE_SECONDS, Dialer, _now
+from tlora.link.endpoint import Endpoint, dial
 from tlora.link.lines import Line
 from tlora.link.versions import versions
 from tlora.protocol import GpusLost, GpusUnheard, GroupKept, JobGroup, NodeAdded, ParallelPlan, StartGroup
@@ -242,6 +250,36 @@ def test_a_later_controller_hears_which_gpus_a_process_has_before_it_gives_any_a
     assert station.worker_pool.workers[STRIDE].gpus == (STRIDE, STRIDE + 2)
     station.do(lambda: station.worker_pool.bind((STRIDE + 1,)))
     assert station.worker_pool.workers.keys() == {STRIDE, STRIDE + 1} and nodes(station) == [(STRIDE, STRIDE + 1, STRIDE + 2)]
+
+
+def test_a_later_controller_does_not_wait_for_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is refused comes again and again, as systemd starts it anew, and keeps nobody from what has to follow."""
+    monkeypatch.setattr(worker_pool, "_FOUND_SECONDS", 0.5)
+    Leases(tmp_path).grant("of a host that is gone", {"a": 7}, LEASE)
+    pool, listener = (
+        WorkerPool(tmp_path, 5, lambda base: Load(base, "o", "cpu", 0.0), (), Limits(), print),
+        TlsListener(tmp_path, ("127.0.0.1", 0)),
+    )
+    pool.listen_on(listener)
+    over, secret = threading.Event(), WorkerTokens(tmp_path).create(3600)[1]
+
+    def come_again() -> None:
+        while not over.wait(0.05):
+            line = dial(Endpoint(listener.address, listener.fingerprint, secret), 0)
+            line.send(worker_line(replace(REMOTE, gpus=(), incarnation=uuid.uuid4().hex)))  # without GPUs, nor an agent
+            line.read_line(60)
+            line.close()
+
+    stranger = threading.Thread(target=come_again)
+    stranger.start()
+    try:
+        pool.find({})
+        assert pool.remote_hosts.withheld == {"a"}
+    finally:
+        over.set()
+        while stranger.is_alive():
+            pool.listen(0.05)
+        pool.abandon()
 
 
 def test_the_word_of_its_agent_proves_an_end_and_silent_ones_are_counted(station: TcpStation) -> None:

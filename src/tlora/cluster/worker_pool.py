@@ -101,7 +101,7 @@ class WorkerPool:
         kept for `listen`: the caller cannot act on them yet.
         """
         deadline, looked = time.monotonic() + _FOUND_SECONDS, 0.0
-        waiting = dict(records)
+        waiting, withheld = dict(records), len(self.remote_hosts.withheld)
         while (waiting or self.remote_hosts.awaits_workers) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 heard = self.inbox.get(timeout=min(left, _WATCH_SECONDS))
@@ -110,19 +110,17 @@ class WorkerPool:
                 elif heard is not None:
                     self._unheard.append(heard)
                 if isinstance(heard, Arrived):
-                    deadline = time.monotonic() + _FOUND_SECONDS
-                    come = {gpu for worker in self.workers.values() for gpu in worker.gpus}
-                    waiting = {gpus: who for gpus, who in waiting.items() if come.isdisjoint(gpus)}
+                    before, withheld = (len(waiting), withheld), len(self.remote_hosts.withheld)
+                    waiting = {gpus: who for gpus, who in waiting.items() if not self._on(gpus)}
+                    if (len(waiting), withheld) != before:  # else it is no one that was waited for: it may come again and again
+                        deadline = time.monotonic() + _FOUND_SECONDS
             if time.monotonic() - looked >= _WATCH_SECONDS:
                 looked = time.monotonic()
                 waiting = {gpus: who for gpus, who in waiting.items() if who.is_alive}
         others = [worker.process.identity for worker in self.workers.values()]  # with other GPUs than recorded, if their record is old
-        for gpus, identity in waiting.items():
-            if identity in others:
-                continue
-            self._note(
-                f"the worker of {gpu_names(gpus)} (process {identity.pid}) has not dialled again within {_FOUND_SECONDS:g} s: it is killed"
-            )
+        for gpus, identity in [(gpus, identity) for gpus, identity in waiting.items() if identity not in others]:
+            who = f"the worker of {gpu_names(gpus)} (process {identity.pid})"
+            self._note(f"{who} has not dialled again within {_FOUND_SECONDS:g} s: it is killed")
             supervise(self._log(gpus), identity).kill()
 
     def start(self, gpus: tuple[int, ...], base_model: str) -> RemoteWorker | None:
