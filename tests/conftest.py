@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Generator, Iterator
@@ -81,6 +82,13 @@ def forked_children(fork_servers: dict[str, forked.Server]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", forked.ForkingPopen)
         yield
+
+
+@pytest.fixture
+def passing_path(tmp_path: Path) -> Iterator[Path]:
+    """As `tmp_path`, and removed after the test: for what takes a disk where hundreds of tests leave it."""
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture

@@ -31,28 +31,30 @@ no attention but its own, and layers that take no 16 bits.
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in TRAINED])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about configs as tiny as these
 @small_towers()
-def test_a_family_that_is_trained_is_planned(family: str, tmp_path: Path) -> None:
+def test_a_family_that_is_trained_is_planned(family: str, passing_path: Path) -> None:
     transformers.logging.set_verbosity_error()
     if family not in families():
         pytest.skip("not in this transformers")
     config = tiny(families()[family])
-    auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(passing_path)
     try:
-        check_weights(str(tmp_path), load_config(str(tmp_path)))
+        check_weights(str(passing_path), load_config(str(passing_path)))
     except ModelError:  # transformers writes other names than it reads (ShieldGemma 2)
         pytest.skip("its files are not read again")
-    base = describe_base(str(tmp_path), "float32", None, "cpu", "ignore")
+    base = describe_base(str(passing_path), "float32", None, "cpu", "ignore")
     if TRAINED[family]["experts"]:
-        model = SuperModel(outline(str(tmp_path), "float32"))
+        model = SuperModel(outline(str(passing_path), "float32"))
         assert sum(active_weights(model, False).values()) > 0, "experts that multiply tokens with nothing"
-        assert describe_base(str(tmp_path), "float32", None, "cpu", "ignore", adapts_experts="some").parts.memory.activation_bytes(64) > 0
+        assert (
+            describe_base(str(passing_path), "float32", None, "cpu", "ignore", adapts_experts="some").parts.memory.activation_bytes(64) > 0
+        )
     assert base.parts.memory.activation_bytes(64) > 0
 
     for deterministic in (False, True):
         with as_if_on("NVIDIA H100 80GB HBM3", 90):
             if family == "xlstm":
                 with pytest.raises(ModelError, match=r"in bfloat16: .* set dtype: float32"):
-                    describe_base(str(tmp_path), "bfloat16", None, "cuda", "ignore", deterministic=deterministic)
+                    describe_base(str(passing_path), "bfloat16", None, "cuda", "ignore", deterministic=deterministic)
                 continue
-            base = describe_base(str(tmp_path), "bfloat16", None, "cuda", "ignore", deterministic=deterministic)
+            base = describe_base(str(passing_path), "bfloat16", None, "cuda", "ignore", deterministic=deterministic)
             assert base.parts.memory.activation_bytes(64) > 0

@@ -70,22 +70,22 @@ def check_gradient(found_P: torch.Tensor, expected_P: torch.Tensor, rounds: bool
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in TRAINED])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about configs as tiny as these
-def test_a_load_does_what_the_plan_says(family: str, tmp_path: Path) -> None:
+def test_a_load_does_what_the_plan_says(family: str, passing_path: Path) -> None:
     torch.manual_seed(0)
     if family not in families():
         pytest.skip("not in this transformers")
     config = tiny(families()[family])
-    auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    auto_class(config).from_config(config, dtype=torch.float32).save_pretrained(passing_path)
 
     def load(shared: Streaming | LayerRange | None = None) -> SuperModel:
-        return SuperModel.from_pretrained(str(tmp_path), "float32", deterministic=True, shared=shared)
+        return SuperModel.from_pretrained(str(passing_path), "float32", deterministic=True, shared=shared)
 
     try:
-        check_weights(str(tmp_path), load_config(str(tmp_path)))
+        check_weights(str(passing_path), load_config(str(passing_path)))
     except ModelError:  # transformers writes other names than it reads (ShieldGemma 2)
         assert isinstance(loaded(lambda: [load()]), str)
         return
-    base = outline(str(tmp_path), "float32")
+    base = outline(str(passing_path), "float32")
     count, why, cut = len(layers_of(base.decoder)), why_no_stages(base, CPU), may_be_cut(SuperModel(base))
     whole = load()
     state = init_state(whole.layout(LORA), 0, torch.float32)

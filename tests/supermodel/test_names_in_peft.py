@@ -56,16 +56,16 @@ def test_peft_loads_what_it_is_said_to_load(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_check_says_it_with_a_remedy_that_works(tmp_path: Path) -> None:
+def test_check_says_it_with_a_remedy_that_works(passing_path: Path) -> None:
     tokenizer = make_tokenizer(CHATML)
     for family in ("inkling2_text", "unlimited_ocr"):
-        made(family, len(tokenizer) + 3).save_pretrained(tmp_path / family)
-        tokenizer.save_pretrained(tmp_path / family)
-    rows = str(write_rows(tmp_path / "rows.jsonl", 4))
+        made(family, len(tokenizer) + 3).save_pretrained(passing_path / family)
+        tokenizer.save_pretrained(passing_path / family)
+    rows = str(write_rows(passing_path / "rows.jsonl", 4))
 
     def said(family: str, **keys: Any) -> list[str]:
         order = job("a", rows, target_modules="all-linear", **keys)
-        (planned,) = check(run_spec(tmp_path / family, tmp_path / "out", [order]), device="cpu").jobs
+        (planned,) = check(run_spec(passing_path / family, passing_path / "out", [order]), device="cpu").jobs
         assert planned.problems == ()
         return [line for line in planned.warnings if "PEFT" in line]
 
