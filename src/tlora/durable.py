@@ -310,14 +310,13 @@ def _row(line: bytes) -> dict[str, object] | None:
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
     """What could not be written, why, and what helps; with the error's number, by which `is_full` knows a full disk."""
-    reason = error.strerror or str(error)
     if error.errno in _NO_SPACE:
         remedy = "free some space there"
     elif error.errno in _NO_PERMISSION:
         remedy = "make the directory writable for this user"
     else:
         remedy = "check the path and its file system"
-    failure = CheckpointError(f"cannot write {path}: {reason}. Remedy: {remedy}")
+    failure = CheckpointError(f"cannot write {path}: {error.strerror or error}. Remedy: {remedy}")
     failure.errno = error.errno
     return failure
 

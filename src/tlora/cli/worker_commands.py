@@ -67,22 +67,30 @@ def worker(
     """Train for a running cluster on GPUs of this host, which may be another than the cluster's, until it needs no more. Ctrl-C and SIGTERM
     save all jobs; the cluster goes on elsewhere.
     """
-    from tlora.cluster.gpus import left_visible, list_gpus, see_only
+    from tlora.cluster.gpus import see_only
     from tlora.cluster.host_agent import keep_workers
     from tlora.cluster.hosts import ADDRESS, ANY_OF, FAILURE_DOMAIN, HOST, describe_host
-    from tlora.engine.worker import parse_gpus, run
+    from tlora.engine.worker import run
     from tlora.link.address import is_tcp
     from tlora.link.endpoint import find_entrance
 
     names = {HOST: host, FAILURE_DOMAIN: failure_domain, ADDRESS: address}
     os.environ.update({variable: name for variable, name in names.items() if name is not None})
     with exit_on_error(debug=False):
-        named = os.environ.get(ANY_OF, gpus)
-        there = left_visible() or tuple(list_gpus()) or (0,)
-        chosen = parse_gpus(named) if named not in (None, "all") else there if named else there[:1]
+        chosen = _choose_gpus(os.environ.get(ANY_OF, gpus))
         if len(chosen) > 1 and is_tcp(connect) and ANY_OF not in os.environ:
             raise typer.Exit(keep_workers(find_entrance(connect, fingerprint, token_file), chosen))
     run(connect, chosen, fingerprint, token_file, see_only, describe_host)
+
+
+def _choose_gpus(named: str | None) -> tuple[int, ...]:
+    """By the value of --gpus; the driver is asked for all of them alone. Raises ConfigError."""
+    from tlora.cluster.gpus import left_visible, list_gpus
+    from tlora.engine.worker import parse_gpus
+
+    if named == "all":
+        return left_visible() or tuple(list_gpus()) or (0,)
+    return parse_gpus(named) if named is not None else (left_visible() or (0,))[:1]
 
 
 def worker_token(

@@ -117,11 +117,10 @@ class ClusterProgress:
                 self.hosts[name].draining = True
             case GpusUnheard(gpus, why):
                 self.unheard |= dict.fromkeys(gpus, why)
-                for name in self.jobs_on(gpus) if why else ():
-                    view.advance(name, tokens_per_second=0.0, eta_seconds=None)
+                self._pause(self.jobs_on(gpus) if why else ())
             case JobDelayed(name, why):
                 self.delayed[name] = why
-                view.advance(name, tokens_per_second=0.0, eta_seconds=None)
+                self._pause([name])
             case GpusLost(gpus):
                 for gpu in gpus:
                     self.unheard.pop(gpu, None)
@@ -131,6 +130,11 @@ class ClusterProgress:
                         del self.hosts[host.name]
             case _:
                 pass
+
+    def _pause(self, names: Iterable[str]) -> None:
+        """These jobs do not go on just now."""
+        for name in names:
+            self.view.advance(name, tokens_per_second=0.0, eta_seconds=None)
 
     def _place(self, group: JobGroup) -> None:
         self._leave(group.group_id, frozenset(group.job_ids))
