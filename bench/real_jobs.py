@@ -11,6 +11,7 @@ Over a mixture of experts the jobs are those of bench/expert_jobs.yaml, whose ad
     python -m bench.real_jobs --shape llama-3-8b --gpus 2 --launches plain:cold,shared:cold,stages-host:cold,stages:warm --out FILE
     python -m bench.real_jobs --shape qwen3-30b-a3b --layers 36 --launches cold --launch-seconds 120 --rivals peft --out FILE
     python -m bench.real_jobs --shape llama-3-8b --work heterogeneous --steps 12 --out FILE
+    python -m bench.real_jobs --shape qwen3-30b-a3b --layers 36 --work small-steps --launches cold [--jobs 1] --out FILE
     python -m bench.real_jobs --shape llama-3-8b --gpus 2 --work few-long-padded --steps 40 --set recompute=22 --out FILE
     python -m bench.real_jobs --shape tiny --device cpu --steps 6 --set dtype=float32
 
@@ -39,7 +40,7 @@ from typing import Any
 import torch
 import yaml
 
-from bench import launch, long_tasks, machine, rivals, summaries
+from bench import launch, long_tasks, machine, rivals, small_steps, summaries
 from bench.base_files import make_base
 from bench.shapes import SHAPES, experts_per_token, shape_of
 from tlora.kernels.device import FORCED
@@ -80,8 +81,9 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="of the base's decoder; default: the shape's own")
     parser.add_argument("--case", choices=CASES, default="plain", help="of launches that name none")
-    works = ("real", *summaries.WORKS, *long_tasks.WORKS)
-    parser.add_argument("--work", choices=works, default="real", help="the file's jobs, or those of bench.summaries or bench.long_tasks")
+    works = ("real", *summaries.WORKS, *long_tasks.WORKS, *small_steps.WORKS)
+    others = "bench.summaries, bench.long_tasks or bench.small_steps"
+    parser.add_argument("--work", choices=works, default="real", help=f"the file's jobs, or those of {others}")
     parser.add_argument("--jobs", help="names of the file's jobs, with commas, or how many of the first; default: all")
     parser.add_argument("--launches", default="cold,warm", help="[CASE:]cold|warm|sigterm, in their order")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each job")
@@ -101,14 +103,11 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to call this code where there is no git")
     options = parser.parse_args(arguments)
     options.orders = [_order(text, options.case, parser) for text in options.launches.split(",")]
-    known = [job["name"] for job in yaml.safe_load(jobs_file_of(options.shape).read_text(encoding="utf-8"))["jobs"]]
-    if options.jobs and options.jobs.isdecimal():
-        options.jobs = ",".join(known[: int(options.jobs)])
-    if options.jobs and (unknown := [name for name in options.jobs.split(",") if name not in known]):
-        parser.error(f"--jobs: {unknown[0]!r} is none of {', '.join(known)}")
     options.rivals = [name for name in options.rivals.split(",") if name]
-    if options.work != "real" and (options.jobs or options.rivals):
-        parser.error(f"--work {options.work}: --jobs and --rivals are of the real jobs")
+    if options.work == "real":
+        options.jobs = _names_of(options, parser)
+    elif options.rivals or not (options.jobs or "1").isdecimal():
+        parser.error(f"--work {options.work}: --rivals and names of --jobs are of the real jobs; --jobs may be how many of the first")
     if unknown := [name for name in options.rivals if name not in rivals.RIVALS]:
         parser.error(f"--rivals: {unknown[0]!r} is none of {', '.join(rivals.RIVALS)}")
     begins_warm = options.orders[0].kind != "cold"
@@ -116,6 +115,16 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         remedy = "begin with cold, or name those of an earlier run with --caches"
         parser.error(f"--launches: {options.launches!r} begins with warm caches, and there are none; {remedy}")
     return options
+
+
+def _names_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> str | None:
+    """Of the real jobs that are asked for, with commas; None: of all."""
+    known = [job["name"] for job in yaml.safe_load(jobs_file_of(options.shape).read_text(encoding="utf-8"))["jobs"]]
+    if options.jobs and options.jobs.isdecimal():
+        return ",".join(known[: int(options.jobs)])
+    if options.jobs and (unknown := [name for name in options.jobs.split(",") if name not in known]):
+        parser.error(f"--jobs: {unknown[0]!r} is none of {', '.join(known)}")
+    return options.jobs
 
 
 def _order(text: str, case: str, parser: argparse.ArgumentParser) -> Order:
@@ -222,20 +231,31 @@ def jobs_file_of(shape: str) -> Path:
 
 def _jobs_file(options: argparse.Namespace, directory: Path) -> tuple[Path, dict[str, Any]]:
     """The file of all jobs, or one of those that were asked for; and what is to be known of jobs that are no real ones."""
+    path, facts = jobs_file_of(options.shape), dict[str, Any]()
+    vocab_size = SHAPES[options.shape].vocab_size
     if options.work in long_tasks.WORKS:
-        path, lengths = long_tasks.write_jobs(options.work, SHAPES[options.shape].vocab_size, directory)
-        return path, {"jobs_file": path.name, "tasks": lengths}
-    if options.work != "real":
-        path, lengths = summaries.write_jobs(options.work, options.steps, SHAPES[options.shape].vocab_size, directory)
+        path, lengths = long_tasks.write_jobs(options.work, vocab_size, directory)
+        facts = {"tasks": lengths}
+    elif options.work in small_steps.WORKS:
+        path, steps = small_steps.write_jobs(path, options.steps, vocab_size, directory)
+        facts = {"tasks": steps}
+    elif options.work in summaries.WORKS:
+        path, lengths = summaries.write_jobs(options.work, options.steps, vocab_size, directory)
         published = summaries.PUBLISHED.get(options.shape, {}).get(options.work)
-        return path, {"jobs_file": path.name, "samples": lengths, "published_tokens_per_second": published}
-    if not options.jobs:
-        return jobs_file_of(options.shape), {}
-    content, wanted = yaml.safe_load(jobs_file_of(options.shape).read_text(encoding="utf-8")), options.jobs.split(",")
-    content["jobs"] = [job | {"data": str(JOBS_FILE.parent / job["data"])} for job in content["jobs"] if job["name"] in wanted]
+        facts = {"samples": lengths, "published_tokens_per_second": published}
+    facts |= {"jobs_file": path.name} if facts else {}
+    return (_narrowed(path, options.jobs, directory) if options.jobs else path), facts
+
+
+def _narrowed(path: Path, wanted: str, directory: Path) -> Path:
+    """A file with those of the jobs of `path` that have one of the names `wanted`, or that are so many of the first."""
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    jobs = content["jobs"]
+    kept = jobs[: int(wanted)] if wanted.isdecimal() else [job for job in jobs if job["name"] in wanted.split(",")]
+    content["jobs"] = [job | {"data": str(path.parent / job["data"])} for job in kept]
     file = directory / "jobs.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return file, {}
+    return file
 
 
 def _figures(steps: list[launch.Step], of_run: list[dict[str, Any]], ended: launch.Ended, output_dir: Path) -> dict[str, Any]:
