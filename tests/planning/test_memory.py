@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, LlamaConfig, Qw
 from tests.cases import in_every_run
 from tests.engine.tiny_runs import job, run_spec, train
 from tests.kernels.interpreter import interpreted
-from tests.tiny import SHAPE
+from tests.tiny import SHAPE, make_model
 from tlora.adapters.layout import AdapterLayout, AdapterShape
 from tlora.batching.recompute_plan import RecomputePlan
 from tlora.batching.replicas import ReplicaPlacement
@@ -41,7 +41,7 @@ from tlora.shape.cost import CostModel
 from tlora.shape.memory import MemoryModel, Phase
 from tlora.shape.predicted_constants import live_constants
 from tlora.shape.stages import LayerRange
-from tlora.supermodel.load import outline
+from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
 
 with interpreted():
@@ -278,9 +278,25 @@ def test_a_run_on_a_gpu_goes_by_what_it_measures(enough: bool, monkeypatch: pyte
     monkeypatch.setattr(training, "probe", lambda *_: Probe(lean, (), 0.001, 34.2) if enough else None)
     monkeypatch.setattr(training, "probe_key", lambda *_: "key")
     monkeypatch.setattr(training, "remember", lambda _key, memory: kept.append(memory))
-    found = training._measure_memory(run, plan, SimpleNamespace(device=GPU, num_layers=10, release_memory=lambda: None), notes.append)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(device=GPU, num_layers=10, units_apart=False, release_memory=lambda: None)
+    found = training._measure_memory(run, plan, model, notes.append)
     assert found.memory == (lean if enough else MODEL) and bool(found.jobs[0].problems) != enough
     assert kept == ([lean] if enough else []) and len(notes) == 1 and ("in 34 s" if enough else "could not be measured") in notes[0]
+
+
+@pytest.mark.parametrize("why_one_by_one", ["", "its layers get no lengths of samples"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_not_one_pass_is_not_measured(deterministic: bool, why_one_by_one: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each sample is a pass by itself, no peak belongs to a micro-batch: the estimate stands."""
+    base = make_base(make_model(), "llama")
+    model = SuperModel(replace(base, why_one_by_one=why_one_by_one), deterministic=deterministic)
+    monkeypatch.setattr(SuperModel, "device", GPU)
+    plan, tried, kept = plan_of(MODEL, 1700), list[object](), list[object]()
+    monkeypatch.setattr(training, "probe", lambda *of: tried.append(of))
+    monkeypatch.setattr(training, "probe_key", lambda *_: f"key {why_one_by_one} {deterministic}")
+    run = RunSpec(base_model="b", token_budget=2048, jobs=[job.spec for job in plan.jobs])
+    assert training._measure_memory(run, plan, model, kept.append) is plan
+    assert bool(tried) == (not deterministic and not why_one_by_one) == bool(kept)
 
 
 @pytest.mark.parametrize("dtype", in_every_run(["float32", "bfloat16"], 1))

@@ -180,7 +180,7 @@ def _data_worker(place: torch.device) -> AbstractContextManager[DataWorker | Non
 
 def _measure_memory(run: RunSpec, plan: RunPlan, model: SuperModel, note: Callable[[str], None]) -> RunPlan:
     """On a GPU, the plan by what this device takes for this base; elsewhere, and where that cannot be measured, `plan` itself."""
-    if model.device.type != "cuda" or not plan.can_run or (not model.num_layers and model.deterministic):
+    if model.device.type != "cuda" or not plan.can_run or model.units_apart:  # then a peak is no line in the tokens of a batch
         return plan
     key = probe_key(model, plan.can_run, run.deterministic, model.device)
     memory = recall(key)

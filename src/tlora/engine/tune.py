@@ -20,7 +20,7 @@ from torch import nn
 from tlora import durable
 from tlora.cache_directory import gpu_file_name
 from tlora.errors import ConfigError
-from tlora.kernels.device import tuned_as, why_plain
+from tlora.kernels.device import own_stream, tuned_as, why_plain
 from tlora.planning.plan import pick_device
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.load import Base, outline
@@ -184,7 +184,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _graph_of(step: Callable[[], object], calls: int) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
+    stream = own_stream(torch.device("cuda", torch.cuda.current_device()), "tuning")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()

@@ -195,6 +195,14 @@ def likely_capability(device: torch.device) -> int:
     return capability_of(device) if can_be_asked(device) else CLASSES[0].capability
 
 
+@functools.cache
+def own_stream(device: torch.device, purpose: str, number: int = 0, priority: int = 0) -> torch.cuda.Stream:
+    """This process's stream for `purpose` on a GPU, the same one each time. torch gives 32 of them in turns, so that one that is made anew
+    for each use would in time be another's: a thread that waits for it while a graph is captured there ends with an error.
+    """
+    return torch.cuda.Stream(device, priority)
+
+
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """To a GPU through pinned memory: from pageable memory the copy would wait for all that the GPU still has to do."""
     tensor = torch.from_numpy(array)

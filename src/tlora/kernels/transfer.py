@@ -1,4 +1,4 @@
-"""Large tensors between a GPU and pageable memory, by several threads, each with a pinned buffer and a stream of its own.
+"""Large tensors between a GPU and pageable memory, by several threads, each with a pinned buffer and a stream beside the training's.
 
 One thread that copies from a mapped file, or into memory that the system has still to find, moves 1 to 5 GB/s, and a copy on the stream of
 the training would hold it up.
@@ -13,14 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from tlora.kernels.device import own_stream
+
 _LANES, _LANE_BYTES = 8, 32 << 20
 
 
 class _Lane:
-    """A pinned buffer and a stream; one thread at a time uses them."""
+    """A pinned buffer, of which one thread at a time has the use, and the stream of this lane's `number`."""
 
-    def __init__(self, device: torch.device, after: torch.Event) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, after: torch.Event, number: int) -> None:
+        self._device, self._stream = device, own_stream(device, "transfer", number)
         self._stream.wait_event(after)
         self._buffer = torch.empty(_LANE_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -66,8 +68,8 @@ def _by_lanes(
 ) -> list[Future[Tensor]]:
     lanes: queue.SimpleQueue[_Lane] = queue.SimpleQueue()
     count = max(1, min(_LANES, len(tensors)))
-    for _ in range(count):
-        lanes.put(_Lane(device, after))
+    for number in range(count):
+        lanes.put(_Lane(device, after, number))
 
     def work(source: Tensor) -> Tensor:
         lane = lanes.get()

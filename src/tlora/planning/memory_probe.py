@@ -163,7 +163,9 @@ def residents(model: SuperModel, specs: Sequence[JobSpec]) -> Iterator[list[str]
 
 
 def run_batch(model: SuperModel, batch: PackedBatch, depth: int, meter: Meter) -> Peaks:
-    """A real micro-batch. The decoder's output is the border between forward and head, its gradient that between head and backward."""
+    """A real micro-batch, of one pass. The decoder's output is the border between forward and head, its gradient that between head and
+    backward.
+    """
     start, marks = meter.allocated(), list[int]()
     model.recomputed_layers = depth
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tlora.kernels.device import own_stream
 from tlora.sharing.layout import BaseLayout, LayerLayout, Piece
 
 
@@ -205,7 +206,7 @@ class _GpuFetches:
     """Copies run on a stream of their own. Waits are timed on the stream that waits, by events before and behind."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, own_stream(device, "layers")
         self._stream.wait_stream(torch.cuda.current_stream(device))  # what the slots' memory was used for before
         self._seconds = 0.0
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # that may not be over yet

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tlora.kernels.device import own_stream
 from tlora.sharing.host_memory import HostMemory
 
 _PROBE_BYTES = 128 << 20  # of a copy: some milliseconds
@@ -64,7 +65,7 @@ def measure_both_ways(device: torch.device) -> LinkSpeed:
     """The link of `device`, each way alone and both at once. Raises CapacityError as `HostMemory` does."""
     down, up = HostMemory(_num_bytes(device), device), HostMemory(_num_bytes(device), device)
     target, source = (torch.zeros(memory.own.numel(), dtype=torch.uint8, device=device) for memory in (down, up))
-    streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+    streams = [own_stream(device, "link", number) for number in range(2)] if device.type == "cuda" else []
 
     def bring() -> None:
         down.read(0, 0, target)
@@ -99,8 +100,7 @@ def measure_peers(devices: Sequence[torch.device]) -> float:
     held = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for device in devices]
     pairs = [(reader, peer) for reader in range(count) for peer in range(count) if peer != reader]
     into = {pair: torch.empty(num_bytes, dtype=torch.uint8, device=devices[pair[0]]) for pair in pairs}
-    on_gpu = devices[0].type == "cuda"
-    streams = {pair: [torch.cuda.Stream(devices[end]) for end in pair] if on_gpu else [] for pair in pairs}
+    streams = {(reader, peer): _streams_of(devices, reader, peer) for reader, peer in pairs}
 
     def step() -> None:
         for pair in pairs:
@@ -110,6 +110,13 @@ def measure_peers(devices: Sequence[torch.device]) -> float:
                 into[pair].copy_(held[pair[1]], non_blocking=True)
 
     return (count - 1) * num_bytes / repeat(step, devices).best
+
+
+def _streams_of(devices: Sequence[torch.device], reader: int, peer: int) -> list[torch.cuda.Stream]:
+    """One of each end, of this pair in this direction alone."""
+    if devices[0].type != "cuda":
+        return []
+    return [own_stream(devices[reader], "reading", peer), own_stream(devices[peer], "being read", reader)]
 
 
 def _num_bytes(device: torch.device) -> int:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tlora.kernels.device import own_stream
 from tlora.libraries import no_collection
 from tlora.shape.token_cost import GRAPH_PRICE
 from tlora.supermodel.batch import PackedBatch
@@ -119,7 +120,7 @@ class CudaGraphs:
         those of passes that are open beside these; what they have run is compiled.
         """
         self._decode, self._like, self._source, self._others = decode, like, source, others
-        self._stream = torch.cuda.Stream(like.device)
+        self._stream = own_stream(like.device, "passes", len(others))
         self._pool, self._keeper = self._open_pool()
         self._captured: OrderedDict[Shape, _Captured | None] = OrderedDict()  # None: it could not be
         self._counts: OrderedDict[Shape, int] = OrderedDict()  # how many passes of others went there and back

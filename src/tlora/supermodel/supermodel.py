@@ -140,6 +140,11 @@ class SuperModel(nn.Module):
         return self._residents[job_id].lora.lora_dropout if job_id in self._residents else 0.0
 
     @property
+    def units_apart(self) -> bool:
+        """Whether each unit of a batch (a sample, or a pair) is a pass by itself, which no neighbour's number of tokens reaches."""
+        return self.fast_path is None and (self.deterministic or bool(self.base.why_one_by_one))
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers whose activations backward can compute again; 0 without a GPU's compiled layers."""
         return self.fast_path.num_layers if self.fast_path is not None else 0
@@ -386,8 +391,7 @@ class SuperModel(nn.Module):
         return self._split(batch)
 
     def _split(self, batch: PackedBatch) -> Iterable[PackedBatch]:
-        apart = self.fast_path is None and (self.deterministic or self.base.why_one_by_one)
-        return batch.units() if apart else (batch,) if batch.spans else ()
+        return batch.units() if self.units_apart else (batch,) if batch.spans else ()
 
     def _check(self, batch: PackedBatch, objectives: Mapping[str, UnitLoss]) -> None:
         longest = max((length for span in batch.spans for length in span.lengths), default=0)

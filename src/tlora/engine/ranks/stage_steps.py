@@ -20,7 +20,7 @@ from tlora.adapters.layout import AdapterLayout
 from tlora.engine.messages import StageChange
 from tlora.engine.ranks.stage_links import StageLinks
 from tlora.group.isolation import Failure, try_call
-from tlora.kernels.device import ToHost
+from tlora.kernels.device import ToHost, own_stream
 from tlora.supermodel.optimizer_steps import OPEN, REFUSED, PartStep, QueuedSteps
 from tlora.supermodel.stage import AdapterCut
 from tlora.supermodel.supermodel import SuperModel
@@ -74,7 +74,7 @@ class StageSteps:
         self._groups: deque[_Group] = deque()
         self._checks: deque[tuple[_Step, int]] = deque()  # that stages will send: of a step, by a rank
         # What is judged must not wait for products that are queued: the stages before wait for it.
-        self._beside = torch.cuda.Stream(links.device, priority=-1) if links.device.type == "cuda" else None
+        self._beside = own_stream(links.device, "steps", priority=-1) if links.device.type == "cuda" else None
 
     def announced(self, job_ids: Sequence[str]) -> None:
         """A micro-batch ends the global batches of these jobs."""
