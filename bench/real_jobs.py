@@ -244,10 +244,10 @@ def _jobs_file(options: argparse.Namespace, directory: Path) -> tuple[Path, dict
         published = summaries.PUBLISHED.get(options.shape, {}).get(options.work)
         facts = {"samples": lengths, "published_tokens_per_second": published}
     facts |= {"jobs_file": path.name} if facts else {}
-    return (_narrowed(path, options.jobs, directory) if options.jobs else path), facts
+    return (narrowed(path, options.jobs, directory) if options.jobs else path), facts
 
 
-def _narrowed(path: Path, wanted: str, directory: Path) -> Path:
+def narrowed(path: Path, wanted: str, directory: Path) -> Path:
     """A file with those of the jobs of `path` that have one of the names `wanted`, or that are so many of the first."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     jobs = content["jobs"]

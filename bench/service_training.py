@@ -1,14 +1,15 @@
 """Training under `tlora serve` against `tlora train`, and how soon a submitted job trains: on a GPU, through the commands that users run.
 
     python -m bench.service_training --shape qwen3-1.7b [--rows warm-up,cold,first-steps,speed] [--repeats 3] [--steps 100] [--json FILE]
-    python -m bench.service_training --backend ray --rows warm-up,speed
+    python -m bench.service_training --backend ray --rows warm-up,speed --jobs c4 --steps 200
     python -m bench.service_training --shape tiny --device cpu --steps 6 --repeats 1 --submissions 3
 
 warm-up: a short `tlora train`, whose kernels are then compiled and tuned for all that follow. first-steps: while a job trains, others
 are submitted one by one: seconds from the first byte of the upload of 1,000 samples until the job's first optimizer step can be read
 from the server. speed: the jobs of bench/real_jobs.yaml, by `tlora submit` to the server and by `tlora train`, in turns; tokens/s by
 the jobs' own logs (`launch.speeds`). cold: their first steps where nothing is compiled yet, by a server that has no worker and by
-`tlora train`, each with empty caches of its own. `max_slowdown` is 100: no bound keeps the policy from putting all into one group.
+`tlora train`, each with empty caches of its own. `max_slowdown` is 100: no bound keeps the policy from putting all into one group. It may
+train one after another all the same, where they end sooner so on average: of `--jobs` that are one, both ways compute the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 from bench import launch, machine
 from bench.base_files import make_base
-from bench.real_jobs import JOBS_FILE
+from bench.real_jobs import JOBS_FILE, narrowed
 from bench.service import Server, start
 from bench.shapes import SHAPES
 
@@ -48,6 +49,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         found["device"] = base.pop("device") or found["device"]
         found |= {"shape": options.shape, "steps": options.steps, "samples": _SAMPLES, "policy": options.policy, "backend": options.backend}
         base_path = Path(base["base"])
+        options.jobs_file = narrowed(JOBS_FILE, options.jobs, place) if options.jobs else JOBS_FILE
+        found |= {"jobs": options.jobs} if options.jobs else {}
         if "warm-up" in options.rows:
             train(options, base_path, place / "warm-up", _WARM_UP_STEPS)
         if "cold" in options.rows:
@@ -191,7 +194,7 @@ def settings_of(steps: int, *more: str) -> list[str]:
 def train(
     options: argparse.Namespace, base: Path, output_dir: Path, steps: int, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tlora", "train", str(JOBS_FILE), "--output-dir", str(output_dir), "--device", options.device]
+    command = [sys.executable, "-m", "tlora", "train", str(options.jobs_file), "--output-dir", str(output_dir), "--device", options.device]
     ended = launch.run_process(command + settings_of(steps, f"base_model={base.resolve()}"), environment, output_dir, None)
     if ended.code != 0:
         raise SystemExit(f"tlora train ended with {ended.code}: {ended.lines[-5:]}")
@@ -201,7 +204,7 @@ def train(
 def served(server: Server, options: argparse.Namespace, links: Path) -> dict[str, Any]:
     """`tlora submit` of the file, until all jobs have ended. `links`: made, a directory like that of a run."""
     environment = os.environ | {"TLORA_URL": f"http://{server.host}:{server.port}", "TLORA_API_KEY": server.key}
-    command = [sys.executable, "-m", "tlora", "submit", str(JOBS_FILE), "--json"]
+    command = [sys.executable, "-m", "tlora", "submit", str(options.jobs_file), "--json"]
     command += settings_of(options.steps, "base_model=base", f"defaults.max_slowdown={_UNBOUNDED}")
     before, began = jobs_of(server).keys(), time.time()
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
@@ -262,6 +265,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--submissions", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each job of the row speed")
+    parser.add_argument("--jobs", help="names of the file's jobs, with commas, or how many of the first; default: all")
     parser.add_argument("--policy", default="residual_capacity", help="of the server")
     parser.add_argument("--backend", choices=("local", "ray"), default="local", help="what starts the server's workers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
