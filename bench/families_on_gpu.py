@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 import tlora
@@ -87,7 +87,7 @@ def _save_base(family: str, directory: Path) -> None:
     assert kind is not None, family
     torch.manual_seed(0)
     kind.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    words = Tokenizer(WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>"))  # rows have ids
+    words = Tokenizer(BPE({"<unk>": 0, "<s>": 1, "</s>": 2, "x": 3}, [], unk_token="<unk>"))  # rows have ids
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>").save_pretrained(directory)
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import CHATML, GENERATION, LLAMA3, TEMPLATES, THINKING
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from tlora.data.chat import DEFAULT_TEMPLATE, open_template, render
 from tlora.data.dataset import Sample
@@ -307,3 +310,9 @@ def test_slow_tokenizer_is_refused() -> None:
 
     with pytest.raises(ModelError, match="Slow gives no character offsets"):
         open_encoder(Slow(), None, False, 10)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused() -> None:
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({}, [])))
+    with pytest.raises(ModelError, match=r"makes no token of the text 'x': .* give the base's own tokenizer.json"):
+        open_encoder(empty, None, train_all=False, vocab_size=10)
