@@ -79,6 +79,13 @@ WORKS: tuple[tuple[str, str, tuple[System, ...]], ...] = (
     ("1 H200", "the same with inverses that are kept; one machine", (
         ("tlora, caches empty", "h200_29bc89d8_real_jobs_qwen3.5_9b.json", FIRST),
         ("tlora, caches empty, a dense 8B", "h200_29bc89d8_real_jobs_8b.json", FIRST))),
+    ("1 H200", "eight mixed jobs over real texts, Qwen3.5-9B, beside TRL; one run", (
+        ("tlora, caches empty", "h200_190e7bd0_real_jobs_qwen3.5_9b.json", FIRST),
+        ("TRL with flash-linear-attention's kernels, one after another, best of three settings",
+         "h200_190e7bd0_real_jobs_qwen3.5_9b.json", RIVAL.format(1)))),
+    ("1 H200", "jobs of 1,024 tokens a step, adapters at experts too, 36 of 48 layers of Qwen3-30B-A3B", (
+        ("tlora, eight", "h200_190e7bd0_small_steps_30b_a3b_eight.json", FIRST),
+        ("tlora, one of them", "h200_190e7bd0_small_steps_30b_a3b_lone.json", SECOND))),
     ("1 H200", "eight jobs, equal samples of 2,048 tokens, 8B; one run", (
         ("tlora", "h200_226c6a3_8b_2048.json", TOGETHER),
         ("PEFT, one after another, best setting found", "h200_226c6a3_8b_2048.json", BEST))),

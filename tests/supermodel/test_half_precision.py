@@ -17,7 +17,7 @@ from tlora.errors import ModelError
 from tlora.job import LoraConfig, TrainConfig
 from tlora.supermodel import supermodel
 from tlora.supermodel.batch import BatchRow, collate, grad_scale
-from tlora.supermodel.load import make_base
+from tlora.supermodel.load import make_any_base, make_base
 from tlora.supermodel.supermodel import SuperModel
 
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -159,3 +159,22 @@ def make_copy(model: Any, dtype: torch.dtype) -> Any:
     copy = make_model("llama", **ONE_LAYER)
     copy.load_state_dict(model.state_dict())
     return copy.to(dtype)
+
+
+def test_a_head_that_a_family_keeps_in_float32_is_held_in_the_layers_dtype() -> None:
+    """As HY-V4's in bfloat16: adapters are in one dtype, and the first pass ended with another's products."""
+
+    def found(head: torch.dtype) -> Tensor:
+        model = make_model("llama", **ONE_LAYER).to(torch.bfloat16)
+        model.lm_head.to(head)
+        return gradient(SuperModel(make_base(model, "llama")), [rows_of("a", 100.0)])
+
+    assert torch.equal(found(torch.float32), found(torch.bfloat16))
+
+
+def test_code_that_mixes_dtypes_is_refused_with_the_one_that_helps() -> None:
+    """As DeepSeek-V4's in bfloat16, in an earlier transformers."""
+    model = make_model("llama", **ONE_LAYER).to(torch.bfloat16)
+    model.model.layers[0].mlp.down_proj.float()
+    with pytest.raises(ModelError, match=r"^base_model mixed: LlamaForCausalLM does not run in bfloat16: .*dtype.*\. Set dtype: float32$"):
+        make_any_base(model, "mixed")

@@ -76,8 +76,8 @@ def open_encoder(
         )
     if not any(_ids(tokenizer, ["x"])):
         raise ModelError(
-            f"{type(tokenizer).__name__} makes no token of the text 'x': its vocabulary is empty, or tokenizer.json of another kind than its "
-            "class reads; give the base's own tokenizer.json"
+            f"{type(tokenizer).__name__} makes no token of the text 'x': its vocabulary is empty, or tokenizer.json is of another kind "
+            "than its class reads; give the base's own tokenizer.json"
         )
     plain, special = _ids(tokenizer, ["x"])[0], cast("list[int]", tokenizer("x")["input_ids"])
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), 0)

@@ -73,6 +73,10 @@ def why_neither(base: Any, packed: UnpackedError, alone: Exception) -> ModelErro
     remedy = "" if isinstance(alone, ModelError) else ". Use a causal language model"
     if why not in str(packed):
         return ModelError(f"{packed}. Nor do samples one by one: {why}{remedy}")
+    dtype = base.head.weight_VH.dtype
+    if dtype.itemsize == 2 and "dtype" in why:  # of code that mixes them
+        name = str(dtype).removeprefix("torch.")
+        return ModelError(f"base_model {base.name}: {type(base.model).__name__} does not run in {name}: {why}. Set dtype: float32")
     what = "is an encoder-decoder, and " if getattr(config, "is_encoder_decoder", False) else ""
     return ModelError(f"base_model {base.name}: {type(base.model).__name__} {what}does not run over a text alone: {why}{remedy}")
 

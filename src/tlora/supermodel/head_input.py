@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tlora.errors import ModelError
@@ -18,11 +19,15 @@ from tlora.supermodel.text_model import output_embeddings, runs_more
 
 
 def find_head(model: Any, name: str) -> Head:
-    """The output head with what its family does to logits. Raises ModelError when it is no linear layer."""
+    """The output head with what its family does to logits, in the dtype of the layers: HY-V4 keeps it in float32. Raises ModelError when it
+    is no linear layer.
+    """
     embeddings = output_embeddings(model)
     if not isinstance(embeddings, nn.Linear):
         is_one = f"is {type(embeddings).__name__}, and must be a linear layer"
         raise ModelError(f"base_model {name}: its output head {is_one}. Use a causal language model")
+    if embeddings.weight.dtype == torch.float32 and model.dtype in (torch.bfloat16, torch.float16):
+        embeddings.to(model.dtype)
     config = model.config.get_text_config()
     scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
     scale = next((scale for scale in scales if scale), 1.0 / (getattr(config, "logits_scaling", None) or 1.0))

@@ -1,7 +1,7 @@
 """Which of the families that bench.families finds trained on a CPU are trained on a GPU, by `tlora.train` over a tiny base in files.
 
-    python -m bench.families_on_gpu [--only llama,mixtral] [--workers 12] [--seconds 480] [--json FILE]
-    python -m bench.families_on_gpu --device cpu --only llama,jamba --workers 2
+    python -m bench.family_runs [--only llama,mixtral] [--workers 12] [--seconds 480] [--json FILE]
+    python -m bench.family_runs --device cpu --only llama,jamba --workers 2
 
 Jobs with `all-linear`, one of them with dropout, and one at the experts where a family has some, take five steps together in bf16, in
 batches of one shape, so that the second is captured as a graph. Then two jobs are trained again in deterministic mode, together and one of
@@ -22,6 +22,7 @@ import shutil
 import tempfile
 import time
 import warnings
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -174,7 +175,8 @@ def run_all(chosen: dict[str, list[str]], workers: int, device: str, seconds: fl
         told = " ".join(row.error.split())[:200]
         print(f"{row.family:28} {row.state:9} {row.seconds:6.1f} s  {row.path[:60]:60} {row.same_bytes} {told}", flush=True)
         if path is not None:
-            write(path, facts(torch.device(device), None) | {"rows": [asdict(each) for each in found.values()]})
+            counts = Counter(each.state for each in found.values())
+            write(path, facts(torch.device(device), None) | {"counts": counts, "rows": [asdict(each) for each in found.values()]})
     for process in running:
         process.kill()
     return found
@@ -198,8 +200,7 @@ def main() -> None:
         if row["family"] in here and (not only or row["family"] in only)
     }
     found = run_all(chosen, arguments.workers, arguments.device, arguments.seconds, arguments.json)
-    states = [row.state for row in found.values()]
-    print(", ".join(f"{states.count(state)} {state}" for state in ("trained", "failed", "not read", "not tried")))
+    print(", ".join(f"{count} {state}" for state, count in Counter(row.state for row in found.values()).items()))
 
 
 if __name__ == "__main__":
