@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import BlenderbotSmallConfig, BlenderbotSmallForCausalLM, XLMConfig, XLMWithLMHeadModel
 
+from bench.families import tiny
 from tests.kernels.interpreter import DEVICE, MARKS, interpret
 from tests.tiny import make_model, make_samples
 from tlora.errors import ModelError
@@ -178,3 +180,33 @@ def test_code_that_mixes_dtypes_is_refused_with_the_one_that_helps() -> None:
     model.model.layers[0].mlp.down_proj.float()
     with pytest.raises(ModelError, match=r"^base_model mixed: LlamaForCausalLM does not run in bfloat16: .*dtype.*\. Set dtype: float32$"):
         make_any_base(model, "mixed")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_positions_that_go_on_in_the_next_sample_are_seen_in_every_dtype(dtype: torch.dtype) -> None:
+    """Blenderbot small's change its logits by 0.02, less than rounding in bfloat16 may: it was packed there, on wrong positions."""
+    torch.manual_seed(0)
+    model = BlenderbotSmallForCausalLM(tiny(BlenderbotSmallConfig)).to(dtype)
+    why = make_any_base(model, "counted on").why_one_by_one
+    assert re.match(r"BlenderbotSmallForCausalLM gives (packed samples other logits|a sample other hidden states behind others) ", why), why
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_plant_that_is_smaller_than_rounding_between_kernels_is_seen(dtype: torch.dtype) -> None:
+    """What comes of a token's place among all, in a family that packs rightly."""
+    model = make_model("llama", **ONE_LAYER).to(dtype)
+    assert make_any_base(model, "sound").why_one_by_one == ""
+
+    def by_place(_module: object, _args: object, embedded_1TH: Tensor) -> Tensor:
+        return embedded_1TH * (1 + 0.002 * torch.arange(embedded_1TH.shape[1])[:, None]).to(dtype)
+
+    model.get_input_embeddings().register_forward_hook(by_place)
+    assert make_any_base(model, "planted").why_one_by_one != ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tokens_that_see_those_behind_them_are_seen_in_every_dtype(dtype: torch.dtype) -> None:
+    """XLM's change by 0.008 so, and were taken for a decoder's in bfloat16."""
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match="XLMWithLMHeadModel lets tokens see those behind them, so it is no decoder"):
+        make_any_base(XLMWithLMHeadModel(tiny(XLMConfig)).to(dtype), "an encoder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from tlora.supermodel import attention, attention_probe
 from tlora.supermodel.assembly import OutlinedExperts, hold_outlined, load_packed
 from tlora.supermodel.base_config import one_line, package_missing, refuse_strange_config, unreadable
 from tlora.supermodel.drawn_weights import why_not_packed_drawn
-from tlora.supermodel.failed_proof import UnpackedError, why_neither, why_not_finite, why_not_packed, why_of_other_tokens
+from tlora.supermodel.failed_proof import (
+    UnpackedError,
+    relative_difference,
+    why_neither,
+    why_not_finite,
+    why_not_packed,
+    why_of_other_tokens,
+)
 from tlora.supermodel.frozen_experts import stand_in
 from tlora.supermodel.handed_keywords import hand_on_keywords
 from tlora.supermodel.head_input import as_seen, find_head, input_of_head, look_at_head
@@ -34,6 +42,7 @@ from tlora.supermodel.inject import find_linears
 from tlora.supermodel.move import move_model
 from tlora.supermodel.one_by_one import OF_FAMILIES, prove_one_by_one, why_not_together
 from tlora.supermodel.packed_format import check_unpacked, format_of, without_packing
+from tlora.supermodel.packed_samples import change_by_place, depends_on_place, neighbours_reach
 from tlora.supermodel.query_scales import count_in_samples, shown_in_short_samples
 from tlora.supermodel.recurrent_layers import all_cut, cut_at_samples
 from tlora.supermodel.stage import Stage
@@ -328,19 +337,22 @@ def _check_packing(base: Base) -> Base:
         alone = torch.cat([(output.logits if ends else output.last_hidden_state)[0].float() for output in outputs])
         model.set_attn_implementation(attention.NAME)
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        run = partial(hidden_states, base, position_ids_T=positions, lengths=lengths)
         with all_cut():
-            hidden_TH = hidden_states(base, torch.cat(ids), positions, lengths)
+            hidden_TH = run(torch.cat(ids))
         packed = (base.head.logits(hidden_TH) if ends else hidden_TH).float()
-        leaks = _leaks(base, torch.cat(ids), positions, lengths)
+        leaks, change = neighbours_reach(base, run, ids), change_by_place(run, ids) if dtype.itemsize == 2 else 0.0
     except OF_FAMILIES as error:
         raise UnpackedError(f"base_model {base.name}: {type(model).__name__} cannot run packed samples: {first_line(error)}") from error
     if not bool(alone.isfinite().all()):
         raise ModelError(f"base_model {base.name}: {why_not_finite(base)}")
     if alone.shape != packed.shape:
         raise ModelError(f"base_model {base.name}: {why_of_other_tokens(base, len(alone), len(packed))}")
-    difference = float((packed - alone).norm() / alone.norm())
-    if leaks or not difference <= _TOLERANCE[dtype]:
+    if leaks or not relative_difference(packed, alone) <= _TOLERANCE[dtype]:
         raise why_not_packed(base, packed, alone, leaks, _TOLERANCE[dtype])
+    if depends_on_place(change, relative_difference(packed[: lengths[0]], alone[: lengths[0]]), dtype):
+        said = f"gives a sample other hidden states behind others (relative difference {change:.1e})"
+        raise UnpackedError(f"base_model {base.name}: {type(model).__name__} {said}, so they cannot share a pass")
     return base
 
 
@@ -379,22 +391,3 @@ def _sample_ids(base: Base) -> list[Tensor]:
     """Of a proof's samples."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, base.vocab_size, (n,), generator=generator).to(base.head.weight_VH.device) for n in _LENGTHS]
-
-
-def _leaks(base: Base, ids_T: Tensor, positions_T: Tensor, lengths: tuple[int, ...]) -> bool:
-    """Whether NaN in the first and last of three samples reaches the one between them.
-
-    A short convolution mixes neighbours by less than rounding in bf16 (Lfm2: 4e-3 of the logits), but NaN gets through it whole.
-    """
-    mine = slice(lengths[0], lengths[0] + lengths[1])
-
-    def spoil(_module: nn.Module, _args: object, embedded_1TH: Tensor) -> Tensor:
-        spoilt = torch.full_like(embedded_1TH, torch.nan)
-        spoilt[:, mine] = embedded_1TH[:, mine]
-        return spoilt
-
-    hook = base.model.get_input_embeddings().register_forward_hook(spoil)
-    try:
-        return not bool(hidden_states(base, ids_T, positions_T, lengths)[mine].isfinite().all())
-    finally:
-        hook.remove()

@@ -22,6 +22,10 @@ from tlora.supermodel.inject import expert_modules, find_linears
 
 OF_FAMILIES = (TypeError, ValueError, AttributeError, RuntimeError, LookupError, AssertionError)
 """What a family's own code raises."""
+_BEHIND = 1e-3
+"""Relative difference that other tokens behind some may make in these, in any dtype: the same kernels compute both, and no family that is
+trained shows any on a CPU in bf16. There XLM, an encoder, shows 8e-3, which is less than rounding between kernels.
+"""
 _IMPLEMENTATIONS = ("sdpa", "eager")  # the first that gives the eager one's logits: eager attention keeps the square of a sample
 
 
@@ -57,8 +61,8 @@ def prove_one_by_one(base: Any, ids: Sequence[Tensor], tolerance: float) -> Any:
         raise ModelError(f"{kind} gives a sample other hidden states the second time. Use another base")
     whole, half = ids[0], len(ids[0]) // 2
     changed = torch.cat([whole[:half], (whole[half:] + 1) % base.vocab_size])
-    seen = hidden_of(base, changed)[:half].float()
-    if float((seen - found[0][:half].float()).norm() / seen.norm()) > tolerance:
+    seen = hidden_of(base, changed)[:half]
+    if relative_difference(found[0][:half], seen) > min(tolerance, _BEHIND):
         told = (
             ""
             if getattr(base.model.config, "is_decoder", True)
