@@ -74,12 +74,13 @@ def open_encoder(
         raise ModelError(
             f"{type(tokenizer).__name__} gives no character offsets, which loss weights need; use a fast tokenizer (tokenizer.json)"
         )
-    if not any(_ids(tokenizer, ["x"])):
+    plain = next(iter(_ids(tokenizer, ["x"])), [])
+    if not plain:
         raise ModelError(
             f"{type(tokenizer).__name__} makes no token of the text 'x': its vocabulary is empty, or tokenizer.json is of another kind "
             "than its class reads; give the base's own tokenizer.json"
         )
-    plain, special = _ids(tokenizer, ["x"])[0], cast("list[int]", tokenizer("x")["input_ids"])
+    special = cast("list[int]", tokenizer("x")["input_ids"])
     start = next((i for i in range(len(special)) if special[i : i + len(plain)] == plain), 0)
     template = open_template(tokenizer, template_source, chats.kwargs, chats.stops)
     return Encoder(tokenizer, template, tuple(special[:start]), train_all, vocab_size, chats.last_turn)

@@ -122,14 +122,18 @@ class ClusterProgress:
                 self.delayed[name] = why
                 self._pause([name])
             case GpusLost(gpus):
-                for gpu in gpus:
-                    self.unheard.pop(gpu, None)
-                for host in list(self.hosts.values()):
-                    host.gpus.difference_update(gpus)
-                    if not host.gpus:
-                        del self.hosts[host.name]
+                self._lose(gpus)
             case _:
                 pass
+
+    def _lose(self, gpus: tuple[int, ...]) -> None:
+        """These are gone, and hosts that have no others."""
+        for gpu in gpus:
+            self.unheard.pop(gpu, None)
+        for host in list(self.hosts.values()):
+            host.gpus.difference_update(gpus)
+            if not host.gpus:
+                del self.hosts[host.name]
 
     def _pause(self, names: Iterable[str]) -> None:
         """These jobs do not go on just now."""

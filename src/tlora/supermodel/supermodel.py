@@ -87,7 +87,7 @@ class SuperModel(nn.Module):
             raise ConfigError(f"a base in stages needs the fused kernels on a GPU, and {why}. Take one GPU, or GPUs that hold it otherwise")
         self._residents: dict[str, _Resident] = {}
         self._versions = count()
-        decode = self._path.decode
+        decode = (self.fast_path or self.plain_path).decode  # kernels compiled for the GPU, captured as graphs, or torch's own operations
         if self.fast_path is not None and not self.fast_path.runs_experts:
             decode = by_targets(decode, self.plain_path.decode, self.experts)
         self.passes = PartPasses(base, decode, base_weights(self._linears), self.bank, self.references, self._dropout_of, self.new_tokens)
@@ -129,11 +129,6 @@ class SuperModel(nn.Module):
     def tiles(self) -> str | None:
         """Digest of the tile shapes of the GPU kernels for this base: part of every job's bits. None without kernels."""
         return self.fast_path.tiles if self.fast_path is not None else digest_on_plain_path(self.base, self.experts, self.device)
-
-    @property
-    def _path(self) -> FastPath | PlainPath:
-        """What decodes a batch: kernels compiled for the GPU, captured as graphs where shapes come again, or torch's own operations."""
-        return self.fast_path or self.plain_path
 
     def _dropout_of(self, job_id: str) -> float:
         """Of a job that adapts no layer of this stage, and so has not joined, none."""
