@@ -369,7 +369,7 @@ class Envelope:
     report: Annotated[Report, Field(discriminator="kind")]
 
 
-Phase = Literal["starting", "loading", "waiting", "compiling", "training"]
+Phase = Literal["loading", "waiting", "compiling", "training"]
 
 
 @message

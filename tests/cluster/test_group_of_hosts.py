@@ -109,7 +109,8 @@ class Cluster:
         host, _, gpu = name.partition(":")
         options = ["--connect", listener.address, "--fingerprint", listener.fingerprint, *(["--gpus", gpu] if gpu else [])]
         hidden = [self.base, self.root / "out", self.root / "cache"]
-        namespace = self.network.namespace(len(self.hosts)) if self.network is not None else None
+        place = list(self.hosts).index(name) if name in self.hosts else len(self.hosts)
+        namespace = self.network.namespace(place) if self.network is not None else None
         self.hosts[name] = start_worker(options, token, self.root / name, hidden, name=host, namespace=namespace)
 
     def check(self) -> None:
@@ -206,16 +207,20 @@ def test_a_host_is_killed_in_the_middle(tmp_path: Path, killed: str, layout: Lay
     """
     steps = 2 * STEPS if layout == "auto" else STEPS
     with cluster(tmp_path, steps, (), True, layout) as there, slow_down(steps) as go_on:
-        first: list[str] = []
+        first, gone = dict[int, str](), set[str]()
 
         def act(item: Event | Action) -> None:
-            if isinstance(item, NodeAdded) and item.node in ("b", "c"):
-                first.append(item.node)
+            if isinstance(item, NodeAdded):
+                first.update(dict.fromkeys(item.gpus, item.node))
             is_whole = any(isinstance(item, GroupReady) for item in there.told)  # both hosts compute it
-            if isinstance(item, StepsDone) and item.steps >= 40 and is_whole and "d" not in there.hosts:
-                kill_host(there.hosts[first[0] if killed == "leader" else first[1]])
+            if isinstance(item, StepsDone) and item.steps >= 40 and is_whole and not gone:
+                gone.add(list(first.values())[0 if killed == "leader" else 1])
+                kill_host(there.hosts[min(gone)])
                 go_on()
                 there.start("d")
+            if isinstance(item, GpusLost) and (host := first[item.gpus[0]]) not in gone:  # a slow machine was silent for a lease
+                kill_host(there.hosts[host])
+                there.start(host)
 
         there.act, there.lease_seconds = act, LEASE
         there.train("b", "c")

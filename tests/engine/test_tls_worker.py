@@ -24,6 +24,7 @@ from tlora.cluster.hosts import STRIDE
 from tlora.cluster.listeners import TlsListener
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import WorkerPool
+from tlora.engine.worker import EXPIRED
 from tlora.link.address import tcp_place
 from tlora.worker_protocol import Join, Left, Stepped
 
@@ -78,6 +79,27 @@ def came(crew: WorkerPool, gpu: int = 0) -> RemoteWorker:
 
 def where(listener: TlsListener) -> list[str]:
     return ["--connect", listener.address, "--fingerprint", listener.fingerprint]
+
+
+def test_a_worker_without_work_waits_for_it(
+    made: Orders, long: Join, tmp_path: Path, store: Path, crews: list[WorkerPool], start: Start
+) -> None:
+    """However long: to be idle is not to start without getting further."""
+    load = made.load(tmp_path / "out")
+    crew = crew_of(crews, store, load, starting=0.01)
+    listener = TlsListener(store, ("127.0.0.1", 0))
+    crew.listen_on(listener)
+    start(*where(listener), token=WorkerTokens(store).create(600)[1])
+    worker, deadline = came(crew), time.monotonic() + PATIENCE_SECONDS
+    while worker.heartbeat is None:
+        assert time.monotonic() < deadline
+        crew.listen(0.05)
+    for _ in range(4):
+        crew.listen(0.5)  # which looks at its signs of life
+    assert not worker.given_up
+    worker.give(load)
+    worker.want(GROUP, (long,), False)
+    assert hear(crew, Stepped).steps > 0
 
 
 def test_a_worker_whose_token_is_revoked_saves_its_jobs_and_ends(
@@ -160,7 +182,7 @@ def test_a_worker_whose_controller_is_another_now_trains_on_and_says_so(
         assert lines[-1], lines
     (tmp_path / "stands-still").unlink()
     said = (b"".join(lines) + process.communicate(timeout=PATIENCE_SECONDS)[1]).decode()
-    assert process.returncode == 0 and said.count("trains on, and dials again") == 1 and "Nothing was sent" in said, said
+    assert process.returncode == EXPIRED and said.count("trains on, and dials again") == 1 and "Nothing was sent" in said, said
     assert "the lease is 2 s" in said and not stranger.workers
     assert list((tmp_path / "out" / "long").glob("checkpoint-*"))
 

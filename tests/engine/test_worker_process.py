@@ -21,7 +21,7 @@ from tests.process_hooks import run_in_each_process
 from tlora.cluster.remote_worker import RemoteWorker
 from tlora.cluster.worker_pool import Limits, WorkerPool
 from tlora.engine.messages import Stop
-from tlora.engine.worker import parse_gpus
+from tlora.engine.worker import EXPIRED, parse_gpus
 from tlora.errors import ConfigError
 from tlora.protocol import JobGroup, ParallelPlan
 from tlora.store.checkpoint import read_progress
@@ -109,7 +109,7 @@ def test_a_worker_that_is_ended_has_checkpointed_all(made: Orders, long: Join, t
         hear(crew, None)
     assert worker.process.wait(PATIENCE_SECONDS)
     ended = worker.process.how_it_ended()
-    status = {"sigterm": 143, "refused": 2}.get(how, 0)
+    status = {"sigterm": 143, "refused": 2, "lease": EXPIRED}.get(how, 0)
     assert f"exit status {status};" in ended
     if how == "refused":
         assert "ends with 'error: refused by the controller: the worker that is process" in ended and "later controller" in ended

@@ -13,7 +13,7 @@ from tlora.worker_protocol import Phase
 class Heartbeat:
     """As `worker_protocol.Alive`. `ending` is set when the process is about to exit, by whoever hears of it first."""
 
-    phase: Phase = "starting"
+    phase: Phase = "waiting"
     count: int = 0
     in_flight: tuple[str, ...] = ()
     ending: threading.Event = field(default_factory=threading.Event)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # model libraries are imported when there is something to loa
     from tlora.engine.trainer import Trainer
     from tlora.job import JobSpec
 
-EXPIRED = 75  # exit status of a worker whose lease ended before its jobs were saved: a temporary failure, by sysexits.h
+EXPIRED = 75  # exit status of a worker whose lease has ended, as its controller was not heard: a temporary failure, by sysexits.h
 FIRST_LEASE_SECONDS = 600.0  # until a Want says otherwise
 _ANEW = -1  # instead of an exit status: serve once more
 _AGAIN_SECONDS = 5.0  # before a worker begins anew whose leader is not reached
@@ -225,9 +225,12 @@ def serve(endpoint: Endpoint, gpus: tuple[int, ...], see_gpus: SeeGpus | None = 
     worker.check_refusal()
     worker.dialer.close()
     anew = worker.begins_anew or (alone and host is not None)
-    if not (received or alone or anew):
-        note("this worker has saved its jobs and ends: its controller, whose log says why, has stopped it")
-    return 128 + received[0] if received else _ANEW if anew else int(alone)
+    if received or alone or anew:
+        return 128 + received[0] if received else _ANEW if anew else 1
+    if not worker.is_stopped:  # its lease has ended: it is worth another start, once the controller is there
+        return EXPIRED
+    note("this worker has saved its jobs and ends: its controller, whose log says why, has stopped it")
+    return 0
 
 
 def _compute(worker: Worker, load: Load, gpus: tuple[int, ...], store: RemoteStore | None) -> bool:
