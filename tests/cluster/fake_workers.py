@@ -207,8 +207,8 @@ def local_backend(
     listener: Any = None,
     **changes: Any,
 ) -> LocalBackend:
-    """Of two GPUs, two bases and workers that do nothing by themselves. With any `listener` other hosts may come."""
-    machine = LocalMachine((0, 1), "cpu", {"base": "models/base", "other": "models/other"}, directory)
+    """Of two GPUs, two bases and workers that do nothing by themselves; no tick comes between. With any `listener` other hosts may come."""
+    machine = LocalMachine((0, 1), "cpu", {"base": "models/base", "other": "models/other"}, directory, tick_seconds=1e6)
     return LocalBackend(replace(machine, **changes), note, listener, pool=pool, open_keeper=open_keeper)
 
 
