@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_listeners import TcpStation, wait_for
+from tests.hosts import kill_host, network, start_worker, why_no_namespaces
 from tlora.cluster import host_agent
 from tlora.cluster.host_agent import HostAgent
 from tlora.cluster.host_engine import WorkerOrder
 from tlora.cluster.hosts import ANY_OF, STRIDE
+from tlora.cluster.listeners import TlsListener
 from tlora.cluster.remote_worker import Held, RemoteWorker
+from tlora.link import tls
 from tlora.protocol import GpusLost, NodeAdded
 from tlora.worker_protocol import REFUSED, Load
 
@@ -104,6 +107,33 @@ def test_a_command_of_several_gpus_keeps_a_worker_for_each_that_can_have_any(tmp
             assert station.worker_pool.remote_hosts.events[-1].gpus == choice
     finally:
         station.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=f"no namespaces: {why_no_namespaces()}")
+def test_a_host_without_work_that_is_cut_off_is_lost_until_it_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes hold nothing, so that no lease has to end. Nothing ends their lines but that its kernel does not answer."""
+    monkeypatch.setattr(tls, "CUT_SECONDS", 6)
+    station, there = TcpStation(tmp_path, gpus=()), tmp_path / "b"
+    with network() as between:
+        listener = TlsListener(tmp_path, (between.here, 0))
+        station.worker_pool.listen_on(listener)
+        options = ["--connect", listener.address, "--fingerprint", listener.fingerprint, "--gpus", "0,1"]
+        host = start_worker(options, station.secret, there, namespace=between.namespace(0))
+        try:
+            wait_for(lambda: len(spares(station)) == 2)
+            for direction in ("in", "out"):
+                between.cut(0, direction)
+            events = station.worker_pool.remote_hosts.events
+            wait_for(lambda: any(isinstance(event, GpusLost) for event in events))
+            assert not spares(station)
+            for direction in ("in", "out"):
+                between.cut(0, direction, yes=False)
+            wait_for(lambda: len(spares(station)) == 2)
+            assert sum(isinstance(event, NodeAdded) for event in events) == 2
+        finally:
+            kill_host(host)
+            station.close()
 
 
 def test_a_command_whose_workers_are_refused_says_it_once(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +18,9 @@ from tlora.errors import ConfigError
 from tlora.link.address import tcp_place
 from tlora.link.authentication import AdmissionError, AuthOk, Entry, admission_line, read_admission
 from tlora.link.lines import Connection, Line
-from tlora.link.tls import connect_tls, make_certificate, server_context
+from tlora.link.tls import CUT_SECONDS, connect_tls, make_certificate, server_context
 from tlora.link.tls_port import ADMISSION_SECONDS, Stranger, TlsPort, accept_from
 from tlora.worker_protocol import Refusal
-
-CUT_SECONDS = 30  # without an answer of the other host's kernel, after which the line has ended
-_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 10, 5, 4
 
 
 class KeyedListener:
@@ -55,7 +51,6 @@ class KeyedListener:
         with contextlib.suppress(OSError, ValueError):  # a stranger, a host that is gone, or a message that cannot be read
             try:
                 admit(line)
-                _keep_watch(connection)
                 self._serve(line)
             except AdmissionError as error:
                 line.send(admission_line(Refusal(str(error))))
@@ -81,14 +76,4 @@ def dial_keyed(address: str, fingerprint: str, key: str) -> Line:
             f"{address}: the worker that leads this group is not reached from this host ({error.strerror or error}). Workers of all hosts "
             "must reach each other: open TCP between them, or start that one with --address and one that is reached"
         ) from None
-    _keep_watch(stream)
     return line
-
-
-def _keep_watch(connection: Connection) -> None:
-    """Have the kernel end the connection when the other host does not answer for `CUT_SECONDS`, also while nothing is sent."""
-    options = [(socket.SOL_SOCKET, "SO_KEEPALIVE", 1), (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * CUT_SECONDS)]
-    options += [(socket.IPPROTO_TCP, "TCP_KEEPIDLE", _IDLE_SECONDS), (socket.IPPROTO_TCP, "TCP_KEEPINTVL", _PROBE_SECONDS)]
-    for level, name, value in [*options, (socket.IPPROTO_TCP, "TCP_KEEPCNT", _PROBES)]:
-        if hasattr(socket, name):  # Linux has all of them
-            connection.setsockopt(level, getattr(socket, name), struct.pack("i", value))

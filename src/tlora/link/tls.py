@@ -26,6 +26,7 @@ from tlora.link.lines import Buffer
 
 T = TypeVar("T")
 HANDSHAKE_SECONDS = 30.0  # of a worker; a controller has less patience with strangers
+CUT_SECONDS = 30  # without an answer of the other host's kernel, after which a line has ended
 _CHUNK = 1 << 18  # read or sent at once: several records that stay in a processor's cache
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -192,6 +193,18 @@ def make_certificate(name: str) -> tuple[str, str]:
     return text, fingerprint_of(made.public_bytes(serialization.Encoding.DER))
 
 
+def set_options(connection: socket.socket) -> None:
+    """Those of a line between hosts: what is said goes at once, and the kernel ends the line when the other host has not answered for
+    `CUT_SECONDS`, also while nothing is sent.
+    """
+    options = [(socket.IPPROTO_TCP, "TCP_NODELAY", 1), (socket.SOL_SOCKET, "SO_KEEPALIVE", 1)]
+    options += [(socket.IPPROTO_TCP, "TCP_KEEPIDLE", CUT_SECONDS // 3), (socket.IPPROTO_TCP, "TCP_KEEPINTVL", CUT_SECONDS // 6)]
+    options += [(socket.IPPROTO_TCP, "TCP_KEEPCNT", 4), (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * CUT_SECONDS)]
+    for level, name, value in options:
+        if hasattr(socket, name):  # Linux has all of them
+            connection.setsockopt(level, getattr(socket, name), value)
+
+
 def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
     """Connect to a controller whose certificate has this fingerprint, which is checked before anything is sent.
 
@@ -203,7 +216,7 @@ def connect_tls(place: tuple[str, int], fingerprint: str) -> TlsStream:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the fingerprint below takes their place
     connection = socket.create_connection(place, HANDSHAKE_SECONDS)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_options(connection)
         stream = TlsStream(connection, context, server_side=False)
         stream.handshake(HANDSHAKE_SECONDS)
         found = stream.peer_fingerprint

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from tlora.link.address import tcp_address
 from tlora.link.authentication import AuthOk, Entry, admission_line, read_admission
 from tlora.link.lines import Connection, Line
-from tlora.link.tls import TlsStream
+from tlora.link.tls import TlsStream, set_options
 
 ADMISSION_SECONDS = 10.0  # for each of: the handshake, the token, what follows it
 _MOST_STRANGERS = 64  # connections that are being admitted at a time; more are closed
@@ -97,7 +97,7 @@ class TlsPort(Generic[T]):
             self._strangers.release()
 
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_options(connection)
             stream, reached_at = TlsStream(connection, self._context, server_side=True), connection.getsockname()[0]
         except BaseException:
             drop()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tlora.engine.messages import Sending, Written
-from tlora.link.keyed_listener import CUT_SECONDS
 from tlora.link.lines import LONGEST_LINE, Buffer, Line
+from tlora.link.tls import CUT_SECONDS
 from tlora.link.transfer import PIECE_BYTES
 from tlora.message_codec import Codec, message
 

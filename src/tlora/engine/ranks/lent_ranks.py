@@ -14,8 +14,9 @@ from pathlib import Path
 from tlora.engine.messages import FROM_RANK, FromRank, Sending
 from tlora.engine.ranks.lending_line import LENDING, Frame, KillRank, LendingMessage, Lent, RankEnded, StartRank, framed, read_frame
 from tlora.errors import RankError
-from tlora.link.keyed_listener import CUT_SECONDS, KeyedListener
+from tlora.link.keyed_listener import KeyedListener
 from tlora.link.lines import Buffer, Line
+from tlora.link.tls import CUT_SECONDS
 from tlora.link.tls_port import ADMISSION_SECONDS
 from tlora.worker_protocol import Listening
 
