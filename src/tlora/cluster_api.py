@@ -51,8 +51,8 @@ class WaitingView(Answer):
 
 class HostView(Answer):
     """`failure_domain`: what fails as one with it, as a rack. `kinds`: of each of its GPUs what its driver calls it, "" where that is not
-    known. `in_use`: how many of its GPUs groups have. `draining`: nothing starts there
-    any more.
+    known. `in_use`: how many of its GPUs groups have. `draining`: nothing starts there any more. `unheard`: GPUs on which nobody is heard:
+    no other job gets them until somebody is.
     """
 
     name: str
@@ -61,6 +61,14 @@ class HostView(Answer):
     kinds: list[str]
     in_use: int
     draining: bool
+    unheard: list[int] = []
+
+    @property
+    def state(self) -> str:
+        """In words; "" for a host like any other."""
+        if self.draining:
+            return "drains" if self.in_use else "drained"
+        return "" if not self.unheard else "not heard" if len(self.unheard) == len(self.gpus) else "not heard in part"
 
 
 class ClusterView(Answer):
@@ -72,6 +80,12 @@ class ClusterView(Answer):
     waiting: list[WaitingView]
     others_waiting: int
     draining: bool
+
+    @property
+    def states(self) -> dict[int, str]:
+        """Why GPUs that no group has are not free, in a word."""
+        unheard = {gpu: "not heard" for host in self.hosts for gpu in host.unheard}
+        return unheard | {gpu: "left" for host in self.hosts if host.draining for gpu in host.gpus}
 
     @property
     def unlike(self) -> dict[int, str]:

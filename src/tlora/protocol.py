@@ -260,8 +260,8 @@ class KindsFound:
 
 @dataclass(frozen=True, slots=True)
 class GpusUnheard:
-    """Nothing is heard of the worker on these GPUs, whose jobs stay with it until its end is proven; `why` is words for those who wait
-    for it, and "" when it has come again.
+    """Nothing is heard of the workers on these GPUs, whose jobs stay with them until their end is proven, and which get no other meanwhile;
+    `why` is words for those who wait for them, and "" when somebody is heard there again.
     """
 
     gpus: tuple[int, ...]

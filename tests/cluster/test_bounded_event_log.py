@@ -19,6 +19,7 @@ from tlora.protocol import (
     BaseSpeed,
     Event,
     GpusLost,
+    GpusUnheard,
     JobFinished,
     JobSubmitted,
     KindsFound,
@@ -81,7 +82,8 @@ def pool_after(events: Iterable[Event]) -> tuple[object, ...]:
     nodes = {name: (node.rack, node.gpus) for name, node in state.pool.nodes.items() if node.gpus}
     rooms = {gpu: state.memory.room_bytes.get(gpu) for gpu in state.pool.node_of}
     kinds = {gpu: state.kinds.kind_of.get(gpu) for gpu in state.pool.node_of}
-    return nodes, rooms, kinds, state.pool.draining & nodes.keys(), state.pool.num_gpus, state.pool.most_gpus, state.cost.constants
+    pool = state.pool
+    return nodes, rooms, kinds, pool.draining & nodes.keys(), pool.unheard, pool.num_gpus, pool.most_gpus, state.cost.constants
 
 
 def test_hosts_that_went_leave_nothing_behind(tmp_path: Path) -> None:
@@ -110,7 +112,8 @@ def test_a_file_that_begins_with_more_than_its_size_has_room_for_what_happens(tm
     assert [item.job_id for _, item in rows if isinstance(item, JobFinished)] == [f"j{number}" for number in range(20)]
 
 
-HOSTS = st.lists(st.tuples(st.sampled_from(["add", "add", "lose", "lose one", "drain", "measure"]), st.integers(0, 4)), max_size=25)
+KINDS = ["add", "add", "lose", "lose one", "drain", "measure", "silent", "heard"]
+HOSTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 4)), max_size=25)
 
 
 @given(moves=HOSTS)
@@ -128,6 +131,8 @@ def test_a_file_begins_with_the_gpus_that_there_are_and_what_is_known_of_them(mo
             "lose": (GpusLost(gpus),),
             "lose one": (GpusLost((gpus[number % 4],)),),
             "drain": (NodeDraining(f"host{host}", finish=number % 2 == 0),),
+            "silent": (GpusUnheard(gpus[number % 2 :], f"the lease of host {host}"),),
+            "heard": (GpusUnheard(gpus, ""),),
             "measure": (BaseMeasured(BASE, "CPU", BaseSpeed(1000.0 + number, 0.5, 0.1, 0.05)),),
         }
         for event in events[kind]:

@@ -103,6 +103,32 @@ def test_a_host_that_comes_again_is_waited_for_no_longer(station: TcpStation) ->
     assert unheard(worker.gpus, 4) == [True, False, True, False], "its GPUs are not lost"
 
 
+def unheard(station: TcpStation, count: int) -> list[tuple[tuple[int, ...], bool]]:
+    """The first `count` times that GPUs were heard no more (True), or again."""
+    events = station.worker_pool.remote_hosts.events
+    wait_for(lambda: sum(isinstance(event, GpusUnheard) for event in events) >= count)
+    return [(event.gpus, bool(event.why)) for event in list(events) if isinstance(event, GpusUnheard)][:count]
+
+
+def test_a_gpu_without_work_is_not_heard_either_and_one_whose_worker_begins_anew_is_not_missed(station: TcpStation) -> None:
+    line, _ = come(station)
+    line.end()
+    assert unheard(station, 1) == [((STRIDE,), True)]
+    line, _ = come(station)
+    assert unheard(station, 2)[1] == ((STRIDE,), False)
+    (worker,) = station.worker_pool.workers.values()
+    station.do(lambda: worker.stop(begins_anew=True))
+    line.send(worker_line(Envelope(1, 0, Farewell())))
+    wait_for(lambda: (worker, None) in station.reports)
+    del station.worker_pool.workers[worker.gpu]  # as the reconciler does
+    line.end()
+    wait_for(lambda: not worker.connected)
+    other, _ = come(station, incarnation="begun anew")
+    assert not station.worker_pool.remote_hosts._unheard and len(unheard(station, 2)) == 2
+    other.end()
+    assert unheard(station, 3)[2] == ((STRIDE,), True)
+
+
 def test_its_last_word_is_proof_enough(station: TcpStation) -> None:
     """Also of a job that it was about to begin. It may come again at once, before its end is handled."""
     line, _ = come(station, jobs=(HeldJob("a", 7, 0, False),))
@@ -238,6 +264,21 @@ def test_a_process_without_gpus_is_given_some_of_its_hosts_and_waits_again(stati
     line.end()
     wait_for(lambda: not hosts.spares)
     assert nodes(station)[-1] == choice and isinstance(hosts.events[-1], GpusLost), "with the last process they are"
+
+
+def test_where_no_process_of_a_host_is_heard_none_of_its_gpus_gets_a_job(station: TcpStation) -> None:
+    """Those of a worker alone, until the last that waits is silent too; all again with the first that comes."""
+    choice = (STRIDE, STRIDE + 1, STRIDE + 2)
+    waits, _ = come(station, gpus=(), host=ANY, incarnation="waits")
+    works, _ = come(station, gpus=(1,), host=ANY, jobs=(HeldJob("a", 7, 3, True),))
+    works.end()
+    assert unheard(station, 1) == [((STRIDE + 1,), True)]
+    waits.end()
+    assert unheard(station, 2)[1] == ((STRIDE, STRIDE + 2), True) and nodes(station) == [choice]
+    come(station, gpus=(), host=ANY, incarnation="waits again")
+    assert unheard(station, 3)[2] == ((STRIDE, STRIDE + 2), False)
+    come(station, gpus=(1,), host=ANY, jobs=(HeldJob("a", 7, 3, True),))
+    assert unheard(station, 4)[3] == ((STRIDE + 1,), False)
 
 
 def test_a_later_controller_hears_which_gpus_a_process_has_before_it_gives_any_away(station: TcpStation) -> None:

@@ -28,7 +28,9 @@ def test_a_worker_is_bound_to_its_gpus_when_it_knows_that_it_loads_on_some(
             self.worker.hear(DesiredState(1, 1, Load("base", "out", device, 0.0)))
 
         def put(self, *_: Any) -> None: ...
-        def drain(self, _: float) -> None: ...
+        def drain(self, _: float) -> None:
+            self.worker.hear(DesiredState(1, 2, Load("base", "out", device, 0.0), stop=True))
+
         def close(self) -> None: ...
 
     monkeypatch.setattr(module, "Dialer", Dialer)

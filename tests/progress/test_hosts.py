@@ -63,9 +63,12 @@ def test_a_group_whose_host_is_not_heard_waits_for_the_end_of_its_lease() -> Non
     for item, why in ((GpusUnheard((1000,), "its lease"), "its lease"), (GpusUnheard((1000,), ""), "")):
         progress.see(item)
         assert progress.why_there(group) == why
-    progress.see(GpusUnheard((1000,), "its lease"))
-    progress.see(GpusLost((1000,)))
-    assert not progress.unheard
+    for event in (NodeAdded("c", (2000, 2001)), GpusUnheard((1000, 2001), "its lease")):
+        progress.see(event)
+    assert [host.unheard for host in progress.hosts.values()] == [{1000}, {2001}]
+    for event in (GpusLost((1000,)), GpusUnheard((2001,), "")):
+        progress.see(event)
+    assert not any(progress.unheard.values()) and [host.unheard for host in progress.hosts.values()] == [set()]
 
 
 def test_a_job_whose_host_is_not_heard_has_no_rate() -> None:

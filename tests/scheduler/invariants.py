@@ -32,8 +32,10 @@ def check(state: ClusterState) -> None:
         parameters = sum(state.jobs[job_id].spec.profile.adapter_parameters for job_id in group.job_ids)
         tokens = group.plan.token_budget / len(group.gpus)
         assert _fits(state, group, parameters, tokens), f"{name} does not fit into a GPU's memory"
-    assert set(owners) == set(pool.node_of) and len(owners) == pool.num_gpus
-    assert len(pool.group_on) == pool.num_gpus - pool.num_free and set(state.latest) >= set(state.groups)
+    aside = (pool.unheard & pool.node_of.keys()) - pool.group_on.keys()  # of no group, and not free
+    assert aside.isdisjoint(owners) and pool.silent == {pool.node_of[gpu] for gpu in pool.unheard & pool.node_of.keys()}
+    assert set(owners) | aside == set(pool.node_of) and len(owners) + len(aside) == pool.num_gpus
+    assert len(pool.group_on) == pool.num_gpus - pool.num_free - len(aside) and set(state.latest) >= set(state.groups)
     waiting = {job_id for job_id, job in state.jobs.items() if job.status == "pending"}
     held = {job_id for job_id, job in state.jobs.items() if job.status == "held"}
     assert waiting == set(state.pending) and held == state.held, "a job is neither waiting nor in a group"

@@ -17,6 +17,7 @@ from tlora.protocol import (
     ChangeGroup,
     Event,
     GpusLost,
+    GpusUnheard,
     GroupLost,
     GroupReady,
     JobFailed,
@@ -90,6 +91,7 @@ class Mirror:
     owner: dict[int, str | None] = field(default_factory=dict)  # of GPUs that are there
     node: dict[int, str] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
+    unheard: set[int] = field(default_factory=set)
     groups: dict[str, JobGroup] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)  # jobs submitted and not ended
     seen: set[str] = field(default_factory=set)
@@ -105,6 +107,9 @@ class Mirror:
             case GpusLost():
                 for gpu in event.gpus:
                     self.owner.pop(gpu, None)
+                    self.unheard.discard(gpu)
+            case GpusUnheard(gpus, why):
+                (self.unheard.update if why else self.unheard.difference_update)(gpus)
             case NodeDraining(node, finish):
                 self.drained.add(node)
                 for gpu in [gpu for gpu, owner in self.owner.items() if self.node.get(gpu) == node and (owner is None or not finish)]:
@@ -140,20 +145,21 @@ class Mirror:
                 assert set(before.job_ids) & set(group.job_ids) and set(before.gpus) & set(group.gpus), "nothing of it stays"
                 self._end(group.group_id)
                 self.owner |= {gpu: None for gpu in before.gpus if gpu in group.gpus}
-                self._take(group)
+                self._take(group, before.gpus)
             case StopGroup(group_id):
                 self._end(group_id)
             case RejectJob(job_id):
                 assert job_id in self.alive and not any(job_id in group.job_ids for group in self.groups.values())
                 self.alive.discard(job_id)
 
-    def _take(self, group: JobGroup) -> None:
+    def _take(self, group: JobGroup, before: tuple[int, ...] = ()) -> None:
         assert group.gpus and group.job_ids and len(set(group.gpus)) == len(group.gpus) and len(set(group.job_ids)) == len(group.job_ids)
         assert group.plan.data_parallel == len(group.gpus) and group.plan.token_budget % len(group.gpus) == 0
         assert len(group.weights) == len(group.job_ids) and all(weight > 0 for weight in group.weights)
         running = {name for other in self.groups.values() for name in other.job_ids}
         for gpu in group.gpus:
             assert self.owner[gpu] is None, f"GPU {gpu} goes to {group.group_id} and is {self.owner[gpu]}'s"
+            assert gpu in before or gpu not in self.unheard, f"GPU {gpu} goes to {group.group_id}, and nothing is heard of it"
             self.owner[gpu] = group.group_id
         for name in group.job_ids:
             assert name in self.alive and name not in running, f"{name} joins {group.group_id} and has ended or runs"
@@ -197,6 +203,8 @@ _KINDS = (
         "add",
         "end",
         "measure",
+        *("silent",) * 2,
+        "heard",
     ),
 )
 _SECONDS = (0.0, 0.0, 1.0, 30.0, 60.0, 4000.0, -20.0)
@@ -248,6 +256,9 @@ class Story:
                 return NodeDraining(f"n{one % self.nodes}", finish=bool(two % 2))
             case "add":
                 return NodeAdded(f"n{one % self.nodes}", self._gpus(one % self.nodes), f"r{one % self.nodes // 2}")
+            case "silent" | "heard":
+                gpus = self._gpus(one % self.nodes)
+                return GpusUnheard(gpus if two % 3 else gpus[: 1 + two % 2], "its lease" * (kind == "silent"))
             case "measure":
                 speed = BaseSpeed((10.0, 1e3, 1e5)[one % 3], 0.5 * (two % 5), 0.1 * (one % 7), 0.05)
                 return BaseMeasured(BASES[one % 2], "CPU", speed)

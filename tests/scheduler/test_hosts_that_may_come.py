@@ -15,6 +15,7 @@ from tlora.protocol import (
     Event,
     GpusAsked,
     GpusLost,
+    GpusUnheard,
     GroupFound,
     JobFinished,
     JobGroup,
@@ -313,3 +314,21 @@ def test_jobs_that_whole_hosts_hold_still_take_these(policy: str) -> None:
     cluster.tell(idle("a", 0, 1), idle("b", 2, 3, 4, 5), idle("c", 6, 7), made_spec("wide", 6, 48_000.0, max_slowdown=1.0))
     (group,) = [known.group for known in cluster.scheduler.state.groups.values()]
     assert len(group.gpus) == (8 if policy == "residual_capacity-growth" else 6) and set(group.gpus) > {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("policy", sorted(LIVE_POLICIES))
+def test_a_host_of_which_nothing_is_heard_gets_no_job(policy: str) -> None:
+    """One that trains there stays, and those that wait go where somebody is heard."""
+    cluster = Cluster(policy)
+    cluster.tell(NodeAdded("a", (0,)), NodeAdded("b", (1, 2)), GpusUnheard((1, 2), "its lease"))
+    assert cluster.tell(small("one"), Tick()) == ([("one",)], [])
+    (group,) = cluster.scheduler.state.groups.values()
+    assert group.group.gpus == (0,)
+    cluster.tell(GpusUnheard((0,), "its lease"), Tick())
+    placed, _ = cluster.tell(small("two"), small("three"), Tick())
+    assert not placed and cluster.scheduler.state.pending.keys() == {"two", "three"}
+    cluster.tell(GpusUnheard((1, 2), ""), Tick())
+    gpus = {gpu for known in cluster.scheduler.state.groups.values() for gpu in known.group.gpus}
+    assert len(gpus) > 1 and not cluster.scheduler.state.pending
+    cluster.tell(GpusLost((0,)), Tick())
+    assert not cluster.scheduler.state.pool.silent

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tlora.cli.service_view import print_cluster
 from tlora.cluster_api import ClusterView, GroupView
-from tlora.protocol import KindsFound, NodeAdded
+from tlora.protocol import GpusUnheard, KindsFound, NodeAdded
 from tlora.service.live_jobs import LiveJobs
 from tlora.service.machine import Devices
 from tlora.service.routes.cluster import _host_views
@@ -47,3 +47,15 @@ def test_speeds_are_predicted_for_the_slowest_gpu_here() -> None:
 def test_gpus_of_one_kind_are_shown_as_before() -> None:
     view, text = shown("H100", "H100")
     assert view.unlike == {} and view.kinds_of([0]) == "" and "H100" not in text
+
+
+def test_gpus_of_which_nothing_is_heard_are_not_called_free() -> None:
+    live = LiveJobs()
+    for event in (NodeAdded("a", (0, 1)), NodeAdded("b", (1000,)), GpusUnheard((1, 1000), "its lease")):
+        assert not list(live.see(event))
+    hosts = _host_views(live.snapshot(Devices("cpu", (0, 1)), {}))
+    view = ClusterView(device="cpu", gpus=[0, 1, 1000], hosts=hosts, groups=[], waiting=[], others_waiting=0, draining=False)
+    assert [host.state for host in hosts] == ["not heard in part", "not heard"] and view.states == {1: "not heard", 1000: "not heard"}
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_cluster(console, view, {})
+    assert [line.split()[1:3] for line in console.export_text().splitlines() if line.startswith("1")] == [["not", "heard"]] * 2

@@ -157,17 +157,17 @@ def print_cluster(console: Console, cluster: ClusterView, running: Mapping[str, 
         listed += [f"{group.other_jobs} of others"] if group.other_jobs else []
         kind = [Text(printable(cluster.kinds_of(group.gpus)))] if unlike else []
         table.add_row(", ".join(map(str, group.gpus)), *kind, Text(printable(group.base_model)), Text(printable(", ".join(listed) or DASH)))
-    leaving = {gpu for host in cluster.hosts if host.draining for gpu in host.gpus}
+    states = cluster.states
     for gpu in cluster.gpus:
         if gpu not in used:
             kind = [Text(printable(unlike.get(gpu, "")))] if unlike else []
-            table.add_row(str(gpu), *kind, Text("left" if gpu in leaving else "free", style="dim"), "")
+            table.add_row(str(gpu), *kind, Text(states.get(gpu, "free"), style="dim"), "")
     print_table(console, table)
     for group in cluster.groups:
         if group.placement:
             named = f"{place if len(group.gpus) == 1 else places} {', '.join(map(str, group.gpus))}"
             console.print(Text(printable(f"{named}: {group.placement}"), style="dim"), soft_wrap=True)
-    if len(cluster.hosts) > 1 or leaving:
+    if len(cluster.hosts) > 1 or states:
         console.print()
         print_table(console, _hosts_table(cluster.hosts, places))
     console.print()
@@ -197,13 +197,12 @@ def _hosts_table(hosts: Sequence[HostView], places: str) -> Table:
     for name in ("host", "fails with", places, "in use", ""):
         table.add_column(name, overflow="fold")
     for host in hosts:
-        state = "" if not host.draining else "drained" if not host.in_use else "drains"
         table.add_row(
             Text(printable(host.name)),
             Text(printable(host.failure_domain or DASH)),
             ranges_text(host.gpus),
             f"{host.in_use} of {len(host.gpus)}",
-            Text(state, style="yellow"),
+            Text(host.state, style="yellow"),
         )
     return table
 

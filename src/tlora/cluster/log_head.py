@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from tlora.protocol import Action, BaseAdded, BaseMeasured, Event, GpusLost, KindsFound, MemoryFound, NodeAdded, NodeDraining
+from tlora.protocol import Action, BaseAdded, BaseMeasured, Event, GpusLost, GpusUnheard, KindsFound, MemoryFound, NodeAdded, NodeDraining
 
 
 class LogHead:
@@ -22,6 +22,7 @@ class LogHead:
         self._lost: dict[int, NodeAdded] = {}  # GPU -> its node, with it alone; those lost last behind
         self._memory: dict[int, int] = {}
         self._kinds: dict[int, tuple[str, float]] = {}
+        self._unheard: dict[int, str] = {}
         self._bases: dict[str, BaseAdded] = {}
         self._measured: dict[str, BaseMeasured] = {}
 
@@ -35,6 +36,9 @@ class LogHead:
                 self._draining[name] = item
             case GpusLost(gpus):
                 self._lose(gpus)
+            case GpusUnheard(gpus, why):
+                for gpu in gpus:
+                    _ = self._unheard.update({gpu: why}) if why else self._unheard.pop(gpu, None)
             case MemoryFound(gpus, memory_bytes):
                 self._memory |= dict(zip(gpus, memory_bytes, strict=True))
             case KindsFound(gpus, kinds, speeds):
@@ -59,6 +63,7 @@ class LogHead:
 
     def _lose(self, gpus: Iterable[int]) -> None:
         for gpu in gpus:
+            self._unheard.pop(gpu, None)
             if (name := self._node_of.pop(gpu, None)) is None:
                 continue
             node = self._nodes[name]
@@ -95,5 +100,7 @@ class LogHead:
         if self._kinds:
             kinds, speeds = zip(*self._kinds.values(), strict=True)
             yield KindsFound(tuple(self._kinds), kinds, speeds)
+        for why in dict.fromkeys(self._unheard.values()):
+            yield GpusUnheard(tuple(gpu for gpu, said in self._unheard.items() if said == why), why)
         yield from self._bases.values()
         yield from self._measured.values()

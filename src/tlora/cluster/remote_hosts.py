@@ -51,7 +51,7 @@ class RemoteHosts:
         self._leaving: set[str] = set()  # incarnations that came to save their jobs and end: their GPUs are not used
         self._lost: list[str] = []  # incarnations whose jobs are not free yet
         self._workers_of: dict[str, dict[RemoteWorker, None]] = {}  # host -> its workers that are not lost
-        self._unheard: set[RemoteWorker] = set()  # workers with jobs whose connection has ended
+        self._unheard: set[int] = set()  # GPUs on which nobody is heard
         self.files = FileService(directory.parent)
         self.events: list[Event] = []
 
@@ -170,7 +170,7 @@ class RemoteHosts:
             del self.spares[worker.incarnation or ""]
             self._forget(worker)
             if not self._processes.get(worker.choice):
-                self.events.append(GpusLost(worker.choice, "nothing is heard of its host"))
+                self._lose_gpus(worker.choice, "nothing is heard of its host")
 
     def _forget(self, worker: RemoteWorker) -> None:
         """The process is no more."""
@@ -197,24 +197,42 @@ class RemoteHosts:
             self._note(f"the worker of {worker.display_name} {how}")
         if worker.begins_anew or others:  # others of its host can have its GPUs
             self._away |= {} if others else {gpus: time.monotonic() + AWAY_SECONDS}
-            self.events += [GpusUnheard(worker.gpus, "")] if worker in self._unheard else []
+            self._hear_of_gpus(worker)
         elif worker.incarnation not in self._leaving:
-            self.events.append(GpusLost(gpus, how))
+            self._lose_gpus(gpus, how)
         self._leaving.discard(worker.incarnation or "")
-        self._unheard.discard(worker)
 
     def see_line(self, worker: RemoteWorker) -> None:
         """Its connection has ended, or stands again."""
         if not (worker.gpus or worker.connected):
             self._lose_spare(worker)
+        self._hear_of_gpus(worker)
+
+    def _hear_of_gpus(self, worker: RemoteWorker) -> None:
+        """Tell which GPUs of the worker's host nobody is heard on, and which are heard again: its own, and those of which it could have
+        some, where none is heard that can.
+        """
+        if not isinstance(worker.process, LeasedProcess):
             return
-        process, silent, is_used = worker.process, worker in self._unheard, worker.incarnation not in self._leaving
-        waits = is_used and bool(worker.jobs) and not (worker.is_over or worker.process.wait(0.0))
-        if isinstance(process, LeasedProcess) and silent == worker.connected and (silent or waits):
-            (self._unheard.discard if silent else self._unheard.add)(worker)
-            most = f"{process.lease_seconds + DRIFT_SECONDS:g} s after its last word, when its lease has ended"
-            why = "" if silent else f"nothing is heard of its host {process.host}: unless it comes again, its jobs go on elsewhere {most}"
-            self.events.append(GpusUnheard(worker.gpus, why))
+        gpus, there = worker.choice or worker.gpus, self._processes.get(worker.choice, {}) if worker.choice else (worker,)
+        silent = [each for each in there if self._is_missed(each)]
+        are = {gpu for each in silent for gpu in each.gpus} if len(silent) < len(there) else set(gpus if silent else ())
+        were = self._unheard.intersection(gpus)
+        self._unheard.difference_update(were)
+        self._unheard.update(are)
+        most = f"{self._lease_seconds + DRIFT_SECONDS:g} s after its last word, when its lease has ended"
+        why = f"nothing is heard of its host {worker.process.host}: unless it comes again, its jobs go on elsewhere {most}"
+        for changed, said in ((are - were, why), (were - are, "")):
+            self.events += [GpusUnheard(tuple(sorted(changed)), said)] if changed else []
+
+    def _is_missed(self, worker: RemoteWorker) -> bool:
+        """Whether it is not heard, and neither came only to end nor begins anew without a job."""
+        is_gone = worker.is_over or worker.process.wait(0.0) or (worker.stopping and not worker.jobs)
+        return not (worker.connected or is_gone or worker.incarnation in self._leaving)
+
+    def _lose_gpus(self, gpus: tuple[int, ...], how: str) -> None:
+        self.events.append(GpusLost(gpus, how))
+        self._unheard.difference_update(gpus)
 
     def see_last_word(self, worker: RemoteWorker) -> None:
         """It has reported something: if that it writes nothing any more, that is proof."""
@@ -247,7 +265,7 @@ class RemoteHosts:
             self._note(f"workers of other hosts have not come again, and their leases have ended: {names} may go on elsewhere")
         for gpus in [gpus for gpus, until in self._away.items() if now > until]:
             del self._away[gpus]
-            self.events.append(GpusLost(gpus, "its worker has not come again"))
+            self._lose_gpus(gpus, "its worker has not come again")
 
     def forget_released(self, heard: Iterable[RemoteWorker]) -> None:
         """The jobs that workers which were heard, or are lost, hold no longer are free, also for the next controller."""

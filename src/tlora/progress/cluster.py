@@ -33,12 +33,15 @@ from tlora.protocol import (
 
 @dataclass(slots=True)
 class Host:
-    """`failure_domain`: what fails as one with it; "" if unknown. `draining`: nothing starts there any more."""
+    """`failure_domain`: what fails as one with it; "" if unknown. `draining`: nothing starts there any more. `unheard`: those of its GPUs
+    on which nobody is heard.
+    """
 
     name: str
     failure_domain: str
     gpus: set[int] = field(default_factory=set[int])
     draining: bool = False
+    unheard: set[int] = field(default_factory=set[int])
 
 
 class ClusterProgress:
@@ -55,6 +58,7 @@ class ClusterProgress:
         self.kept: dict[str, GroupKept] = {}
         self.unheard: dict[int, str] = {}
         self.delayed: dict[str, str] = {}
+        self._host_with: dict[int, Host] = {}  # by GPU
         self._group_of: dict[str, str] = {}
         self._tokens_per_step: dict[str, float] = {}
 
@@ -111,12 +115,16 @@ class ClusterProgress:
                 host = self.hosts.setdefault(name, Host(name, rack))
                 host.gpus.update(gpus)
                 host.draining = False
+                self._host_with |= dict.fromkeys(gpus, host)
             case KindsFound(gpus, kinds):
                 self.kinds |= dict(zip(gpus, kinds, strict=True))
             case NodeDraining(name) if name in self.hosts:
                 self.hosts[name].draining = True
             case GpusUnheard(gpus, why):
                 self.unheard |= dict.fromkeys(gpus, why)
+                for gpu in gpus:
+                    if (host := self._host_with.get(gpu)) is not None:
+                        (host.unheard.add if why else host.unheard.discard)(gpu)
                 self._pause(self.jobs_on(gpus) if why else ())
             case JobDelayed(name, why):
                 self.delayed[name] = why
@@ -130,10 +138,11 @@ class ClusterProgress:
         """These are gone, and hosts that have no others."""
         for gpu in gpus:
             self.unheard.pop(gpu, None)
-        for host in list(self.hosts.values()):
-            host.gpus.difference_update(gpus)
-            if not host.gpus:
-                del self.hosts[host.name]
+            if (host := self._host_with.pop(gpu, None)) is not None:
+                host.gpus.discard(gpu)
+                host.unheard.discard(gpu)
+                if not host.gpus:
+                    del self.hosts[host.name]
 
     def _pause(self, names: Iterable[str]) -> None:
         """These jobs do not go on just now."""
@@ -164,13 +173,13 @@ class ClusterProgress:
             return why
         if (kept := self.kept.get(group.group_id)) is not None:
             return kept.reason
-        over = [host.name for host in self.hosts.values() if not host.gpus.isdisjoint(group.gpus)]
+        over = list(dict.fromkeys(self._host_with[gpu].name for gpu in group.gpus if gpu in self._host_with))
         return f"on hosts {' and '.join(over)}: its base or a job of it needs more GPUs than one has" if len(over) > 1 else ""
 
     def _host_of(self, group: JobGroup) -> str:
         """Where there are several."""
-        hosts = self.hosts.values() if len(self.hosts) > 1 else ()
-        return next((host.name for host in hosts if group.gpus[0] in host.gpus), "")
+        host = self._host_with.get(group.gpus[0])
+        return host.name if host is not None and len(self.hosts) > 1 else ""
 
     def _leave(self, group_id: str, stay: frozenset[str]) -> None:
         """Those that do not stay leave the group, unless they are in another one already."""

@@ -103,8 +103,8 @@ class Decision:
         return self.take_free(nodes)
 
     def is_kept_from(self, node: str, job: Job) -> bool:
-        """Whether the node is kept for another one that comes first, or is to be left."""
-        kept = node in self.state.pool.draining or self.is_kept_for_share(node, job)
+        """Whether the node is kept for another one that comes first, is to be left, or is not heard as a whole."""
+        kept = self.state.pool.is_avoided(node) or self.is_kept_for_share(node, job)
         return kept or any(node in kept.nodes and kept.job is not job for kept in self.reservations)
 
     def is_kept_for_share(self, node: str, job: Job) -> bool:

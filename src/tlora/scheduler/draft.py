@@ -97,7 +97,7 @@ class Draft:
     def give_back(self, gpus: Iterable[int]) -> None:
         for gpu in gpus:
             name = self.state.pool.node_of[gpu]
-            if name not in self.state.pool.draining:
+            if not self.state.pool.is_left(gpu):
                 self._free[name] = sorted((*self.free_of(name), gpu))
                 self.num_free += 1
 

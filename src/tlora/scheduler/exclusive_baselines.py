@@ -229,5 +229,5 @@ def _who_gives_way(draft: Draft, job: Job, others: Iterable[JobGroup]) -> list[J
 def _add(free: dict[str, int], state: ClusterState, group: JobGroup, sign: int, least_room: float) -> None:
     """Those of its GPUs that have so much room and are not to be left."""
     for gpu in group.gpus:
-        if state.memory.has_room(gpu, least_room) and state.pool.node_of[gpu] not in state.pool.draining:
+        if state.memory.has_room(gpu, least_room) and not state.pool.is_left(gpu):
             free[state.pool.node_of[gpu]] += sign

@@ -30,6 +30,8 @@ class GpuPool:
     nodes_by_free: dict[int, dict[str, None]] = field(default_factory=dict[int, dict[str, None]])  # number of free GPUs -> nodes
     group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> its group
     draining: set[str] = field(default_factory=set[str])  # nodes that are to be left
+    unheard: set[int] = field(default_factory=set[int])  # GPUs whose host is silent: none of them is free
+    silent: set[str] = field(default_factory=set[str])  # the nodes that have some of those
     node_size: int = 0  # GPUs of the largest node that is not to be left
     num_gpus: int = 0
     most_gpus: int = 0  # that there ever were: those that are lost may come back
@@ -50,7 +52,8 @@ class GpuPool:
         self.num_gpus += len(new)
         self.most_gpus = max(self.most_gpus, self.num_gpus)
         self.node_size, self._together = max(self.node_size, len(node.gpus)), None
-        self._set_free(node, sorted((*node.free, *new)))
+        self._set_free(node, sorted((*node.free, *(gpu for gpu in new if gpu not in self.unheard))))
+        self._find_silent()
 
     @property
     def lasting_nodes(self) -> Mapping[str, Node]:
@@ -81,6 +84,7 @@ class GpuPool:
             del self.node_of[gpu]
         self.num_gpus -= len(lost)
         self._find_node_size()
+        self._find_silent()
 
     def _find_node_size(self) -> None:
         self._together = None
@@ -102,9 +106,29 @@ class GpuPool:
             del self.group_on[gpu]
         for name, own in self._by_node(gpus).items():
             node = self.nodes[name]
-            self._set_free(node, sorted((*node.free, *own)))
+            self._set_free(node, sorted((*node.free, *(gpu for gpu in own if gpu not in self.unheard))))
             if name in self.draining:
                 self.remove(set(own))
+
+    def set_unheard(self, gpus: Collection[int], *, yes: bool) -> None:
+        """While nothing is heard of the host of `gpus`, no group gets them; one that has them keeps them."""
+        (self.unheard.update if yes else self.unheard.difference_update)(gpus)
+        for name, own in self._by_node([gpu for gpu in gpus if gpu in self.node_of]).items():
+            node = self.nodes[name]
+            free = set(node.free).difference(own) if yes else {*node.free, *(gpu for gpu in own if gpu not in self.group_on)}
+            self._set_free(node, sorted(free))
+        self._find_silent()
+
+    def _find_silent(self) -> None:
+        self.silent = {self.node_of[gpu] for gpu in self.unheard if gpu in self.node_of}
+
+    def is_avoided(self, node: str) -> bool:
+        """Whether the node is to be left, or some of its GPUs are not heard."""
+        return node in self.draining or node in self.silent
+
+    def is_left(self, gpu: int) -> bool:
+        """Whether no group is to get it that does not have it."""
+        return gpu in self.unheard or self.node_of[gpu] in self.draining
 
     def _by_node(self, gpus: Sequence[int]) -> Mapping[str, Sequence[int]]:
         if len(gpus) == 1:

@@ -103,7 +103,9 @@ class _Memory:
 
 
 def _happenings(state: ClusterState) -> tuple[int, ...]:
-    """Differs whenever a job, group or GPU has come or gone, a job is held, released or begins, or predictions have changed."""
+    """Differs whenever a job, group or GPU has come or gone, a job is held, released or begins, a GPU is heard no more or again, or
+    predictions have changed.
+    """
     return (
         state.jobs_submitted,
         state.jobs_begun,
@@ -111,6 +113,7 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
         state.groups_opened,
         len(state.groups),
         state.pool.num_gpus,
+        len(state.pool.unheard),
         len(state.pending),
         len(state.held),
         state.cost.times_corrected,
@@ -302,7 +305,7 @@ def _joins(decision: Decision, job: Job) -> list[_Place]:
         if name in decision.touched:
             continue
         view = decision.view(name)
-        if decision.is_kept_for_share(view.nodes[0], job) or not decision.state.pool.draining.isdisjoint(view.nodes):
+        if decision.is_kept_for_share(view.nodes[0], job) or any(map(decision.state.pool.is_left, view.gpus)):
             continue
         jobs = [*view.jobs, job]
         prediction = decision.predict_on(jobs, view.gpus) if decision.can_have([job], view.gpus) else None

@@ -147,8 +147,11 @@ class Scheduler:
                 if event.group_id in state.groups:
                     state.make_ready(event.group_id)
                 return [], False
-            case BaseAdded() | GpusUnheard() | JobDelayed():
+            case BaseAdded() | JobDelayed():
                 return [], False
+            case GpusUnheard(gpus, why):
+                state.pool.set_unheard(gpus, yes=bool(why))
+                return [], not why
             case BaseMeasured(base, device, speed):
                 state.measure(base, device, speed)
                 return [], True
@@ -177,6 +180,8 @@ class Scheduler:
                 return [], state.find_kinds(gpus, kinds, speeds) and self._has_come(gpus)
             case NodeDraining() | GpusLost():
                 is_lost = isinstance(event, GpusLost)
+                if is_lost:
+                    state.pool.unheard.difference_update(event.gpus)
                 ended = state.lose_gpus(event.gpus) if is_lost else state.drain_node(event.node, finish=event.finish)
                 self._ask_those_that_wait()
                 self._judge_all()

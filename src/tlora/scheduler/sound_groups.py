@@ -46,8 +46,9 @@ def _gpus_taken(state: ClusterState, group: JobGroup, changed: dict[str, JobGrou
         owner = state.pool.group_on.get(gpu)
         if owner not in (None, group.group_id) and (owner not in changed or (changed[owner].job_ids and gpu in changed[owner].gpus)):
             return f"GPU {gpu} is {owner}'s"
-        if owner != group.group_id and state.pool.node_of[gpu] in state.pool.draining:
-            return f"GPU {gpu} is on {state.pool.node_of[gpu]}, which is to be left"
+        if owner != group.group_id and state.pool.is_left(gpu):
+            why = "of which nothing is heard" if gpu in state.pool.unheard else "which is to be left"
+            return f"GPU {gpu} is on {state.pool.node_of[gpu]}, {why}"
         if taken.setdefault(gpu, group.group_id) != group.group_id:
             return f"GPU {gpu} is {taken[gpu]}'s too"
     return None if len(set(group.gpus)) == len(group.gpus) else "it has a GPU twice"

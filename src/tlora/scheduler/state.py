@@ -75,7 +75,7 @@ class ClusterState:
         if node is None:
             return []
         self.pool.drain(name)
-        return self.lose_gpus(node.free if finish else node.gpus)
+        return self.lose_gpus([gpu for gpu in node.gpus if gpu not in self.pool.group_on] if finish else node.gpus)
 
     def add_node(self, name: str, rack: str, gpus: tuple[int, ...]) -> None:
         self.pool.add_node(name, rack, gpus)

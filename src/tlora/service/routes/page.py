@@ -133,7 +133,7 @@ def show_page(request: Request) -> HTMLResponse:
         boxes=boxes,
         free=[(gpu, cluster.unlike.get(gpu, "")) for gpu in cluster.gpus if gpu not in used],
         hosts=cluster.hosts,
-        leaving={gpu for host in cluster.hosts if host.draining for gpu in host.gpus},
+        states=cluster.states,
         waiting=waiting[:_MOST_WAITING],
         more_waiting=max(0, len(waiting) - _MOST_WAITING),
         paused=list(paused.values())[:_MOST_WAITING],
