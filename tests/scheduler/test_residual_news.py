@@ -29,18 +29,21 @@ LONG = 100_000
 
 def whole_story(moves: list[Move], repeated: type[Event] | tuple[type[Event], ...], late: int = 1) -> list[list[Action]]:
     """What is done at each move. Events of the types `repeated`, of requests those to cancel, come again after `late` more
-    moves, and must then do nothing.
+    moves, and must then do nothing; but for the end of a group that has begun since.
     """
     scheduler, mirror, story, now = Scheduler(residual_capacity(made_settings()), made_cost()), Mirror(), Story(), 0.0
     for node in range(story.nodes):
         tell(scheduler, mirror, NodeAdded(f"n{node}", tuple(range(4 * node, 4 * node + 4)), f"r{node // 2}"), now)
-    told: list[Event] = []
+    told, there = list[Event](), list[set[str]]()
     done: list[list[Action]] = []
     for move in moves:
         now += move[3]
+        there.append(set(scheduler.state.groups))
         told.append(story.event(move, scheduler.state))
         done.append(tell(scheduler, mirror, told[-1], now))
         again = told[-late] if len(told) >= late else None
+        if isinstance(again, GroupLost) and again.group_id in scheduler.state.groups.keys() - there[-late]:
+            continue
         if isinstance(again, repeated) and not (isinstance(again, JobRequest) and again.verb != "cancel"):
             assert tell(scheduler, mirror, again, now) == [], f"{again} comes again"
     return done

@@ -72,11 +72,17 @@ def test_a_job_of_a_node_and_a_half_starts_where_these_are_free() -> None:
 
 @given(moves=MOVES)
 def test_every_group_is_on_as_few_nodes_as_hold_it(moves: list[Move]) -> None:
+    """But for those that got GPUs of any nodes, as whole ones and a part of another held fewer, and those on a node that is left, which is
+    not the measure of the others.
+    """
+    anywhere = set[tuple[int, ...]]()
     for _, state, _ in steps_through(residual_capacity(made_settings()), moves):
         for known in state.groups.values():
             gpus = known.group.gpus
             assert known.num_nodes == state.pool.num_nodes(gpus)
-            if not state.pool.draining & {state.pool.node_of[gpu] for gpu in gpus}:  # a node that is left is not the measure of the others
+            if len(gpus) > state.pool.most_together:
+                anywhere.add(gpus)
+            if gpus not in anywhere and not state.pool.draining & {state.pool.node_of[gpu] for gpu in gpus}:
                 assert known.num_nodes == -(-len(gpus) // state.pool.node_size)
 
 
