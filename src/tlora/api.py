@@ -23,6 +23,7 @@ Purpose = Literal["fine-tune", "evals", "user_data"]
 Scope = Literal["read", "submit", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 DEFAULT_TENANT = "default"
+TENANT_HEADER = "tlora-tenant"  # of a request that acts on another tenant's jobs and files, for a key with the scope admin
 MOST_SOURCES = 100
 MISSED = "missed its deadline"
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=f"^{NAME_PATTERN.pattern}$")]

@@ -77,7 +77,7 @@ def test_a_missed_deadline_is_said_of_jobs_that_wait_run_and_have_ended(slow_des
     }
     waiting = {one["name"]: one["deadline_missed"] for one in slow_desk.asked("/v1/cluster")["waiting"]}
     assert waiting["held"] and not waiting.get("early", False)
-    assert "paused by its owner; missed its deadline" in slow_desk("queue").output
+    assert "paused; missed its deadline" in slow_desk("queue").output
     listed = slow_desk("jobs").output
     assert listed.count("missed its deadline") == 2
     assert re.search(r"deadline +\d{4}-\d\d-\d\d [\d:]+, missed", slow_desk("show", "late").output)

@@ -85,7 +85,7 @@ def test_pause_resume_and_cancel(served_slowly: Served) -> None:
         served_slowly.cluster.step(job, 3)
         served_slowly.wait("alice", job, "running")
     paused = served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)
-    assert (paused["status"], paused["waiting_for"]) == ("paused", "paused by its owner")
+    assert (paused["status"], paused["waiting_for"]) == ("paused", "paused")
     assert served_slowly.ask("alice", "POST", f"/v1/jobs/{ids[0]}/pause", 200)["status"] == "paused"
     started = paused["started_at"]
     assert ("hold", ids[0]) in served_slowly.cluster.asked

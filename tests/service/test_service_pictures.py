@@ -86,7 +86,7 @@ def test_a_paused_job_is_in_nobodys_way(seen: Seen) -> None:
     seen.submit("first", "second")
     seen.outcomes.see(JobRequest("first", "hold"))
     seen.waits("second", "queued", "it is the next")
-    assert seen.live.waiting_for("first", "paused") == "paused by its owner"
+    assert seen.live.waiting_for("first", "paused") == "paused"
     seen.outcomes.see(JobRequest("first", "release"))
     seen.waits("first", "queued", "1 job waits before it")
 

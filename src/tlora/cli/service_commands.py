@@ -29,6 +29,10 @@ Settings = Annotated[
 Limit = Annotated[int, typer.Option(min=1, help="So many at most.")]
 Every = Annotated[bool, typer.Option("--all", help="Without a limit.")]
 AllTenants = Annotated[bool, typer.Option("--all-tenants", help="Those of all tenants. A key with the scope admin is needed.")]
+OfTenant = Annotated[
+    str | None,
+    typer.Option("--tenant", metavar="TENANT", help="Of another tenant. A key with the scope admin is needed.", show_default=False),
+]
 Follow = Annotated[bool, typer.Option("--follow", help="Watch the jobs until they have ended; Ctrl-C leaves them running.")]
 
 
@@ -36,12 +40,14 @@ files = typer.Typer(help="Files of yours on a server, which jobs learn from.", n
 
 
 @contextmanager
-def connected() -> Generator[Connection]:
-    """A connection to the server of $TLORA_URL, `tlora login` or this machine. Raises ConfigError if there is none."""
+def connected(tenant: str | None = None) -> Generator[Connection]:
+    """A connection to the server of $TLORA_URL, `tlora login` or this machine; `tenant` as of `Connection`. Raises ConfigError if there is
+    none.
+    """
     from tlora.client.access import find_access
     from tlora.client.connection import Connection
 
-    with Connection(find_access()) as connection:
+    with Connection(find_access(), tenant=tenant) as connection:
         yield connection
 
 
@@ -103,10 +109,11 @@ def show(
     job: Job,
     follow: Follow = False,
     logs: Annotated[bool, typer.Option("--logs", help="Print what its workers said of it.")] = False,
+    tenant: OfTenant = None,
     as_json: Json = False,
 ) -> None:
     """Show one job: where it stands and why, its settings, losses and events."""
-    with connected() as connection:
+    with connected(tenant) as connection:
         from tlora.api import LogText
         from tlora.cli.service_view import print_job
         from tlora.client.jobs import find_job, list_events
@@ -123,19 +130,19 @@ def show(
             print_job(console, view, list(list_events(connection, view.id)))
 
 
-def pause(jobs: Jobs) -> None:
+def pause(jobs: Jobs, tenant: OfTenant = None) -> None:
     """Pause jobs: each checkpoints and gives its place up, until `tlora resume`."""
-    _change(jobs, "pause")
+    _change(jobs, tenant, "pause")
 
 
-def resume(jobs: Jobs) -> None:
+def resume(jobs: Jobs, tenant: OfTenant = None) -> None:
     """Let paused jobs go on from their checkpoints."""
-    _change(jobs, "resume")
+    _change(jobs, tenant, "resume")
 
 
-def cancel(jobs: Jobs) -> None:
+def cancel(jobs: Jobs, tenant: OfTenant = None) -> None:
     """End jobs. They have no adapter then; `tlora clone` begins one anew."""
-    _change(jobs, "cancel")
+    _change(jobs, tenant, "cancel")
 
 
 def clone(
@@ -163,11 +170,12 @@ def clone(
 def download(
     jobs: Jobs,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The adapter goes to DIR/NAME.")] = Path(),
+    tenant: OfTenant = None,
 ) -> None:
     """Download adapters, each as a directory that PEFT and `tlora generate --base-model DIRECTORY` load: a server's name of a base means
     nothing elsewhere. Nothing that is there is replaced.
     """
-    with connected() as connection:
+    with connected(tenant) as connection:
         from tlora.client.jobs import find_job
         from tlora.client.transfers import download_adapter
 
@@ -228,7 +236,7 @@ def _newest(found: Iterable[T], limit: int | None) -> list[T]:
     return listing[:limit]
 
 
-def _change(names: Sequence[str], verb: str) -> None:
+def _change(names: Sequence[str], tenant: str | None, verb: str) -> None:
     """Change all jobs that can be changed."""
     from tlora.api import OPEN, JobView
     from tlora.client.jobs import find_job
@@ -238,12 +246,12 @@ def _change(names: Sequence[str], verb: str) -> None:
         changed = connection.send("POST", f"/v1/jobs/{view.id}/{verb}", JobView)
         return f"{changed.name}: {changed.status}"
 
-    _for_each(names, change)
+    _for_each(names, change, tenant)
 
 
-def _for_each(names: Sequence[str], act: Callable[[Connection, str], str]) -> None:
+def _for_each(names: Sequence[str], act: Callable[[Connection, str], str], tenant: str | None = None) -> None:
     """Print what `act` returns of each name, or why the server refuses it; then exit with status 2."""
-    with connected() as connection:
+    with connected(tenant) as connection:
         from tlora.errors import ServiceError
 
         refused = False

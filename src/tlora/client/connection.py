@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from tlora.api import EventList, FileList, JobList, TenantJobList
+from tlora.api import TENANT_HEADER, EventList, FileList, JobList, TenantJobList
 from tlora.client.access import Access, origin_of
 from tlora.errors import ServiceError
 from tlora.server_directory import HOME
@@ -32,8 +32,15 @@ _FINAL_CODES = ("draining",)  # of answers that another try would get too
 class Connection:
     """A context manager. Raises ServiceError for whatever is not the answer that was asked for."""
 
-    def __init__(self, access: Access, transport: httpx.BaseTransport | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.access = access
+    def __init__(
+        self,
+        access: Access,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        tenant: str | None = None,
+    ) -> None:
+        """`tenant`: the name of another than the key's, on whose jobs and files all requests act. The key needs the scope admin then."""
+        self.access, self._tenant = access, tenant
         self._sleep = sleep
         self._met = False  # whether the server has answered: one that never did is not waited for
         self._theirs = ""  # the server's version
@@ -99,7 +106,8 @@ class Connection:
         return self.access.url + path
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.access.key}", "User-Agent": f"tlora/{__version__}"}
+        headers = {"Authorization": f"Bearer {self.access.key}", "User-Agent": f"tlora/{__version__}"}
+        return headers | ({TENANT_HEADER: self._tenant} if self._tenant is not None else {})
 
     def _repeat(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
         """What is asked may be done twice without harm: reading, changes that are the same twice, requests with an Idempotency-Key."""

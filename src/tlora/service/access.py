@@ -9,12 +9,13 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tlora.api import TENANT_HEADER
 from tlora.service.config import Limits, ServerConfig
 from tlora.service.connection_protocol import connection_of
 from tlora.service.connections import Body, shared_address
@@ -162,6 +163,17 @@ class AccessMiddleware:
         if not self._may_ask(caller.tenant):
             rate = self._limits.requests_per_second
             return 429, "too_many_requests", f"more than {rate:g} requests a second of this tenant; wait a second", {"Retry-After": "1"}
+        if (name := headers.get(TENANT_HEADER)) is not None:
+            if "admin" not in caller.scopes:
+                return (
+                    403,
+                    "missing_scope",
+                    "this key lacks the scope 'admin', and another tenant is meant. Ask the operator for a key with it",
+                    {},
+                )
+            if (tenant := await asyncio.to_thread(self._ring.find_tenant, name)) is None:
+                return 404, "not_found", f"there is no tenant {name[:100]!r}. `tlora keys list` names those that there are", {}
+            scope["state"]["caller"] = replace(caller, tenant=tenant, is_operator=tenant != caller.tenant)
         return None
 
     def _find(self, secret: str) -> Caller | None:

@@ -33,11 +33,17 @@ _MOST_REMEMBERED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a key stands for."""
+    """Whom a key stands for. `is_operator`: the key is another tenant's, and acts on this one's jobs."""
 
     key_id: str
     tenant: str
     scopes: frozenset[str]
+    is_operator: bool = False
+
+    @property
+    def words(self) -> str:
+        """Who it is, for the events of a job."""
+        return "an operator" if self.is_operator else "its owner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,11 @@ class KeyRing:
                 self._known.clear()
             self._known[hashed] = (now + _REMEMBER_SECONDS, caller)
         return caller
+
+    def find_tenant(self, name: str) -> str | None:
+        """The id of the tenant of that name, if there is one. It asks the database."""
+        with self._engine.connect() as connection:
+            return connection.execute(select(tenants.c.id).where(tenants.c.name == name)).scalar()
 
     def name_of(self, tenant: str) -> str:
         """The name of a tenant of whom a key was found, as operators know it."""

@@ -13,7 +13,7 @@ from tlora.progress.cluster import Host
 from tlora.protocol import JobGroup
 from tlora.wording.numbers import duration_text, place_names
 
-PAUSED = "paused by its owner"
+PAUSED = "paused"
 _MOST_LOGGED = 100  # faults of the policy: each may name other jobs
 
 

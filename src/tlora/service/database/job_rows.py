@@ -19,6 +19,7 @@ from tlora.service.problems import RefusedError, missing
 from tlora.wording.numbers import quantity
 
 _INSERT = events.insert()
+OWNER = "its owner"  # who has changed a job, in its events
 
 
 def add_event(connection: Connection, tenant: str, job: str | None, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
@@ -271,26 +272,26 @@ def change(connection: Connection, job_id: str, before: Collection[str], status:
     return True
 
 
-def pause(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
+def pause(connection: Connection, tenant: str, job_id: str, by: str = OWNER) -> Row[Any]:
     row = find_job(connection, tenant, job_id)
-    if row.status != "paused" and not change(connection, job_id, _STARTABLE, "paused", "paused by its owner"):
+    if row.status != "paused" and not change(connection, job_id, _STARTABLE, "paused", f"paused by {by}"):
         raise _wrong_state(row, "paused")
     return find_job(connection, tenant, job_id)
 
 
-def resume(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
+def resume(connection: Connection, tenant: str, job_id: str, by: str = OWNER) -> Row[Any]:
     row = find_job(connection, tenant, job_id)
     status = "preparing" if row.intake is None else "queued"
     if row.status == "paused":
-        change(connection, job_id, ("paused",), status, "resumed by its owner")
+        change(connection, job_id, ("paused",), status, f"resumed by {by}")
     elif row.status not in _STARTABLE:
         raise _wrong_state(row, "resumed")
     return find_job(connection, tenant, job_id)
 
 
-def cancel(connection: Connection, tenant: str, job_id: str) -> Row[Any]:
+def cancel(connection: Connection, tenant: str, job_id: str, by: str = OWNER) -> Row[Any]:
     row = find_job(connection, tenant, job_id)
-    if row.status != "cancelled" and not change(connection, job_id, OPEN, "cancelled", "cancelled by its owner"):
+    if row.status != "cancelled" and not change(connection, job_id, OPEN, "cancelled", f"cancelled by {by}"):
         raise _wrong_state(row, "cancelled")
     return find_job(connection, tenant, job_id)
 

@@ -209,12 +209,14 @@ def show_job(job_id: JobId, request: Request) -> JobView:
     return services.trained_view(services.read(lambda connection: job_rows.find_job(connection, caller_of(request).tenant, job_id)))
 
 
-Change = Callable[[Connection, str, str], Row[Any]]
+Change = Callable[[Connection, str, str, str], Row[Any]]
 
 
 async def _change(request: Request, change: Change, asked: JobRequest) -> JobView:
-    services, tenant = services_of(request), caller_of(request).tenant
-    row = await services.write(lambda connection: change(connection, tenant, asked.job_id), lambda _: services.job_controller.asked(asked))
+    services, caller = services_of(request), caller_of(request)
+    row = await services.write(
+        lambda connection: change(connection, caller.tenant, asked.job_id, caller.words), lambda _: services.job_controller.asked(asked)
+    )
     return services.view(row)
 
 
