@@ -31,6 +31,7 @@ from tlora.planning.memory_probe import DeviceMeter, Meter, Probe, probe
 from tlora.shape.memory import MemoryModel
 from tlora.supermodel.load import make_base, outline
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.dtypes import dtype_name
 
 WARM_UP = 2  # micro-batches; the first setting goes before all others once, until every job has stepped
 
@@ -69,7 +70,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def count_ahead(shape: str, dtype: torch.dtype, device: torch.device, specs: Sequence[JobSpec], directory: Path) -> MemoryModel:
     """The estimate that `tlora check` makes without weights; `directory` gets the config."""
     SHAPES[shape].save_pretrained(directory)
-    base = outline(str(directory), str(dtype).removeprefix("torch."))
+    base = outline(str(directory), dtype_name(dtype))
     return measure(SuperModel(base), sum(p.nbytes for p in base.model.parameters()), device, max(spec.r for spec in specs))
 
 

@@ -29,6 +29,7 @@ from tlora.shape.gpu_files import calibration_path, versions
 from tlora.shape.gpu_models import GpuModel, find_gpu, gpu_called
 from tlora.sharing.link_speed import LinkSpeed, Repeated, measure_both_ways, measure_copies, measure_peers, repeat
 from tlora.supermodel.held_linear import precisions_on
+from tlora.wording.dtypes import dtype_name
 from tlora.wording.numbers import gib, quantity
 
 _LAST_BEGIN_SECONDS = 100.0  # from then on nothing is begun that a file can do without: it shall take 3 minutes at most
@@ -127,7 +128,7 @@ def measure(
     `time.monotonic`.
     """
     first = measure_product(device, dtype)
-    note(f"dense products in {_short(dtype)}: {first.flops / 1e12:,.1f} TFLOP/s")
+    note(f"dense products in {dtype_name(dtype)}: {first.flops / 1e12:,.1f} TFLOP/s")
     copies, launch = measure_copies(device), _launch_seconds(device)
     note(f"copies within its memory: {_gb(copies)} read and written; a launch takes the host {1e6 * launch:.1f} us")
     link = measure_both_ways(device)
@@ -151,7 +152,7 @@ def measure(
         if share > _UNSTEADY
     ]
     busy = [f"{', '.join(unsteady)}: the GPU has other work to do, or is short of power or cooling"] if unsteady else []
-    return Measurements(_short(dtype), max(first.flops, last.flops), copies, launch, link, peer_bytes, training, gain, tuple(busy))
+    return Measurements(dtype_name(dtype), max(first.flops, last.flops), copies, launch, link, peer_bytes, training, gain, tuple(busy))
 
 
 def spec_of(name: str, memory_bytes: int, capability: int, peer_bytes: float, measured: Measurements) -> dict[str, Any]:
@@ -227,11 +228,7 @@ def _gain_in_8_bits(
 def _told_of(training: LayerSpeed, dtype: torch.dtype) -> str:
     fixed = f", and {1e6 * training.layer_seconds:.0f} us a layer however few tokens" if training.layer_seconds is not None else ""
     each = ", ".join(f"{1e3 * seconds:.2f} ms for {tokens:,} tokens" for tokens, seconds in sorted(training.seconds.items()))
-    return f"training over an 8B's layers in {_short(dtype)}: {training.flops / 1e12:,.1f} TFLOP/s{fixed} (a layer: {each})"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"training over an 8B's layers in {dtype_name(dtype)}: {training.flops / 1e12:,.1f} TFLOP/s{fixed} (a layer: {each})"
 
 
 def _gb(bytes_per_second: float) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from tlora.kernels.device import capability_of
 from tlora.kernels.head import Head
+from tlora.wording.dtypes import dtype_name
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def request_for(
 ) -> CompileRequest:
     """The order for a GPU that is there; the dtype is that of `head`."""
     properties, weight = torch.cuda.get_device_properties(device), head.weight_VH
-    name, unlike = str(weight.dtype).removeprefix("torch."), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
+    name, unlike = dtype_name(weight.dtype), (tuple(dict.fromkeys(groups)), tuple(dict.fromkeys(attentions)))
     loss = HeadRequest(weight.shape[0], bool(head.softcap))
     return CompileRequest(properties.name, capability_of(device), properties.multi_processor_count, name, width, dropout, *unlike, loss)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from tlora.kernels.cards import HOPPER, CardClass
+from tlora.wording.dtypes import dtype_name
 
 Kernel = Literal["forward", "input_gradient", "shrink", "sum"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
@@ -136,7 +137,7 @@ def keys_of(in_features: int, widths: Sequence[int], dtype: torch.dtype, weight_
 
 def describe(key: Key, tile: AnyTile) -> dict[str, Any]:
     """Both as JSON holds them."""
-    return key._asdict() | {"dtype": str(key.dtype).removeprefix("torch."), "tile": asdict(tile)}
+    return key._asdict() | {"dtype": dtype_name(key.dtype), "tile": asdict(tile)}
 
 
 def digest(table: TileTable, keys: Iterable[Key], others: object = None) -> str:

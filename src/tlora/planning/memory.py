@@ -46,6 +46,7 @@ from tlora.supermodel.routers import why_not_alone
 from tlora.supermodel.shared_base import by_layer, check_cut, expert_weights, held_in_parts, refuse_experts
 from tlora.supermodel.structure import count_kept_outputs, find_calls
 from tlora.supermodel.supermodel import SuperModel
+from tlora.wording.dtypes import dtype_name
 
 T = TypeVar("T")
 _PROBE_TOKENS = 64
@@ -114,7 +115,7 @@ def _fitting(model: SuperModel, run: Callable[[], T]) -> T:
     except RuntimeError as error:
         dtype = model.base.head.weight_VH.dtype
         remedy = "Compare it with the original's" + (", or set dtype: float32" if dtype.itemsize == 2 else "")
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         why = f"by its config.json, its layers do not fit together in {name}: {str(error).strip().splitlines()[0]}"
         raise ModelError(f"base_model {model.base.name}: {why}. {remedy}") from None
 

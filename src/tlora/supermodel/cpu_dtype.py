@@ -9,6 +9,7 @@ import torch
 
 from tlora.job import DType
 from tlora.supermodel.load import load_config, pick_dtype
+from tlora.wording.dtypes import dtype_name
 
 _ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 _X86 = ("x86_64", "amd64", "i386", "i686")
@@ -28,7 +29,7 @@ def is_slow(dtype: torch.dtype, device: torch.device | str) -> bool:
 
 def slow_dtypes() -> tuple[str, ...]:
     """Names of those for which this CPU has no instructions."""
-    return tuple(_name_of(dtype) for dtype in _ASKED if is_slow(dtype, "cpu"))
+    return tuple(dtype_name(dtype) for dtype in _ASKED if is_slow(dtype, "cpu"))
 
 
 def settle_dtype(
@@ -41,17 +42,13 @@ def settle_dtype(
     if dtype != "auto" or not _is_cpu(device):
         return dtype, ""
     picked = pick_dtype(load_config(base_model), dtype, base_model)
-    name = _name_of(picked)
+    name = dtype_name(picked)
     if name not in slow if slow is not None else not is_slow(picked, device):
         return dtype, ""
     return "float32", (
         f"{base_model} is in {name}, for which this CPU has no instructions: dtype auto computes in float32, many times faster, and holds "
         f"the base in twice the bytes of its files. To keep its own, set dtype: {name}"
     )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _is_cpu(device: torch.device | str) -> bool:

@@ -31,6 +31,7 @@ from tlora.supermodel.expert_jobs import JobRows, Source, jobs_in
 from tlora.supermodel.held_experts import HeldExperts
 from tlora.supermodel.lora_linear import Context
 from tlora.supermodel.scaled_experts import adopt, all_tokens, is_scaled, why_left
+from tlora.wording.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from tlora.kernels.expert_kernels import ExpertBatch  # brings triton, which not every CPU install has
@@ -308,7 +309,7 @@ class Experts:
         found: dict[ExpertRequest, None] = {}
         for block in self.blocks if self.fit_kernels(device) else ():
             for name in (block.up, "down_proj"):
-                size, dtype = block.size(name), str(self._dtype).removeprefix("torch.")
+                size, dtype = block.size(name), dtype_name(self._dtype)
                 layout = block.module.is_transposed, bool(block.module.has_bias)
                 if size.per_token:
                     request = ExpertRequest(*size.product, size.experts, size.per_token, *layout, name == block.up, dtype)

@@ -11,6 +11,7 @@ from tlora.errors import ModelError, first_line
 from tlora.supermodel.inject import find_linears
 from tlora.supermodel.row_products import width_that_mixes
 from tlora.supermodel.text_model import has_other_modalities, text_class
+from tlora.wording.dtypes import dtype_name
 
 
 class UnpackedError(ModelError):
@@ -20,7 +21,7 @@ class UnpackedError(ModelError):
 def why_not_finite(base: Any) -> str:
     """Of the logits of some random tokens, that are not."""
     dtype = base.head.weight_VH.dtype
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     broken = [key for key, weight in base.model.named_parameters() if not weight.is_meta and not bool(weight.isfinite().all())]
     if broken:
         held = f"{len(broken)} of its tensors hold NaN or Inf in {name} ({broken[0]})"
@@ -75,7 +76,7 @@ def why_neither(base: Any, packed: UnpackedError, alone: Exception) -> ModelErro
         return ModelError(f"{packed}. Nor do samples one by one: {why}{remedy}")
     dtype = base.head.weight_VH.dtype
     if dtype.itemsize == 2 and "dtype" in why:  # of code that mixes them
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         return ModelError(f"base_model {base.name}: {type(base.model).__name__} does not run in {name}: {why}. Set dtype: float32")
     what = "is an encoder-decoder, and " if getattr(config, "is_encoder_decoder", False) else ""
     return ModelError(f"base_model {base.name}: {type(base.model).__name__} {what}does not run over a text alone: {why}{remedy}")

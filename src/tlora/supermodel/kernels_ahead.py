@@ -28,6 +28,7 @@ from tlora.supermodel.load import Base
 from tlora.supermodel.lora_linear import LoraLinear
 from tlora.supermodel.routers import routers_of
 from tlora.supermodel.structure import PassCalls, find_calls, find_groups
+from tlora.wording.dtypes import dtype_name
 
 
 def compile_ahead(
@@ -56,24 +57,20 @@ def compile_ahead(
     except Exception:  # of a family whose attention takes no such pass: the run itself will say so, or needs none
         calls = PassCalls()
     attentions = [
-        AttentionRequest(
-            q.shape[1], k.shape[1], q.shape[2], window, softcap > 0, None if sinks is None else str(sinks.dtype).removeprefix("torch.")
-        )
+        AttentionRequest(q.shape[1], k.shape[1], q.shape[2], window, softcap > 0, None if sinks is None else dtype_name(sinks.dtype))
         for q, k, _, _, _, window, softcap, _, sinks in calls.attentions
         if q.shape[2] <= LARGEST_HEAD
     ]
     forms = [linear.form for linear in linears.values()]
     packed = dict.fromkeys(
-        PackedRequest(form.group, str(form.value_dtype).removeprefix("torch."), form.zero is not None)
-        for form in forms
-        if isinstance(form, PackedWeight)
+        PackedRequest(form.group, dtype_name(form.value_dtype), form.zero is not None) for form in forms if isinstance(form, PackedWeight)
     )
     order = request_for(device, base.head, width, dropout, groups, attentions)
     repeats = deterministic and bool(expert_modules(base.model))
     adapted = experts.requests(device) if repeats or any(lora.target_parameters for lora in loras) else ()
-    products = [RowsRequest(*key[:3], str(key[3]).removeprefix("torch.")) for key in routers_of(base, experts).products] if repeats else []
+    products = [RowsRequest(*key[:3], dtype_name(key[3])) for key in routers_of(base, experts).products] if repeats else []
     rules = dict.fromkeys(
-        DeltaRequest(q.shape[1], q.shape[2], v.shape[1], v.shape[2], normalize, str(g.dtype).removeprefix("torch."))
+        DeltaRequest(q.shape[1], q.shape[2], v.shape[1], v.shape[2], normalize, dtype_name(g.dtype))
         for q, _, v, g, _, normalize, _ in calls.delta_rules
     )
     convolutions = dict.fromkeys(

@@ -48,6 +48,7 @@ from tlora.supermodel.shared_base import load_shared_base
 from tlora.supermodel.stage import StagePass, without_padding
 from tlora.supermodel.stage_base import load_stage
 from tlora.supermodel.transposed_linears import are_transposed
+from tlora.wording.dtypes import dtype_name
 
 
 @dataclass
@@ -252,7 +253,7 @@ class SuperModel(nn.Module):
 
     def _check_finite(self, job_id: str, what: str, params_P: Tensor) -> None:
         if not weights_fit(params_P, self.bank.dtype):
-            dtype = str(self.bank.dtype).removeprefix("torch.")
+            dtype = dtype_name(self.bank.dtype)
             raise ConfigError(
                 f"job {job_id!r}: its {what} holds NaN or Inf (in {dtype}), and weights must be finite. Start from a healthy checkpoint"
             )
