@@ -15,7 +15,8 @@ import yaml
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 COMPOSE, DOCKERFILE = DEPLOY / "compose.yaml", DEPLOY / "Dockerfile"
-SBATCH, UNIT = DEPLOY / "slurm" / "worker.sbatch", DEPLOY / "systemd" / "tlora.service"
+SBATCH = DEPLOY / "slurm" / "worker.sbatch"
+UNIT, WORKER_UNIT = (DEPLOY / "systemd" / name for name in ("tlora.service", "tlora-worker.service"))
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ def compose() -> dict[str, Any]:
     return yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
 
 
-def unit() -> configparser.ConfigParser:
+def unit(path: Path = UNIT) -> configparser.ConfigParser:
     parser = configparser.ConfigParser(interpolation=None, strict=False)
     parser.optionxform = str  # type: ignore[assignment, method-assign] # names have capitals
-    parser.read_string(UNIT.read_text(encoding="utf-8"))
+    parser.read_string(path.read_text(encoding="utf-8"))
     return parser
 
 
@@ -72,9 +73,10 @@ def command_lines() -> list[CommandLine]:
         CommandLine("compose", tuple(map(str, service["command"])), service.get("environment", {}))
         for service in compose()["services"].values()
     ]
-    program, *words = shlex.split(unit()["Service"]["ExecStart"])
-    assert Path(program).name == "tlora"
-    found.append(CommandLine("systemd", tuple(words)))
+    for path in (UNIT, WORKER_UNIT):
+        program, *words = shlex.split(unit(path)["Service"]["ExecStart"])
+        assert Path(program).name == "tlora"
+        found.append(CommandLine("systemd", tuple(words)))
     found += [
         CommandLine("slurm", tuple(shlex.split(call))) for call in re.findall(r"srun tlora (.*?) \|\|", SBATCH.read_text(encoding="utf-8"))
     ]

@@ -145,12 +145,24 @@ def test_the_manifests_lines_start_a_server_and_its_workers_and_the_batch_script
     assert status == 0
 
 
-def test_the_units_line_starts_a_server(machine: Machine) -> None:
+def test_the_units_lines_start_a_server_and_the_workers_of_a_host(machine: Machine) -> None:
+    """Those end when the server stops, and systemd starts them again; while it is away they say so."""
     words, _ = words_of("systemd", "serve")
     with machine.start("tlora", *map(machine.here, words)) as server:
         until(lambda: machine.probe("readiness") or (server.poll() is not None and pytest.fail("the server has ended")), 0.2)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(600) == 0
+        made = subprocess.run(["tlora", "worker-token", "--json"], env=machine.environment, capture_output=True, check=True)
+        secret, token = json.loads(made.stdout), machine.directory / "etc" / "worker-token"
+        token.write_text(secret["token"])
+        token.chmod(0o600)
+        worker_words, _ = words_of("systemd", "worker")
+        for name, value in {"TLORA_CONTROLLER": f"tcp://127.0.0.1:{machine.workers}", "TLORA_FINGERPRINT": secret["fingerprint"]}.items():
+            worker_words = tuple(word.replace(f"${{{name}}}", value) for word in worker_words)
+        with machine.start("tlora", *map(machine.here, worker_words)) as worker:
+            until(lambda: machine.workers_so_far() == 1 or worker.poll() is not None, 0.1)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(600) == 0 and worker.wait(600) == 0
+    with machine.start("tlora", *map(machine.here, worker_words)) as worker:
+        assert worker.wait(600) == 2
 
 
 def test_the_compose_files_lines_start_a_server(machine: Machine) -> None:

@@ -19,6 +19,7 @@ from tests.deploy.commands import (
     DOCKERFILE,
     SBATCH,
     UNIT,
+    WORKER_UNIT,
     CommandLine,
     command_lines,
     compose,
@@ -187,15 +188,21 @@ def test_the_batch_script_is_one_that_slurm_reads() -> None:
     assert re.fullmatch(r"\d+-\d+%\d+", directives()["array"]) and re.fullmatch(r"\d\d:\d\d:\d\d", directives()["time"])
 
 
-def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
-    service = unit()["Service"]
-    assert service["KillMode"] == "process", "workers outlive a server that is killed"
-    assert unit()["Install"]["WantedBy"] == "multi-user.target"
+def test_workers_come_again_whatever_ended_them_and_are_stopped_by_their_agent() -> None:
+    service = unit(WORKER_UNIT)["Service"]
+    assert service["KillMode"] == "mixed" and service["Restart"] == "always" and unit(WORKER_UNIT)["Unit"]["StartLimitIntervalSec"] == "0"
+    assert unit()["Service"]["KillMode"] == "process", "workers outlive a server that is killed"
+
+
+@pytest.mark.parametrize("path", [UNIT, WORKER_UNIT], ids=lambda path: path.stem)
+def test_units_are_ones_that_systemd_reads(path: Path, tmp_path: Path) -> None:
+    service = unit(path)["Service"]
+    assert unit(path)["Install"]["WantedBy"] == "multi-user.target"
     if shutil.which("systemd-analyze") is not None:
-        here = tmp_path / UNIT.name
-        here.write_text(UNIT.read_text(encoding="utf-8").replace(service["ExecStart"].split()[0], shutil.which("true") or "/bin/true"))
+        here = tmp_path / path.name
+        here.write_text(path.read_text(encoding="utf-8").replace(service["ExecStart"].split()[0], shutil.which("true") or "/bin/true"))
         looked = subprocess.run(["systemd-analyze", "verify", "--man=no", here], check=False, capture_output=True, text=True)
-        assert looked.returncode == 0 and UNIT.name not in looked.stderr, looked.stderr
+        assert looked.returncode == 0 and path.name not in looked.stderr, looked.stderr
 
 
 @pytest.mark.parametrize("line", command_lines(), ids=str)
