@@ -87,3 +87,14 @@ def test_a_job_whose_host_is_not_heard_has_no_rate() -> None:
     assert progress.view.rows["a"].tokens_per_second == 0 and progress.view.rows["a"].eta_seconds is None
     progress.see(StopGroup("g0"))
     assert not progress.delayed and progress.why_delayed("a") == ""
+
+
+def test_a_host_that_is_used_again_is_not_called_free_while_nothing_is_heard_of_it() -> None:
+    """GPUs that come to a host that is to be left are told of only when that is taken back, and may be silent by then."""
+    progress = ClusterProgress(ProgressView())
+    for item in (NodeAdded("a", (0,)), NodeDraining("a"), GpusUnheard((1,), "its lease"), NodeAdded("a", (0, 1))):
+        progress.see(item)
+    assert progress.hosts["a"].unheard == {1}
+    progress.see(GpusUnheard((1,), ""))
+    progress.see(NodeAdded("a", (0, 1)))
+    assert not progress.hosts["a"].unheard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tlora.protocol import (
     ParallelPlan,
     RejectJob,
     StartGroup,
+    StopGroup,
     Tick,
 )
 from tlora.scheduler.policies import LIVE_POLICIES
@@ -332,3 +334,26 @@ def test_a_host_of_which_nothing_is_heard_gets_no_job(policy: str) -> None:
     assert len(gpus) > 1 and not cluster.scheduler.state.pending
     cluster.tell(GpusLost((0,)), Tick())
     assert not cluster.scheduler.state.pool.silent
+
+
+@pytest.mark.parametrize("policy", sorted(LIVE_POLICIES))
+def test_a_job_that_waits_begins_where_a_host_is_heard_again_while_another_is_no_more(policy: str) -> None:
+    cluster = Cluster(policy)
+    cluster.tell(NodeAdded("a", (0,)), NodeAdded("b", (1,)), GpusUnheard((0, 1), "its lease"), GpusUnheard((1,), ""), small("one"), Tick())
+    cluster.tell(GpusUnheard((1,), "its lease"), small("two"), Tick())
+    cluster.tell(GpusUnheard((1,), ""), Tick())
+    assert cluster.scheduler.state.pending.keys() == {"two"}
+    cluster.tell(GpusUnheard((1,), "its lease"))
+    assert cluster.tell(GpusUnheard((0,), ""))[0] and not cluster.scheduler.state.pending
+
+
+def test_a_group_that_is_found_stays_though_its_host_was_cut_off_meanwhile() -> None:
+    """As one does that was there before."""
+    cluster, spec = Cluster(), small("a", gpus=2)
+    cluster.tell(NodeAdded("a", (0, 1)), GpusUnheard((1,), "its lease"))
+    found = GroupFound(JobGroup("g0", spec.base_model, (0, 1), ParallelPlan(2, 1024), ("a",), (1.0,)), (spec,), (3,))
+    pool = cluster.scheduler.state.pool
+    assert cluster.scheduler.handle(found, 2.0) == [] and pool.group_on == {0: "g0", 1: "g0"} and pool.unheard == {1}
+    cluster.scheduler.handle(JobFinished("a"), 3.0)
+    assert pool.num_free == 1
+    assert cluster.scheduler.handle(replace(found, jobs=()), 4.0) == [StopGroup("g0")] and pool.num_free == 1

@@ -178,3 +178,9 @@ def test_the_client_and_its_commands_import_no_torch_and_no_server() -> None:
     code = f"import sys, {modules}; print([name for name in {heavy!r} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("tenant", ["", "b\xf6b", "\u4e2d", "bob\n", " bob", "a\0b", "b" * 64])
+def test_a_name_that_no_tenant_can_have_is_refused_before_anything_is_sent(tenant: str) -> None:
+    with pytest.raises(ServiceError, match="there is no tenant .* `tlora keys list`"):
+        Connection(ACCESS, httpx.MockTransport(lambda _: pytest.fail("it was sent")), tenant=tenant)

@@ -359,3 +359,22 @@ def test_a_body_that_is_not_sent_as_json_is_told_how(served: Served) -> None:
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
     refused = served.ask("alice", "POST", "/v1/jobs", 422, content=order, headers=headers)["error"]
     assert refused["message"] == "the body is not sent as JSON. Send it with `Content-Type: application/json`"
+
+
+@pytest.mark.parametrize("name", [b"", b"b\xf6b", b"\xff", b"a\0b", b"bob' or 1=1", b"b" * 5000, b"B\xc3\xb6b"])
+def test_a_tenant_that_cannot_be_is_not_looked_for(served: Served, name: bytes) -> None:
+    """A database may refuse the name itself, as PostgreSQL does one with a NUL."""
+    no_database: Any = None
+    assert KeyRing(no_database).find_tenant(name.decode("latin-1")) is None
+    operator = served.key("operator", "admin", "read").encode()
+    answer = served.client.get("/v1/jobs", headers=[(b"x-api-key", operator), (b"tlora-tenant", name)])
+    assert answer.status_code == 404 and "there is no tenant" in answer.json()["error"]["message"]
+
+
+def test_a_tenant_on_whose_jobs_an_operator_acts_is_counted_by_its_name(served: Served) -> None:
+    """Also where no key of its own has been seen."""
+    served.key("dave")
+    operator = {"X-API-Key": served.key("operator", "admin", "read")}
+    assert served.client.get("/v1/jobs", headers=operator | {"Tlora-Tenant": "dave"}).status_code == 200
+    text = served.client.get("/metrics", headers=operator).text
+    assert 'tlora_requests_total{code="200",method="GET",tenant="dave"} 1.0' in text

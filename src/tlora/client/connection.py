@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from tlora.api import TENANT_HEADER, EventList, FileList, JobList, TenantJobList
 from tlora.client.access import Access, origin_of
 from tlora.errors import ServiceError
+from tlora.job import NAME_PATTERN
 from tlora.server_directory import HOME
 from tlora.version import __version__
 
@@ -39,7 +40,11 @@ class Connection:
         sleep: Callable[[float], None] = time.sleep,
         tenant: str | None = None,
     ) -> None:
-        """`tenant`: the name of another than the key's, on whose jobs and files all requests act. The key needs the scope admin then."""
+        """`tenant`: the name of another than the key's, on whose jobs and files all requests act. The key needs the scope admin then.
+        Raises ServiceError for a name that no tenant can have.
+        """
+        if tenant is not None and not NAME_PATTERN.fullmatch(tenant):  # nor does a header carry any name
+            raise ServiceError(f"there is no tenant {tenant[:100]!r}. `tlora keys list` names those that there are")
         self.access, self._tenant = access, tenant
         self._sleep = sleep
         self._met = False  # whether the server has answered: one that never did is not waited for

@@ -116,6 +116,7 @@ class ClusterProgress:
                 host.gpus.update(gpus)
                 host.draining = False
                 self._host_with |= dict.fromkeys(gpus, host)
+                host.unheard.update(gpu for gpu in gpus if self.unheard.get(gpu))  # they came while it was to be left
             case KindsFound(gpus, kinds):
                 self.kinds |= dict(zip(gpus, kinds, strict=True))
             case NodeDraining(name) if name in self.hosts:

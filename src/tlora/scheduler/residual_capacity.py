@@ -113,10 +113,10 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
         state.groups_opened,
         len(state.groups),
         state.pool.num_gpus,
-        len(state.pool.unheard),
         len(state.pending),
         len(state.held),
         state.cost.times_corrected,
+        *sorted(state.pool.unheard),
     )
 
 

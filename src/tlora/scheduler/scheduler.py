@@ -293,10 +293,15 @@ class Scheduler:
         for name in group.job_ids:
             if name not in state.pending:
                 group = group.without(name)
-        if not group.job_ids or group.group_id in state.groups or why_impossible(state, [group]) is not None:
+        silent = state.pool.unheard.intersection(group.gpus)
+        state.pool.set_unheard(silent, yes=False)  # it has these already, and keeps them as any other
+        stays = bool(group.job_ids) and group.group_id not in state.groups and why_impossible(state, [group]) is None
+        if stays:
+            state.place(group)
+            state.make_ready(group.group_id)
+        state.pool.set_unheard(silent, yes=True)
+        if not stays:
             return [*actions, StopGroup(found.group.group_id)]
-        state.place(group)
-        state.make_ready(group.group_id)
         return actions if group == found.group else [*actions, ChangeGroup(group)]
 
     def _hold(self, job_id: str) -> tuple[list[Action], bool]:

@@ -128,7 +128,7 @@ class KeyRing:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, Caller | None]] = {}  # by the key's hash
         self._valid: dict[str, tuple[float, bool]] = {}  # by the key's id
-        self._names: dict[str, str] = {}  # of tenants whose keys were looked up
+        self._names: dict[str, str] = {}  # of tenants that were looked up, themselves or a key of theirs
 
     def find(self, secret: str) -> Caller | None:
         """The key's caller; None for a key that is unknown or revoked."""
@@ -147,12 +147,17 @@ class KeyRing:
         return caller
 
     def find_tenant(self, name: str) -> str | None:
-        """The id of the tenant of that name, if there is one. It asks the database."""
+        """The id of the tenant of that name, if there is one. It asks the database, for a name that can be."""
+        if not NAME_PATTERN.fullmatch(name):
+            return None
         with self._engine.connect() as connection:
-            return connection.execute(select(tenants.c.id).where(tenants.c.name == name)).scalar()
+            found = connection.execute(select(tenants.c.id).where(tenants.c.name == name)).scalar()
+        if found is not None:
+            self._names[found] = name
+        return found
 
     def name_of(self, tenant: str) -> str:
-        """The name of a tenant of whom a key was found, as operators know it."""
+        """The name of a tenant that was found, itself or a key of it, as operators know it."""
         return self._names.get(tenant, tenant)
 
     def remembers(self, secret: str) -> bool:
