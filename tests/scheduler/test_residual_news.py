@@ -9,6 +9,7 @@ from tests.scheduler.mirror import MOVES, Mirror, Move, Story, made_cost, made_s
 from tests.scheduler.timeline import made_timeline
 from tlora.protocol import (
     Action,
+    ChangeGroup,
     Event,
     GroupLost,
     GroupReady,
@@ -17,6 +18,7 @@ from tlora.protocol import (
     JobRequest,
     JobSubmitted,
     NodeAdded,
+    NodeDraining,
     StepsDone,
     StopGroup,
     Tick,
@@ -92,3 +94,13 @@ def test_an_older_report_that_comes_after_a_newer_one_takes_no_step_back() -> No
     timeline.until(600.0)
     timeline.tell(StepsDone("a", "g0", 400.0, 1.5), StepsDone("a", "g0", 360.0, 1.5))
     assert timeline.job("a").steps_at(600.0) == 400.0
+
+
+def test_a_job_that_waits_joins_others_as_soon_as_their_host_is_used_again() -> None:
+    """No GPU comes with that, as a group has them all."""
+    scheduler, mirror = Scheduler(residual_capacity(made_settings()), made_cost()), Mirror()
+    for event in (NodeAdded("a", (0,)), made_spec("there", tokens=400.0), GroupReady("g0"), NodeDraining("a", finish=True)):
+        tell(scheduler, mirror, event, 0.0)
+    assert not tell(scheduler, mirror, made_spec("waits", tokens=400.0), 1.0)
+    (joined,) = tell(scheduler, mirror, NodeAdded("a", (0,)), 2.0)
+    assert isinstance(joined, ChangeGroup) and joined.group.job_ids == ("there", "waits")

@@ -103,8 +103,8 @@ class _Memory:
 
 
 def _happenings(state: ClusterState) -> tuple[int, ...]:
-    """Differs whenever a job, group or GPU has come or gone, a job is held, released or begins, a GPU is heard no more or again, or
-    predictions have changed.
+    """Differs whenever a job, group or GPU has come or gone, a job is held, released or begins, a host is to be left or used again, a GPU
+    is heard no more or again, or predictions have changed.
     """
     return (
         state.jobs_submitted,
@@ -113,6 +113,7 @@ def _happenings(state: ClusterState) -> tuple[int, ...]:
         state.groups_opened,
         len(state.groups),
         state.pool.num_gpus,
+        len(state.pool.draining),
         len(state.pending),
         len(state.held),
         state.cost.times_corrected,
