@@ -281,6 +281,17 @@ def test_where_no_process_of_a_host_is_heard_none_of_its_gpus_gets_a_job(station
     assert unheard(station, 4)[3] == ((STRIDE + 1,), False)
 
 
+def test_a_process_that_begins_anew_does_not_speak_for_a_silent_host(station: TcpStation) -> None:
+    """It was cut off with the others, and none is heard that can have their GPUs."""
+    works, _ = come(station, gpus=(1,), host=ANY, jobs=(HeldJob("a", 7, 3, True),))
+    anew, _ = come(station, gpus=(2,), host=ANY, incarnation="begins anew")
+    station.do(lambda: station.worker_pool.workers[STRIDE + 2].stop(begins_anew=True))
+    anew.end()
+    wait_for(lambda: not station.worker_pool.workers[STRIDE + 2].connected)
+    works.end()
+    assert unheard(station, 1) == [((STRIDE, STRIDE + 1, STRIDE + 2), True)]
+
+
 def test_a_later_controller_hears_which_gpus_a_process_has_before_it_gives_any_away(station: TcpStation) -> None:
     hosts = station.worker_pool.remote_hosts
     hosts._leases.grant("of b", {"a": 7}, LEASE)

@@ -216,7 +216,8 @@ class RemoteHosts:
             return
         gpus, there = worker.choice or worker.gpus, self._processes.get(worker.choice, {}) if worker.choice else (worker,)
         silent = [each for each in there if self._is_missed(each)]
-        are = {gpu for each in silent for gpu in each.gpus} if len(silent) < len(there) else set(gpus if silent else ())
+        heard = any(each.connected for each in there)
+        are = {gpu for each in silent for gpu in (each.gpus if heard else gpus)}
         were = self._unheard.intersection(gpus)
         self._unheard.difference_update(were)
         self._unheard.update(are)
