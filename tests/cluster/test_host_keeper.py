@@ -342,6 +342,19 @@ def test_a_process_that_an_agent_saw_end_is_proven_once() -> None:
     assert kept.proofs[1:] == [("a", 8, "was killed by signal 9 (SIGKILL)")]
 
 
+def test_a_process_with_the_number_of_an_earlier_one_is_proven_too() -> None:
+    """In a container an agent that is started again gives its first worker the number of the last one's."""
+    engine = Engine(live=hosts(a=1))
+    kept = Kept(engine)
+    kept.step(Demand(waiting={1: 1}))
+    for _ in range(2):
+        engine.ended["a"] = (WorkerEnd(7, "ended with exit status 1"),)
+        kept.step()
+        del engine.ended["a"]  # another agent has seen none
+        kept.step()
+    assert kept.proofs == [("a", 7, "ended with exit status 1")] * 2
+
+
 def test_a_dead_hosts_workers_are_declared_dead_until_they_cannot_be_alive() -> None:
     engine = Engine(live=hosts(a=1, b=1))
     kept = Kept(engine)

@@ -107,3 +107,36 @@ def test_lines_are_written_again_once_the_disk_takes_them(tmp_path: Path, monkey
     log.close()
     assert [line["path"] for line in lines_of(tmp_path / "logs" / "audit.log")] == ["/v1/jobs/later"]
     assert len(lines_of(tmp_path / "logs" / "access.log")) == 2
+
+
+def test_each_time_the_disk_begins_to_fail_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_full, tried, write = threading.Event(), list[str](), LogFile.write
+
+    def fail(file: LogFile, lines: Sequence[str]) -> None:
+        try:
+            if is_full.is_set():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(file, lines)
+        finally:
+            tried.extend(lines)
+
+    monkeypatch.setattr(LogFile, "write", fail)
+    log = RequestLog(tmp_path / "logs", 1 << 16)
+
+    def see() -> None:
+        tried.clear()
+        log.see(ASKED)
+        until(lambda: len(tried) == 2)  # one in each file
+
+    with caplog.at_level(logging.WARNING):
+        is_full.set()
+        see()
+        see()
+        is_full.clear()
+        see()
+        is_full.set()
+        see()
+        log.close()
+    assert caplog.text.count("cannot be written") == 2

@@ -123,7 +123,7 @@ class HostKeeper:
         self._leaving: tuple[str, ...] = ()  # hosts that are being given back
         self._spent: tuple[str, ...] = ()  # hosts whose agents start no worker any more: they were given back, and may be taken again
         self._dead: dict[str, float] = {}  # hosts, and when they were found missing
-        self._proven: set[tuple[str, int, str]] = set()
+        self._proven: dict[str, set[tuple[int, str]]] = {}  # by host, of the ends that its agent told last
         self._requested: int | None = None
         self._lost = False
         self._drained: tuple[str, ...] = ()  # hosts whose agents are about to end
@@ -277,12 +277,13 @@ class HostKeeper:
         self._late = {name: since for name, since in self._late.items() if name in live}
         self._times_late = Counter({name: times for name, times in self._times_late.items() if name in live})
         for report in seen.agents:
-            for end in report.ended:
-                key = (report.host, end.pid, end.how)
-                if end.pid and key not in self._proven:
-                    self._proven.add(key)
-                    self._prove(report.host, end.pid, end.how)
+            ends = {(end.pid, end.how) for end in report.ended if end.pid}
+            for pid, how in sorted(ends - self._proven.get(report.host, set())):
+                self._prove(report.host, pid, how)
+            self._proven[report.host] = ends  # what is told no longer may come again: pids do
         for name, since in list(self._dead.items()):
             self._prove(name, None, f"is on a host that {self._engine.name} has lost")
             if now - since > _MOURNED_SECONDS:
                 del self._dead[name]
+                if name not in live:
+                    self._proven.pop(name, None)

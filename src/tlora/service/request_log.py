@@ -48,7 +48,8 @@ class RequestLog:
         """`file_bytes`: from which on a new file is begun."""
         directory.mkdir(mode=0o700, exist_ok=True)
         self._queue: SimpleQueue[tuple[float, Answered, int] | None] = SimpleQueue()
-        self._lost, self._failing = 0, False
+        self._lost = 0
+        self._failing: set[LogFile] = set()  # since their last lines
         self._access, self._audit = (LogFile(directory / name, file_bytes) for name in ("access.log", "audit.log"))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="request log", daemon=True)
@@ -87,11 +88,13 @@ class RequestLog:
     def _write(self, file: LogFile, lines: list[str]) -> None:
         try:
             file.write(lines)
+            if lines:
+                self._failing.discard(file)
         except OSError as error:
             if not self._failing:
-                self._failing = True
                 message = "access.log or audit.log cannot be written: %s. Requests are answered without"
                 logging.getLogger(__name__).warning(message, error)
+            self._failing.add(file)
 
 
 def _line(at: float, answered: Answered, lost: int) -> str:
