@@ -33,6 +33,16 @@ def test_a_job_is_accepted_trained_and_its_adapter_downloaded(served: Served) ->
     assert any("trained 10 steps" in line for line in served.ask("alice", "GET", f"/v1/jobs/{made['id']}/logs", 200)["lines"])
 
 
+def test_the_log_of_a_job_of_many_events_has_the_last_ones(served: Served) -> None:
+    services, job = served.opened.services, served.submit("alice")["id"]
+    served.wait("alice", job, "succeeded")
+    tenant = services.read(lambda connection: job_rows.row_of(connection, job).tenant)
+    told = [(tenant, job, "queued", f"turn {number} of many") for number in range(1001)]
+    services.writer.do(lambda connection: job_rows.add_events(connection, told))
+    lines = served.ask("alice", "GET", f"/v1/jobs/{job}/logs", 200)["lines"]
+    assert [line for line in lines if line.startswith("queued: turn")] == [f"queued: turn {number} of many" for number in range(1, 1001)]
+
+
 def test_a_jobs_logs_have_the_tenants_names_of_files_and_no_paths_of_the_server(served: Served) -> None:
     made = served.submit("alice")
     services, job, file = served.opened.services, made["id"], made["order"]["data"]["file"]

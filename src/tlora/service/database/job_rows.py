@@ -41,6 +41,12 @@ def list_events(connection: Connection, tenant: str, job: str | None, after: int
     return connection.execute(query.order_by(events.c.serial).limit(count)).all()
 
 
+def newest_events(connection: Connection, tenant: str, job: str, count: int) -> Sequence[Row[Any]]:
+    """The last `count` of the job, the oldest of them first."""
+    query = select(events).where(events.c.tenant == tenant, events.c.job == job)
+    return connection.execute(query.order_by(events.c.serial.desc()).limit(count)).all()[::-1]
+
+
 def last_event(connection: Connection) -> int:
     """Its serial number; 0 without one."""
     return connection.execute(select(func.max(events.c.serial))).scalar() or 0

@@ -155,11 +155,11 @@ def show_job_page(job_id: JobId, request: Request) -> Response:
         if "text/html" not in request.headers.get("accept", ""):
             raise
         return _page("missing.html", root, status=error.status, job_id=job_id)
-    events = services.read(lambda connection: job_rows.list_events(connection, tenant, job_id, 0, 1000))
+    events = services.read(lambda connection: job_rows.newest_events(connection, tenant, job_id, _LAST_EVENTS))
     job = services.view(row)
     losses = read_losses(_metrics(services, job_id), _CHART_BYTES, _CHART_POINTS)
     found = {"deadline": row.created + (row.order.get("deadline_seconds") or 0.0), "settings": _settings(row.order)}
-    page = _page("job.html", root, job=job, losses=losses, events=events[-_LAST_EVENTS:], ended=job.status in ENDED, **found)
+    page = _page("job.html", root, job=job, losses=losses, events=events, ended=job.status in ENDED, **found)
     return _packed(request, page)
 
 

@@ -143,7 +143,7 @@ def read_logs(job_id: JobId, request: Request) -> LogText:
     """What workers said of this job, and its events in words."""
     services, tenant = services_of(request), caller_of(request).tenant
     row, directory = _find(request, job_id), services.config.directory
-    events = services.read(lambda connection: job_rows.list_events(connection, tenant, job_id, 0, 1000))
+    events = services.read(lambda connection: job_rows.newest_events(connection, tenant, job_id, 1000))
     lines = [f"{row.kind}: {row.message}" for row in events]
     for log in sorted((directory / "workers").glob("*.log")):
         lines += _lines_of(job_id, log)
