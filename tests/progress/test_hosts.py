@@ -65,10 +65,10 @@ def test_a_group_whose_host_is_not_heard_waits_for_the_end_of_its_lease() -> Non
         assert progress.why_there(group) == why
     for event in (NodeAdded("c", (2000, 2001)), GpusUnheard((1000, 2001), "its lease")):
         progress.see(event)
-    assert [host.unheard for host in progress.hosts.values()] == [{1000}, {2001}]
+    assert [host.gpus & progress.silent for host in progress.hosts.values()] == [{1000}, {2001}]
     for event in (GpusLost((1000,)), GpusUnheard((2001,), "")):
         progress.see(event)
-    assert not any(progress.unheard.values()) and [host.unheard for host in progress.hosts.values()] == [set()]
+    assert not any(progress.unheard.values()) and [host.gpus & progress.silent for host in progress.hosts.values()] == [set()]
 
 
 def test_a_job_whose_host_is_not_heard_has_no_rate() -> None:
@@ -94,7 +94,7 @@ def test_a_host_that_is_used_again_is_not_called_free_while_nothing_is_heard_of_
     progress = ClusterProgress(ProgressView())
     for item in (NodeAdded("a", (0,)), NodeDraining("a"), GpusUnheard((1,), "its lease"), NodeAdded("a", (0, 1))):
         progress.see(item)
-    assert progress.hosts["a"].unheard == {1}
+    assert progress.hosts["a"].gpus & progress.silent == {1}
     progress.see(GpusUnheard((1,), ""))
     progress.see(NodeAdded("a", (0, 1)))
-    assert not progress.hosts["a"].unheard
+    assert not (progress.hosts["a"].gpus & progress.silent)

@@ -33,7 +33,9 @@ def check(state: ClusterState) -> None:
         tokens = group.plan.token_budget / len(group.gpus)
         assert _fits(state, group, parameters, tokens), f"{name} does not fit into a GPU's memory"
     aside = (pool.unheard & pool.node_of.keys()) - pool.group_on.keys()  # of no group, and not free
-    assert aside.isdisjoint(owners) and pool.silent == {pool.node_of[gpu] for gpu in pool.unheard & pool.node_of.keys()}
+    assert aside.isdisjoint(owners)
+    silent = {pool.node_of[gpu] for gpu in pool.unheard & pool.node_of.keys()}
+    assert all(pool.is_avoided(name) == (name in pool.draining or name in silent) for name in pool.nodes)
     assert set(owners) | aside == set(pool.node_of) and len(owners) + len(aside) == pool.num_gpus
     assert len(pool.group_on) == pool.num_gpus - pool.num_free - len(aside) and set(state.latest) >= set(state.groups)
     waiting = {job_id for job_id, job in state.jobs.items() if job.status == "pending"}

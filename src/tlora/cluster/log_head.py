@@ -37,8 +37,7 @@ class LogHead:
             case GpusLost(gpus):
                 self._lose(gpus)
             case GpusUnheard(gpus, why):
-                for gpu in gpus:
-                    _ = self._unheard.update({gpu: why}) if why else self._unheard.pop(gpu, None)
+                self._unheard |= dict.fromkeys(gpus, why)
             case MemoryFound(gpus, memory_bytes):
                 self._memory |= dict(zip(gpus, memory_bytes, strict=True))
             case KindsFound(gpus, kinds, speeds):
@@ -100,7 +99,7 @@ class LogHead:
         if self._kinds:
             kinds, speeds = zip(*self._kinds.values(), strict=True)
             yield KindsFound(tuple(self._kinds), kinds, speeds)
-        for why in dict.fromkeys(self._unheard.values()):
+        for why in filter(None, dict.fromkeys(self._unheard.values())):
             yield GpusUnheard(tuple(gpu for gpu, said in self._unheard.items() if said == why), why)
         yield from self._bases.values()
         yield from self._measured.values()

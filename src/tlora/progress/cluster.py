@@ -33,15 +33,12 @@ from tlora.protocol import (
 
 @dataclass(slots=True)
 class Host:
-    """`failure_domain`: what fails as one with it; "" if unknown. `draining`: nothing starts there any more. `unheard`: those of its GPUs
-    on which nobody is heard.
-    """
+    """`failure_domain`: what fails as one with it; "" if unknown. `draining`: nothing starts there any more."""
 
     name: str
     failure_domain: str
     gpus: set[int] = field(default_factory=set[int])
     draining: bool = False
-    unheard: set[int] = field(default_factory=set[int])
 
 
 class ClusterProgress:
@@ -116,16 +113,12 @@ class ClusterProgress:
                 host.gpus.update(gpus)
                 host.draining = False
                 self._host_with |= dict.fromkeys(gpus, host)
-                host.unheard.update(gpu for gpu in gpus if self.unheard.get(gpu))  # they came while it was to be left
             case KindsFound(gpus, kinds):
                 self.kinds |= dict(zip(gpus, kinds, strict=True))
             case NodeDraining(name) if name in self.hosts:
                 self.hosts[name].draining = True
             case GpusUnheard(gpus, why):
                 self.unheard |= dict.fromkeys(gpus, why)
-                for gpu in gpus:
-                    if (host := self._host_with.get(gpu)) is not None:
-                        (host.unheard.add if why else host.unheard.discard)(gpu)
                 self._pause(self.jobs_on(gpus) if why else ())
             case JobDelayed(name, why):
                 self.delayed[name] = why
@@ -141,7 +134,6 @@ class ClusterProgress:
             self.unheard.pop(gpu, None)
             if (host := self._host_with.pop(gpu, None)) is not None:
                 host.gpus.discard(gpu)
-                host.unheard.discard(gpu)
                 if not host.gpus:
                     del self.hosts[host.name]
 
@@ -156,6 +148,11 @@ class ClusterProgress:
         for name in group.job_ids:
             self._group_of[name] = group.group_id
             self.view.place(name, group.gpus, self._host_of(group))
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """The GPUs on which nobody is heard now."""
+        return frozenset([gpu for gpu, why in self.unheard.items() if why])
 
     def jobs_on(self, gpus: Iterable[int]) -> list[str]:
         """Those of the groups that have some of these."""

@@ -31,7 +31,6 @@ class GpuPool:
     group_on: dict[int, str] = field(default_factory=dict[int, str])  # GPU that is not free -> its group
     draining: set[str] = field(default_factory=set[str])  # nodes that are to be left
     unheard: set[int] = field(default_factory=set[int])  # GPUs whose host is silent: none of them is free
-    silent: set[str] = field(default_factory=set[str])  # the nodes that have some of those
     node_size: int = 0  # GPUs of the largest node that is not to be left
     num_gpus: int = 0
     most_gpus: int = 0  # that there ever were: those that are lost may come back
@@ -53,7 +52,6 @@ class GpuPool:
         self.most_gpus = max(self.most_gpus, self.num_gpus)
         self.node_size, self._together = max(self.node_size, len(node.gpus)), None
         self._set_free(node, sorted((*node.free, *(gpu for gpu in new if gpu not in self.unheard))))
-        self._find_silent()
 
     @property
     def lasting_nodes(self) -> Mapping[str, Node]:
@@ -84,7 +82,6 @@ class GpuPool:
             del self.node_of[gpu]
         self.num_gpus -= len(lost)
         self._find_node_size()
-        self._find_silent()
 
     def _find_node_size(self) -> None:
         self._together = None
@@ -117,14 +114,10 @@ class GpuPool:
             node = self.nodes[name]
             free = set(node.free).difference(own) if yes else {*node.free, *(gpu for gpu in own if gpu not in self.group_on)}
             self._set_free(node, sorted(free))
-        self._find_silent()
-
-    def _find_silent(self) -> None:
-        self.silent = {self.node_of[gpu] for gpu in self.unheard if gpu in self.node_of}
 
     def is_avoided(self, node: str) -> bool:
         """Whether the node is to be left, or some of its GPUs are not heard."""
-        return node in self.draining or node in self.silent
+        return node in self.draining or (bool(self.unheard) and not self.unheard.isdisjoint(self.nodes[node].gpus))
 
     def is_left(self, gpu: int) -> bool:
         """Whether no group is to get it that does not have it."""

@@ -179,13 +179,18 @@ class Scheduler:
             case KindsFound(gpus, kinds, speeds):
                 return [], state.find_kinds(gpus, kinds, speeds) and self._has_come(gpus)
             case NodeDraining() | GpusLost():
-                is_lost = isinstance(event, GpusLost)
-                if is_lost:
-                    state.pool.unheard.difference_update(event.gpus)
-                ended = state.lose_gpus(event.gpus) if is_lost else state.drain_node(event.node, finish=event.finish)
-                self._ask_those_that_wait()
-                self._judge_all()
-                return [StopGroup(group_id) for group_id in ended], True
+                return self._take_out(event), True
+
+    def _take_out(self, event: NodeDraining | GpusLost) -> list[Action]:
+        """GPUs that are lost, or are to be left; of those that are lost nothing is waited to be heard."""
+        if isinstance(event, GpusLost):
+            self.state.pool.unheard.difference_update(event.gpus)
+            ended = self.state.lose_gpus(event.gpus)
+        else:
+            ended = self.state.drain_node(event.node, finish=event.finish)
+        self._ask_those_that_wait()
+        self._judge_all()
+        return [StopGroup(group_id) for group_id in ended]
 
     def _has_come(self, gpus: Iterable[int]) -> bool:
         """Or the host that has the GPUs is about to come: then it is decided."""

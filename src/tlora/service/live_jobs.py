@@ -109,7 +109,8 @@ class LiveJobs:
             queued, kinds = list(self._queued), dict(self._cluster.kinds)
             delayed = {job_id: why for group in groups for job_id in group.job_ids if (why := self._cluster.why_delayed(job_id))}
             placements = {group.group_id: why for group in groups if (why := self._cluster.why_there(group))}
-            hosts = tuple([replace(host, gpus=set(host.gpus), unheard=set(host.unheard)) for host in self._cluster.hosts.values()])
+            hosts = tuple([replace(host, gpus=set(host.gpus)) for host in self._cluster.hosts.values()])
+            silent = self._cluster.silent
         starts = dict[str, float]()
         behind = len(queue) + 1  # those that the policy has not seen yet
         order = sorted(queued, key=lambda job_id: queue[job_id].number if job_id in queue else behind)
@@ -130,7 +131,7 @@ class LiveJobs:
         waiting |= delayed
         places_of = {job_id: number for number, job_id in enumerate(order, 1)}
         gpus = tuple(sorted({gpu for host in hosts for gpu in host.gpus})) or places.gpus
-        return ClusterSnapshot(places.device, gpus, tuple(groups), waiting, reading, places_of, starts, hosts, kinds, placements)
+        return ClusterSnapshot(places.device, gpus, tuple(groups), waiting, reading, places_of, starts, hosts, kinds, placements, silent)
 
 
 def _follow(item: Event | Action, before: JobProgress | None, after: JobProgress) -> Iterator[Effect]:

@@ -22,7 +22,7 @@ class ClusterSnapshot:
     """The cluster at one moment. `waiting` has the jobs in the order in which the policy will start them, each with the reason why it
     waits, and `places` their numbers there, from 1; `starts` are the Unix times at which they are expected to, where that is foreseen.
     `reading` are those whose data is being read, and how far that has come. `gpus` are those of all `hosts`, `kinds` what they are.
-    `placements`: by group, why it is where it is, where that needs a word.
+    `placements`: by group, why it is where it is, where that needs a word. `silent`: GPUs on which nobody is heard.
     """
 
     device: str = ""
@@ -35,6 +35,7 @@ class ClusterSnapshot:
     hosts: tuple[Host, ...] = ()
     kinds: Mapping[int, str] = field(default_factory=dict[int, str])
     placements: Mapping[str, str] = field(default_factory=dict[str, str])
+    silent: frozenset[int] = frozenset()
 
 
 class LiveState:

@@ -19,7 +19,6 @@ from tlora.service.problems import RefusedError, missing
 from tlora.wording.numbers import quantity
 
 _INSERT = events.insert()
-OWNER = "its owner"  # who has changed a job, in its events
 
 
 def add_event(connection: Connection, tenant: str, job: str | None, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
@@ -278,14 +277,14 @@ def change(connection: Connection, job_id: str, before: Collection[str], status:
     return True
 
 
-def pause(connection: Connection, tenant: str, job_id: str, by: str = OWNER) -> Row[Any]:
+def pause(connection: Connection, tenant: str, job_id: str, by: str) -> Row[Any]:
     row = find_job(connection, tenant, job_id)
     if row.status != "paused" and not change(connection, job_id, _STARTABLE, "paused", f"paused by {by}"):
         raise _wrong_state(row, "paused")
     return find_job(connection, tenant, job_id)
 
 
-def resume(connection: Connection, tenant: str, job_id: str, by: str = OWNER) -> Row[Any]:
+def resume(connection: Connection, tenant: str, job_id: str, by: str) -> Row[Any]:
     row = find_job(connection, tenant, job_id)
     status = "preparing" if row.intake is None else "queued"
     if row.status == "paused":
@@ -295,7 +294,7 @@ def resume(connection: Connection, tenant: str, job_id: str, by: str = OWNER) ->
     return find_job(connection, tenant, job_id)
 
 
-def cancel(connection: Connection, tenant: str, job_id: str, by: str = OWNER) -> Row[Any]:
+def cancel(connection: Connection, tenant: str, job_id: str, by: str) -> Row[Any]:
     row = find_job(connection, tenant, job_id)
     if row.status != "cancelled" and not change(connection, job_id, OPEN, "cancelled", f"cancelled by {by}"):
         raise _wrong_state(row, "cancelled")

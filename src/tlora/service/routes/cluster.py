@@ -88,7 +88,7 @@ def _host_views(snapshot: ClusterSnapshot) -> list[HostView]:
             kinds=[snapshot.kinds.get(gpu, "") for gpu in sorted(host.gpus)],
             in_use=len(used & host.gpus),
             draining=host.draining,
-            unheard=sorted(host.unheard),
+            unheard=sorted(host.gpus & snapshot.silent),
         )
         for host in snapshot.hosts
         if host.gpus or host.draining
